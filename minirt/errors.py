@@ -1,0 +1,71 @@
+"""The exception tree. Every message says what is wrong, where, what was expected and found, and what to do."""
+
+
+class MinirtError(Exception):
+    """Base of every error that minirt raises on purpose.
+
+    Args:
+        what: the problem in one sentence.
+        where: the file, tensor, field or argument concerned.
+        expected, found: the two sides of a mismatch.
+        hint: what the user can do about it.
+    """
+
+    def __init__(
+        self, what: str, *, where: object = None, expected: object = None, found: object = None, hint: str | None = None
+    ) -> None:
+        self.what, self.where, self.expected, self.found, self.hint = what, where, expected, found, hint
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where is not None else self.what
+        if self.expected is not None:
+            text += f"; expected {self.expected}"
+        if self.found is not None:
+            text += f"; found {self.found}"
+        if self.hint:
+            text += f" ({self.hint})"
+        return text
+
+    def __reduce__(self) -> tuple:
+        return _rebuild, (type(self), self.what, self.where, self.expected, self.found, self.hint)
+
+
+def _rebuild(cls: type[MinirtError], what: str, where: object, expected: object, found: object, hint: str | None):
+    return cls(what, where=where, expected=expected, found=found, hint=hint)
+
+
+class ConfigError(MinirtError):
+    """A model's config.json, or a setting of the runtime, is wrong."""
+
+
+class UnsupportedError(ConfigError):
+    """A valid request for something that minirt does not do: an architecture, rope type, layer implementation…"""
+
+
+class CheckpointError(MinirtError):
+    """A weight file or one of its tensors is missing, damaged, unexpected or misshapen."""
+
+
+class TokenizerError(MinirtError):
+    """The tokenizer or the chat template is missing or damaged, or cannot do what was asked."""
+
+
+class ModelNotFoundError(MinirtError):
+    """No such folder, preset or Hub repository, or a file of it is missing."""
+
+
+class InputError(MinirtError, ValueError):
+    """A prompt, a token id or a sampling value is not acceptable."""
+
+
+class ContextLengthError(InputError):
+    """A request is longer than the model or the KV cache allows."""
+
+
+class DeviceError(MinirtError):
+    """The device that was asked for is absent or unusable."""
+
+
+class OutOfMemoryError(DeviceError):
+    """Device memory does not suffice; the message gives what is needed, what is free and what to change."""
