@@ -69,3 +69,7 @@ class DeviceError(MinirtError):
 
 class OutOfMemoryError(DeviceError):
     """Device memory does not suffice; the message gives what is needed, what is free and what to change."""
+
+
+class NumericsError(MinirtError):
+    """The model computed NaN or only infinities where numbers were needed."""

@@ -1,0 +1,45 @@
+"""Token embedding: rows of a table."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.kernels.common import check_activations, check_tensor
+
+CASES = [
+    {"T": 1, "V": 7, "H": 16},
+    {"T": 3, "V": 101, "H": 96},
+    {"T": 17, "V": 33, "H": 577},
+    {"T": 129, "V": 50, "H": 1536},
+]
+_BLOCK_H = 1024
+
+
+@triton.jit
+def _embedding_kernel(tokens_ptr, table_ptr, out_ptr, H, BLOCK_H: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row = tl.load(tokens_ptr + t).to(tl.int64)  # int64: V · H passes 2³¹
+    values = tl.load(table_ptr + row * H + h, mask=h < H, other=0.0)
+    tl.store(out_ptr + t * H + h, values, mask=h < H)
+
+
+def embedding(tokens: Tensor, table: Tensor, out: Tensor | None = None, *, check: bool = True) -> Tensor:
+    """Rows of `table` [V, H] for `tokens` [T] int64 → [T, H]. The caller vouches that every token is in [0, V)."""
+    if check:
+        check_activations("table", table)
+        check_tensor("tokens", tokens, (None,), torch.int64, table.device)
+    T, H = tokens.shape[0], table.shape[1]
+    if out is None:
+        out = torch.empty(T, H, dtype=table.dtype, device=table.device)
+    elif check:
+        check_tensor("out", out, (T, H), table.dtype, table.device)
+    if T:
+        _embedding_kernel[(T, triton.cdiv(H, _BLOCK_H))](tokens, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
+    return out
+
+
+def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations)."""
+    return T * (8 + 2 * H * itemsize), 0

@@ -1,0 +1,144 @@
+"""Between the QKV projection and attention: per-head RMSNorm (Qwen3), rotary embedding and the KV write, in one kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.common import check_activations, check_tensor, launch_options
+
+HEAD_DIMS = (64, 128)
+
+CASES = [
+    {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16},
+    {"T": 3, "Nq": 4, "Nkv": 4, "D": 128, "page_size": 16},
+    {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32},
+    {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
+]
+
+
+@triton.jit
+def _kv_write_kernel(
+    qkv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    q_ptr,
+    T,
+    eps,
+    NQ: tl.constexpr,
+    NKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head (of q, k or v) of BLOCK_T tokens."""
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(1)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < T
+    d = tl.arange(0, HALF)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    heads_ptrs = qkv_ptr + (t * (NQ + 2 * NKV) + head)[:, None] * D + d
+    lower = tl.load(heads_ptrs, mask=inside[:, None], other=0.0)
+    upper = tl.load(heads_ptrs + HALF, mask=inside[:, None], other=0.0)
+    if head < NQ + NKV:
+        position = tl.load(positions_ptr + t, mask=inside, other=0)[:, None] * D
+        if head < NQ:
+            lower, upper = rotate(lower, upper, q_norm_ptr, cos_sin_ptr + position, eps, D)
+        else:
+            lower, upper = rotate(lower, upper, k_norm_ptr, cos_sin_ptr + position, eps, D)
+    if head < NQ:
+        ptrs = q_ptr + (t * NQ + head)[:, None] * D + d
+        tl.store(ptrs, lower, mask=inside[:, None])
+        tl.store(ptrs + HALF, upper, mask=inside[:, None])
+    else:
+        # A negative slot: a token that pads a CUDA graph's batch and has nowhere to go.
+        slot = tl.load(slots_ptr + t, mask=inside, other=-1)[:, None]
+        stored = slot >= 0
+        if head < NQ + NKV:
+            ptrs = k_pages_ptr + (slot * NKV + head - NQ) * D + d
+            tl.store(ptrs, lower, mask=stored)
+            tl.store(ptrs + HALF, upper, mask=stored)
+        else:
+            ptrs = v_pages_ptr + (slot * NKV + head - NQ - NKV) * D + d
+            tl.store(ptrs, lower, mask=stored)
+            tl.store(ptrs + HALF, upper, mask=stored)
+
+
+@triton.jit
+def rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
+    """RMSNorm (if norm_ptr is given) and rotary embedding of heads in halves [.., D/2]; cos_sin_ptrs: their rows' starts."""
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)[None, :]
+    a, b = lower.to(tl.float32), upper.to(tl.float32)
+    if norm_ptr is not None:
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
+        a = (a * scale).to(lower.dtype).to(tl.float32) * tl.load(norm_ptr + d).to(tl.float32)
+        b = (b * scale).to(lower.dtype).to(tl.float32) * tl.load(norm_ptr + HALF + d).to(tl.float32)
+    cos, sin = tl.load(cos_sin_ptrs + d), tl.load(cos_sin_ptrs + HALF + d)
+    return (a * cos - b * sin).to(lower.dtype), (b * cos + a * sin).to(lower.dtype)
+
+
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    Nq: int,
+    Nkv: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    q_out: Tensor | None = None,
+    *,
+    pdl: bool = False,
+    check: bool = True,
+) -> Tensor:
+    """Normalize (if q_norm, k_norm [D] are given) and rotate q and k, write k and v to their pages, return q [T, Nq, D].
+
+    qkv [T, (Nq + 2·Nkv)·D]: heads of q, of k, of v; D is 64 or 128. cos_sin [L, D] fp32 (cosines | sines) is indexed by
+    positions [T] int64 in [0, L); slots [T] int64 = page · page_size + offset, negative: k and v are not stored.
+    k_pages, v_pages [P, page_size, Nkv, D]. `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
+    """
+    T, D = qkv.shape[0], k_pages.shape[-1]
+    if check:
+        check_activations("qkv", qkv)
+        if D not in HEAD_DIMS:
+            raise InputError("unsupported head size", where="k_pages", expected="64 or 128", found=D)
+        check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
+        check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
+        check_tensor("positions", positions, (T,), torch.int64, qkv.device)
+        check_tensor("slots", slots, (T,), torch.int64, qkv.device)
+        check_tensor("k_pages", k_pages, (None, None, Nkv, D), qkv.dtype, qkv.device)
+        check_tensor("v_pages", v_pages, tuple(k_pages.shape), qkv.dtype, qkv.device)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if norm is not None:
+                check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
+    if q_out is None:
+        q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device)
+    elif check:
+        check_tensor("q_out", q_out, (T, Nq, D), qkv.dtype, qkv.device)
+    if T == 0:
+        return q_out
+    block_t = 1 if T <= 16 else 8 if T <= 1024 else 32  # small batches need the programs, large ones fewer of them
+    _kv_write_kernel[(triton.cdiv(T, block_t), Nq + 2 * Nkv)](
+        qkv, cos_sin, positions, slots, q_norm, k_norm, k_pages, v_pages, q_out, T, eps,
+        NQ=Nq, NKV=Nkv, D=D, BLOCK_T=block_t, **launch_options(1 if block_t == 1 else 4, 1, pdl),
+    )  # fmt: skip
+    return q_out
+
+
+def cost(T: int, Nq: int, Nkv: int, D: int, itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations)."""
+    return 2 * T * (Nq + 2 * Nkv) * D * itemsize + T * (4 * D + 16), 3 * T * (Nq + Nkv) * D

@@ -1,0 +1,270 @@
+"""`ModelConfig`: a model's shape, read from config.json and checked once, before anything is allocated.
+
+Both dialects of Hugging Face transformers are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and
+that of version 5 (`rope_parameters`, `dtype`). A value that is wrong is a `ConfigError`, one that minirt does not serve
+an `UnsupportedError`; both name the field, what was expected and what was found. Imports no torch. `Fields` reads
+checked values; which fields make a model is in `minirt.models`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minirt.errors import ConfigError, UnsupportedError
+
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# The keys that each rope type may carry besides its name, rope_theta and a partial_rotary_factor of 1.
+ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+        | {"mscale", "mscale_all_dim", "truncate"}
+    ),
+}
+# The bounds are far above any model there is: they turn a damaged file into an error instead of an allocation.
+MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 65536, 1024, 1024, 1024
+MAX_INTERMEDIATE, MAX_VOCAB, MAX_POSITIONS = 1 << 20, 4 << 20, 16 << 20
+MAX_THETA, MAX_FACTOR = 1e15, 1e6
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding parameters; `attention_factor` multiplies cos and sin and is resolved (yarn), else 1."""
+
+    kind: str = "default"  # a key of ROPE_KEYS
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the ramp's two ends to whole dimensions
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder model: Nq query heads and Nkv key/value heads of D channels, H hidden, I intermediate."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    hidden_act: str  # "silu", "gelu" (erf) or "gelu_tanh"
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str  # one of DTYPES: that of the checkpoint
+    rope: RopeConfig
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of the whole model; a tied LM head is counted once."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * q + 2 * kv)
+        attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return tables + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """Checked reading of one JSON object's fields. Every refusal is a `ConfigError` that names the field.
+
+    An absent field takes `default`, or is an error where there is none; null is refused except by `*_or_none`.
+    """
+
+    def __init__(self, raw: Any, where: str = "config.json", prefix: str = "") -> None:
+        if not isinstance(raw, Mapping):
+            place = f"{where}, field {prefix.rstrip('.')}" if prefix else where
+            raise ConfigError("not a JSON object", where=place, expected="an object", found=shown(raw))
+        self.raw, self.where, self.prefix = raw, where, prefix
+
+    def place(self, name: str) -> str:
+        """How error messages name a field."""
+        return f"{self.where}, field {self.prefix}{name}"
+
+    def integer(self, name: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int) -> int:
+        value = self._get(name, default)
+        if type(value) is not int or not minimum <= value <= maximum:
+            self._refuse(name, f"an integer from {minimum} to {maximum}", value)
+        return value
+
+    def integer_or_none(self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int) -> int | None:
+        """As `integer`, but the field may be null, and its default None."""
+        if self._get(name, default) is None:
+            return None
+        return self.integer(name, default=_REQUIRED if default is None else default, minimum=minimum, maximum=maximum)
+
+    def number(self, name: str, *, default: float = _REQUIRED, minimum: float, maximum: float) -> float:
+        """A finite float; JSON integers are taken, NaN and infinities are not."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not minimum <= value <= maximum:  # false for NaN
+            self._refuse(name, f"a number from {minimum:g} to {maximum:g}", value)
+        return float(value)
+
+    def number_or_none(self, name: str, *, minimum: float, maximum: float) -> float | None:
+        """As `number`, but the field may be null or absent."""
+        return None if self.raw.get(name) is None else self.number(name, minimum=minimum, maximum=maximum)
+
+    def boolean(self, name: str, *, default: bool = _REQUIRED) -> bool:
+        value = self._get(name, default)
+        if type(value) is not bool:
+            self._refuse(name, "true or false", value)
+        return value
+
+    def string(self, name: str, *, default: str = _REQUIRED) -> str:
+        value = self._get(name, default)
+        if type(value) is not str:
+            self._refuse(name, "a string", value)
+        return value
+
+    def choice(self, name: str, known: Iterable[str], *, default: str = _REQUIRED) -> str:
+        """One of the `known` strings; another one is an `UnsupportedError`."""
+        value = self.string(name, default=default)
+        if value not in known:
+            raise UnsupportedError(
+                "not supported", where=self.place(name), expected=" or ".join(known), found=shown(value)
+            )
+        return value
+
+    def strings_or_none(self, name: str) -> list[str] | None:
+        """A list of strings; the field may be null or absent."""
+        value = self.raw.get(name)
+        if value is not None and not (isinstance(value, list) and all(type(item) is str for item in value)):
+            self._refuse(name, "a list of strings", value)
+        return value
+
+    def nested(self, name: str) -> "Fields":
+        """The fields of a nested object; those of an empty one where it is null or absent."""
+        value = self.raw.get(name)
+        return Fields({} if value is None else value, self.where, f"{self.prefix}{name}.")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name, default)
+        if value is _REQUIRED:
+            raise ConfigError("the field is missing", where=self.place(name))
+        return value
+
+    def _refuse(self, name: str, expected: str, found: object) -> None:
+        raise ConfigError("the value is not acceptable", where=self.place(name), expected=expected, found=shown(found))
+
+
+def shown(value: object) -> str:
+    """A JSON value for an error message: short, and safe for integers too long to print."""
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if type(value) is int and value.bit_length() > 128:
+        return "an integer of more than 128 bits"
+    if value is None or type(value) is bool:
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
+    """The rope parameters from either dialect; a file that carries both must mean the same by both.
+
+    The formulas and the places of each value follow transformers 5. That library drops `rope_parameters` where there is
+    a `rope_scaling`; here a difference between the two is an error.
+    """
+    dialects = [fields.nested(name) for name in ("rope_scaling", "rope_parameters")]
+    given = [rope for rope in dialects if rope.raw] or dialects[:1]
+    ropes = [_read_one_rope(rope, fields, max_positions) for rope in given]
+    if ropes[0] != ropes[-1]:
+        raise ConfigError(
+            "rope_scaling and rope_parameters contradict each other",
+            where=fields.where,
+            expected=ropes[-1],
+            found=ropes[0],
+            hint="keep the one that is meant; each takes a rope_theta from the top level where it has none",
+        )
+    return ropes[0]
+
+
+def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConfig:
+    kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", ROPE_KEYS, default="default")
+    for level in (fields, rope):
+        partial = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
+        if partial not in (None, 1.0):
+            place = level.place("partial_rotary_factor")
+            raise UnsupportedError("rotating a part of each head is not supported", where=place, expected=1, found=partial)
+    known = ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    for name, value in rope.raw.items():
+        if name not in known and value is not None:
+            raise UnsupportedError(f"not a parameter of rope type {kind!r}", where=rope.place(name), found=shown(value))
+    theta_level = rope if "rope_theta" in rope.raw else fields
+    theta = theta_level.number("rope_theta", default=10000.0, minimum=1.001, maximum=MAX_THETA)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    factor = rope.number("factor", minimum=1, maximum=MAX_FACTOR)
+    if kind == "linear":
+        return RopeConfig(kind, theta, factor)
+    # As transformers: the top level's value wins, and max_position_embeddings stands in for an absent one.
+    name = "original_max_position_embeddings"
+    level = fields if name in fields.raw else rope
+    original = level.integer(name, default=max_positions, maximum=MAX_POSITIONS)
+    if kind == "llama3":
+        low = rope.number("low_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
+        high = rope.number("high_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
+        _check_order(rope, "high_freq_factor", low < high, f"more than low_freq_factor ({low:g})", high)
+        return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    fast = rope.number_or_none("beta_fast", minimum=1e-6, maximum=MAX_FACTOR) or 32.0
+    slow = rope.number_or_none("beta_slow", minimum=1e-6, maximum=MAX_FACTOR) or 1.0
+    _check_order(rope, "beta_fast", fast >= slow, f"beta_slow ({slow:g}) or more", fast)
+    return RopeConfig(
+        kind,
+        theta,
+        factor,
+        original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=rope.boolean("truncate", default=True),
+        attention_factor=_yarn_attention_factor(rope, factor),
+    )
+
+
+def _check_order(rope: Fields, name: str, good: bool, expected: str, found: float) -> None:
+    if not good:
+        raise ConfigError("the two bounds are reversed", where=rope.place(name), expected=expected, found=found)
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """The multiplier of cos and sin (YaRN, Peng et al. 2023, section 3.4), given or computed as transformers does."""
+    given = rope.number_or_none("attention_factor", minimum=1e-6, maximum=MAX_FACTOR)
+    mscale = rope.number_or_none("mscale", minimum=0, maximum=MAX_FACTOR)
+    mscale_all_dim = rope.number_or_none("mscale_all_dim", minimum=0, maximum=MAX_FACTOR)
+    if given is not None:
+        return given
+
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return temperature(mscale) / temperature(mscale_all_dim)
+    return temperature(1)

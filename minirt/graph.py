@@ -1,0 +1,171 @@
+"""`Model`, a list of layers run in order, and `Plan`, the printable record of how each of them runs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from minirt.batch import Batch
+from minirt.config import ModelConfig
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.kv_cache import KVCache
+from minirt.layers import Attention, Embedding, Layer, RopeTables, has_implementation, implementation
+from minirt.linear import Parameter
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """How one layer runs. `bytes` counts its own weights; a shared holder counts where it stands first."""
+
+    layer: str
+    kind: str
+    implementation: str
+    reason: str
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One row a layer, in the order of execution."""
+
+    rows: tuple[PlanRow, ...]
+    device: str
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+
+class Model:
+    """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
+
+    A layer object may stand in the list more than once: its weights exist once, its KV pages once for each place.
+    """
+
+    def __init__(self, config: ModelConfig, layers: Sequence[Layer]) -> None:
+        self.config, self.layers = config, list(layers)
+        self._check_order()
+        seen: dict[str, Parameter] = {}
+        for layer in self.unique_layers():
+            for parameter in list(layer.parameters()):
+                name = next(parameter.expected())[0]
+                layer.share(seen.setdefault(name, parameter))
+        self.device, self.dtype, self.max_model_len = torch.device("meta"), torch.float32, 0
+        self.plan = Plan((), "meta")
+
+    def _check_order(self) -> None:
+        kinds = [layer.kind for layer in self.layers]
+        if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
+            raise ConfigError(
+                "a model is one embedding, any attention and mlp layers, one head", found=", ".join(kinds) or "no layers"
+            )
+
+    def unique_layers(self) -> Iterator[Layer]:
+        yield from {id(layer): layer for layer in self.layers}.values()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every weight holder once."""
+        yield from {id(p): p for layer in self.unique_layers() for p in layer.parameters()}.values()
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(Nkv, D) for each attention layer of the list, in order."""
+        return [(a.config.num_kv_heads, a.config.head_dim) for a in self.layers if isinstance(a, Attention)]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.num_parameters for p in self.parameters())
+
+    @property
+    def decode_read_bytes(self) -> int:
+        """Weight bytes that a decode step reads: every layer at every place it stands, of the embedding one row only."""
+        size = self.dtype.itemsize
+        used = (p.num_parameters for layer in self.layers if not isinstance(layer, Embedding) for p in layer.parameters())
+        return size * sum(used)
+
+    def allocate(self, device: torch.device, dtype: torch.dtype, max_model_len: int) -> None:
+        """Reserve all weights and the rope tables for positions below `max_model_len`."""
+        self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
+        for parameter in self.parameters():
+            parameter.allocate(device, dtype)
+        ropes = RopeTables(max_model_len, device)
+        for layer in self.unique_layers():
+            layer.attach(ropes)
+
+    def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
+        """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""
+        default, rules = parse_impl(impl)
+        rows, bound, counted = [], {}, set()
+        used = [False] * len(rules)
+        for layer in self.layers:
+            wanted, why = default, "the default" if default == "auto" else f"--impl {default}"
+            for i, (pattern, name) in enumerate(rules):
+                if fnmatchcase(layer.name, pattern):
+                    wanted, why, used[i] = name, f"--impl {pattern}={name}", True
+            if id(layer) not in bound:
+                bound[id(layer)] = self._bind(layer, wanted, why)
+            own = [p for p in layer.parameters() if id(p) not in counted]
+            counted.update(map(id, own))
+            size = sum(p.num_parameters for p in own) * self.dtype.itemsize
+            dtype = str(self.dtype).removeprefix("torch.")
+            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], dtype, size))
+        for (pattern, name), matched in zip(rules, used, strict=True):
+            if not matched:
+                raise UnsupportedError(
+                    f"--impl {pattern}={name} matches no layer", expected="a name or glob such as 'layers.*.mlp'",
+                    found=", ".join(layer.name for layer in self.layers[:4]) + ", …",
+                )
+        self.plan = Plan(tuple(rows), str(self.device))
+        return self.plan
+
+    def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
+        if wanted == "auto":
+            wanted, why = self._automatic(layer)
+        chosen = implementation(layer.kind, wanted)
+        reason = chosen.unsupported(layer, self.device)
+        if reason is not None:
+            raise UnsupportedError(f"{wanted} cannot run this layer: {reason}", where=layer.name, hint=why)
+        layer.bind(chosen)
+        return wanted, why
+
+    def _automatic(self, layer: Layer) -> tuple[str, str]:
+        if self.device.type != "cuda":
+            return "eager", f"auto: the device is {self.device.type}"
+        if not has_implementation(layer.kind, "triton"):
+            return "eager", "auto: no triton implementation"
+        reason = implementation(layer.kind, "triton").unsupported(layer, self.device)
+        return ("triton", "auto") if reason is None else ("eager", f"auto: triton cannot: {reason}")
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
+        pages = iter(cache.layers)
+        x = torch.empty(0, device=self.device)
+        for layer in self.layers:
+            x = layer(x, batch, next(pages) if isinstance(layer, Attention) else None)
+        return x
+
+
+def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Split implementation choices into the default and the (glob, name) rules, later rules winning.
+
+    Args:
+        impl: "auto" | "eager" | "triton" | a registered name, for all layers; or 'glob=name' for the layers whose name
+            matches; or a sequence of these.
+    """
+    default, rules = "auto", []
+    chosen = False
+    for item in [impl] if isinstance(impl, str) else impl:
+        pattern, equals, name = item.rpartition("=")
+        if not name or (equals and not pattern):
+            raise UnsupportedError("not an implementation choice", where=f"--impl {item!r}", expected="NAME or GLOB=NAME")
+        if equals:
+            rules.append((pattern, name))
+        elif chosen and name != default:
+            raise UnsupportedError("two defaults", where="--impl", found=f"{default} and {name}", hint="use GLOB=NAME")
+        else:
+            default, chosen = name, True
+    return default, rules
+

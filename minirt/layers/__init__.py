@@ -1,0 +1,21 @@
+"""The four layers that a decoder model is made of, and the registry of their implementations."""
+
+from minirt.layers.attention import Attention
+from minirt.layers.base import Forward, Implementation, Layer, RopeTables, has_implementation, implementation, register
+from minirt.layers.embedding import Embedding
+from minirt.layers.head import Head
+from minirt.layers.mlp import MLP
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Embedding",
+    "Forward",
+    "Head",
+    "Implementation",
+    "Layer",
+    "RopeTables",
+    "has_implementation",
+    "implementation",
+    "register",
+]

@@ -1,0 +1,77 @@
+"""`Attention`: the residual layer of grouped-query attention over the paged KV cache."""
+
+import torch
+from torch import Tensor
+
+from minirt.batch import Batch
+from minirt.config import ModelConfig
+from minirt.errors import ConfigError
+from minirt.kernels import reference
+from minirt.kv_cache import LayerKV
+from minirt.layers.base import Forward, Layer, RopeTables, register
+from minirt.linear import NormWeight, PackedLinear, Part
+
+
+class Attention(Layer):
+    """x + o(attention(rope(qk_norm(qkv(norm(x)))))), x [T, H]; new K and V go to the pages at batch.slots.
+
+    Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in Qwen3 (per head, before rope).
+    Q, K and V are packed in one matrix, in this order.
+    """
+
+    kind = "attention"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        name: str,
+        norm: str,
+        q: str,
+        k: str,
+        v: str,
+        o: str,
+        q_norm: str | None = None,
+        k_norm: str | None = None,
+    ) -> None:
+        super().__init__(config, name)
+        if config.qk_norm != (q_norm is not None) or config.qk_norm != (k_norm is not None):
+            raise ConfigError("q_norm and k_norm must be named when, and only when, the model has QK-norm", where=name)
+        h, d = config.hidden_size, config.head_dim
+        q_rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
+        self.scale = d**-0.5
+        self.norm = NormWeight(norm, h)
+        self.qkv = PackedLinear([Part(q, q_rows), Part(k, kv_rows), Part(v, kv_rows)], h, config.qkv_bias)
+        self.o = PackedLinear([Part(o, h)], q_rows, config.o_bias)
+        self.q_norm = NormWeight(q_norm, d) if q_norm else None
+        self.k_norm = NormWeight(k_norm, d) if k_norm else None
+        self.cos_sin: Tensor = torch.empty(0)
+
+    def attach(self, ropes: RopeTables) -> None:
+        self.cos_sin = ropes.get(self.config.rope, self.config.head_dim)
+
+
+@register("attention", "eager")
+def eager(layer: Attention) -> Forward:
+    config = layer.config
+    eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
+    norm, qkv, o, q_norm, k_norm = layer.norm, layer.qkv, layer.o, layer.q_norm, layer.k_norm
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        if kv is None:
+            raise ConfigError("an attention layer needs KV pages", where=layer.name)
+        h = reference.rms_norm(x, norm.weight, eps)
+        heads = reference.linear(h, qkv.weight, qkv.bias).view(-1, nq + 2 * nkv, d)
+        qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
+        if q_norm is not None and k_norm is not None:
+            q = reference.rms_norm(qk[:, :nq], q_norm.weight, eps)
+            k = reference.rms_norm(qk[:, nq:], k_norm.weight, eps)
+            qk = torch.cat((q, k), dim=1)
+        qk = reference.rope(qk, layer.cos_sin[batch.positions])
+        reference.write_kv(qk[:, nq:], v, kv.k, kv.v, batch.slots)
+        a = reference.paged_attention(
+            qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale
+        )
+        return x + reference.linear(a.view(-1, nq * d), o.weight, o.bias)
+
+    return forward

@@ -1,0 +1,119 @@
+"""What the four layers share: the `Layer` contract and the registry of implementations.
+
+A layer maps the residual stream to the residual stream: `layer(x, batch, kv) -> x`, x [T, H]. (`Embedding` makes the stream,
+`Head` turns its last rows into logits.) What it computes is fixed by its kind; *how* is an implementation: a factory that gets
+the layer, weights in place, and returns `forward(x, batch, kv)`. The choice is made once, at load.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from minirt.batch import Batch
+from minirt.config import ModelConfig, RopeConfig
+from minirt.errors import UnsupportedError
+from minirt.kv_cache import LayerKV
+from minirt.linear import Parameter
+from minirt.rope import rope_table
+
+Forward = Callable[[Tensor, Batch, LayerKV | None], Tensor]
+Factory = Callable[["Layer"], Forward]
+
+
+class RopeTables:
+    """cos|sin tables [max_model_len, D] fp32 on one device, one for each (rope, head_dim) in use."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._length, self._device = length, device
+        self._tables: dict[tuple[RopeConfig, int], Tensor] = {}
+
+    def get(self, rope: RopeConfig, head_dim: int) -> Tensor:
+        key = (rope, head_dim)
+        if key not in self._tables:
+            self._tables[key] = rope_table(rope, head_dim, self._length, self._device)
+        return self._tables[key]
+
+
+class Layer:
+    """One layer of the graph: its name, its weights and, once bound, its implementation."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        self.config, self.name = config, name
+        self._forward: Forward | None = None
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The layer's weight holders."""
+        for value in vars(self).values():
+            if isinstance(value, Parameter):
+                yield value
+
+    def share(self, parameter: Parameter) -> None:
+        """Use `parameter` in the place of this layer's own holder of the same checkpoint tensors (a tied head)."""
+        names = [name for name, _ in parameter.expected()]
+        for attribute, value in list(vars(self).items()):
+            if isinstance(value, Parameter) and [name for name, _ in value.expected()] == names:
+                setattr(self, attribute, parameter)
+
+    def attach(self, ropes: RopeTables) -> None:
+        """Take what the layer needs beside its weights; called once, when the device is known."""
+
+    def bind(self, implementation: "Implementation") -> None:
+        self._forward = implementation.factory(self)
+
+    def __call__(self, x: Tensor, batch: Batch, kv: LayerKV | None = None) -> Tensor:
+        if self._forward is None:
+            raise UnsupportedError("the layer has no implementation yet", where=self.name, hint="call Model.resolve first")
+        return self._forward(x, batch, kv)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a layer kind. `unsupported(layer, device)` gives the reason why it cannot, or None."""
+
+    kind: str
+    name: str
+    factory: Factory
+    unsupported: Callable[[Layer, torch.device], str | None]
+
+
+_REGISTRY: dict[tuple[str, str], Implementation] = {}
+
+
+def register(
+    kind: str, name: str, *, unsupported: Callable[[Layer, torch.device], str | None] | None = None
+) -> Callable[[Factory], Factory]:
+    """Decorator: make `factory(layer) -> forward(x, batch, kv)` available as `--impl 'layers.*.<kind>=<name>'`.
+
+    Args:
+        kind: "embedding", "attention", "mlp" or "head".
+        name: the implementation's name; "eager" and "triton" are taken, "auto" is reserved.
+        unsupported: called with the layer and the device; returns the reason why this layer cannot run so, or None.
+    """
+    if kind not in ("embedding", "attention", "mlp", "head"):
+        raise UnsupportedError("unknown layer kind", where="register", expected="embedding, attention, mlp or head", found=kind)
+    if name == "auto" or (kind, name) in _REGISTRY:
+        raise UnsupportedError("this implementation name is taken", where=f"register({kind!r}, {name!r})")
+
+    def decorate(factory: Factory) -> Factory:
+        _REGISTRY[kind, name] = Implementation(kind, name, factory, unsupported or (lambda layer, device: None))
+        return factory
+
+    return decorate
+
+
+def implementation(kind: str, name: str) -> Implementation:
+    """The registered implementation, or an error that lists those there are."""
+    try:
+        return _REGISTRY[kind, name]
+    except KeyError:
+        known = ", ".join(sorted(n for k, n in _REGISTRY if k == kind))
+        raise UnsupportedError(f"no implementation {name!r} for {kind} layers", expected=f"one of {known}") from None
+
+
+def has_implementation(kind: str, name: str) -> bool:
+    return (kind, name) in _REGISTRY

@@ -1,0 +1,28 @@
+"""`Embedding`: token ids to the residual stream."""
+
+from torch import Tensor
+
+from minirt.batch import Batch
+from minirt.config import ModelConfig
+from minirt.kernels import reference
+from minirt.kv_cache import LayerKV
+from minirt.layers.base import Forward, Layer, register
+from minirt.linear import PackedLinear, Part
+
+
+class Embedding(Layer):
+    """Gathers rows of the table [V, H] for batch.tokens [T] → [T, H]. Its input is ignored."""
+
+    kind = "embedding"
+
+    def __init__(self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens") -> None:
+        super().__init__(config, name)
+        self.table = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
+
+
+@register("embedding", "eager")
+def eager(layer: Embedding) -> Forward:
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        return reference.embedding(batch.tokens, layer.table.weight)
+
+    return forward

@@ -1,0 +1,34 @@
+"""`Head`: the final norm and the LM head, for the rows that need logits."""
+
+from torch import Tensor
+
+from minirt.batch import Batch
+from minirt.config import ModelConfig
+from minirt.kernels import reference
+from minirt.kv_cache import LayerKV
+from minirt.layers.base import Forward, Layer, register
+from minirt.linear import NormWeight, PackedLinear, Part
+
+
+class Head(Layer):
+    """lm_head(norm(x[batch.logits_indices])): x [T, H] → logits [R, V] fp32."""
+
+    kind = "head"
+
+    def __init__(
+        self, config: ModelConfig, *, name: str = "head", norm: str = "model.norm", weight: str = "lm_head"
+    ) -> None:
+        super().__init__(config, name)
+        self.norm = NormWeight(norm, config.hidden_size)
+        self.lm_head = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
+
+
+@register("head", "eager")
+def eager(layer: Head) -> Forward:
+    eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        rows = x[batch.logits_indices]
+        return reference.linear(reference.rms_norm(rows, norm.weight, eps), lm_head.weight).float()
+
+    return forward

@@ -1,0 +1,36 @@
+"""`MLP`: the gated feed-forward residual layer (SwiGLU, Shazeer 2020)."""
+
+from torch import Tensor
+
+from minirt.batch import Batch
+from minirt.config import ModelConfig
+from minirt.kernels import reference
+from minirt.kv_cache import LayerKV
+from minirt.layers.base import Forward, Layer, register
+from minirt.linear import NormWeight, PackedLinear, Part
+
+
+class MLP(Layer):
+    """x + down(act(gate(norm(x))) · up(norm(x))), x [T, H]. Gate and up are packed in one matrix, gate first."""
+
+    kind = "mlp"
+
+    def __init__(self, config: ModelConfig, *, name: str, norm: str, gate: str, up: str, down: str) -> None:
+        super().__init__(config, name)
+        h, i = config.hidden_size, config.intermediate_size
+        self.norm = NormWeight(norm, h)
+        self.gate_up = PackedLinear([Part(gate, i), Part(up, i)], h, config.mlp_bias)
+        self.down = PackedLinear([Part(down, h)], i, config.mlp_bias)
+
+
+@register("mlp", "eager")
+def eager(layer: MLP) -> Forward:
+    eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
+    norm, gate_up, down = layer.norm, layer.gate_up, layer.down
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        h = reference.rms_norm(x, norm.weight, eps)
+        h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias), activation)
+        return x + reference.linear(h, down.weight, down.bias)
+
+    return forward

@@ -1,0 +1,59 @@
+"""The architectures, one file each, and the one look-up by `model_type` and by preset name. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from minirt.config import Fields, ModelConfig
+from minirt.errors import UnsupportedError
+from minirt.models import llama, mistral, qwen2, qwen3
+from minirt.models.presets import raw_configs
+
+if TYPE_CHECKING:
+    from minirt.layers import Layer
+
+__all__ = ["ARCHITECTURES", "Preset", "build", "parse_config", "preset", "presets"]
+
+ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A well-known model: its shape, and the Hub repository that holds its weights."""
+
+    name: str
+    hub_id: str
+    config: ModelConfig
+
+
+def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
+    """Check the content of a config.json; `where` names the file in messages.
+
+    Raises `ConfigError` for a value that is wrong or missing, `UnsupportedError` for one that minirt does not serve.
+    """
+    fields = Fields(raw, where)
+    model_type = fields.string("model_type")
+    if model_type not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"architecture {model_type!r} is not supported",
+            where=fields.place("model_type"),
+            expected=" or ".join(ARCHITECTURES),
+        )
+    return ARCHITECTURES[model_type].config(fields)
+
+
+def build(config: ModelConfig) -> "list[Layer]":
+    """The layers of a model, in the order they run, without weights."""
+    return ARCHITECTURES[config.model_type].layers(config)
+
+
+def preset(name: str) -> Preset | None:
+    """The preset of that name, in any mix of cases; None if there is none."""
+    return next((entry for entry in presets() if entry.name.lower() == name.lower()), None)
+
+
+@cache
+def presets() -> tuple[Preset, ...]:
+    """All presets."""
+    return tuple(Preset(name, hub_id, parse_config(raw, f"preset {name}")) for name, hub_id, raw in raw_configs())

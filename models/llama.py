@@ -1,0 +1,20 @@
+"""Llama 2 and 3, SmolLM2 and what else says `"model_type": "llama"`."""
+
+from minirt.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_layers
+from minirt.models.shared import decoder_config
+
+layers = decoder_layers
+
+
+def config(fields: Fields) -> ModelConfig:
+    """`attention_bias` means all four projections of the attention, `mlp_bias` all three of the MLP."""
+    bias = fields.boolean("attention_bias", default=False)
+    return decoder_config(
+        fields,
+        model_type="llama",
+        max_positions=2048,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.boolean("mlp_bias", default=False),
+    )

@@ -1,0 +1,73 @@
+"""Well-known models by name: the shapes of their published config.json files, as rows of a table."""
+
+from collections.abc import Iterator
+from typing import Any
+
+COLUMNS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What the models of a family have in common.
+QWEN25 = {"model_type": "qwen2", "max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+LLAMA3 = {"model_type": "llama", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+LLAMA31 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}}
+LLAMA32 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 32.0}}
+SMOLLM2 = {"model_type": "llama", "max_position_embeddings": 8192, "rope_theta": 1e5, "rms_norm_eps": 1e-5}
+
+SHORT = {"max_position_embeddings": 32768}
+EPS5, EPS6 = {"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}
+# Name, Hub owner, family, values of COLUMNS, what differs from the family, what differs again in the -Instruct model
+# (None: there is none).
+ROWS: tuple[tuple[str, str, dict[str, Any], tuple[Any, ...], dict[str, Any], dict[str, Any] | None], ...] = (
+    ("Qwen2.5-0.5B", "Qwen", QWEN25, (896, 24, 14, 2, 64, 4864, 151936, True), SHORT, SHORT),
+    ("Qwen2.5-1.5B", "Qwen", QWEN25, (1536, 28, 12, 2, 128, 8960, 151936, True), {}, SHORT),
+    ("Qwen2.5-3B", "Qwen", QWEN25, (2048, 36, 16, 2, 128, 11008, 151936, True), SHORT, SHORT),
+    ("Qwen2.5-7B", "Qwen", QWEN25, (3584, 28, 28, 4, 128, 18944, 152064, False), {}, SHORT),
+    ("Qwen2.5-14B", "Qwen", QWEN25, (5120, 48, 40, 8, 128, 13824, 152064, False), EPS5, SHORT | EPS6),
+    ("Qwen2.5-32B", "Qwen", QWEN25, (5120, 64, 40, 8, 128, 27648, 152064, False), EPS5, SHORT | EPS6),
+    ("Qwen2.5-72B", "Qwen", QWEN25, (8192, 80, 64, 8, 128, 29568, 152064, False), EPS5, SHORT | EPS6),
+    ("Qwen3-0.6B", "Qwen", QWEN3, (1024, 28, 16, 8, 128, 3072, 151936, True), {}, None),
+    ("Qwen3-1.7B", "Qwen", QWEN3, (2048, 28, 16, 8, 128, 6144, 151936, True), {}, None),
+    ("Qwen3-4B", "Qwen", QWEN3, (2560, 36, 32, 8, 128, 9728, 151936, True), {}, None),
+    ("Qwen3-8B", "Qwen", QWEN3, (4096, 36, 32, 8, 128, 12288, 151936, False), {}, None),
+    ("Qwen3-14B", "Qwen", QWEN3, (5120, 40, 40, 8, 128, 17408, 151936, False), {}, None),
+    ("Qwen3-32B", "Qwen", QWEN3, (5120, 64, 64, 8, 128, 25600, 151936, False), {}, None),
+    ("Llama-3.1-8B", "meta-llama", LLAMA31, (4096, 32, 32, 8, 128, 14336, 128256, False), {}, {}),
+    ("Llama-3.1-70B", "meta-llama", LLAMA31, (8192, 80, 64, 8, 128, 28672, 128256, False), {}, {}),
+    ("Llama-3.2-1B", "meta-llama", LLAMA32, (2048, 16, 32, 8, 64, 8192, 128256, True), {}, {}),
+    ("Llama-3.2-3B", "meta-llama", LLAMA32, (3072, 28, 24, 8, 128, 8192, 128256, True), {}, {}),
+    ("SmolLM2-135M", "HuggingFaceTB", SMOLLM2, (576, 30, 9, 3, 64, 1536, 49152, True), {}, {}),
+    ("SmolLM2-360M", "HuggingFaceTB", SMOLLM2, (960, 32, 15, 5, 64, 2560, 49152, True), {}, {}),
+    (
+        "SmolLM2-1.7B",
+        "HuggingFaceTB",
+        SMOLLM2,
+        (2048, 24, 32, 32, 64, 8192, 49152, True),
+        {"rope_theta": 130000.0},
+        {},
+    ),
+)
+
+
+def raw_configs() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name, Hub id, config.json content) of every preset."""
+    for name, owner, family, values, differs, instruct in ROWS:
+        raw = {"dtype": "bfloat16"} | family | dict(zip(COLUMNS, values, strict=True)) | differs
+        yield name, f"{owner}/{name}", raw
+        if instruct is not None:
+            yield f"{name}-Instruct", f"{owner}/{name}-Instruct", raw | instruct

@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v."""
+
+from minirt.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_layers
+from minirt.models.shared import decoder_config, refuse_used_window
+
+layers = decoder_layers
+
+
+def config(fields: Fields) -> ModelConfig:
+    """The biases are not a choice of the file: q, k and v always have one, the output projection never."""
+    parsed = decoder_config(fields, model_type="qwen2", max_positions=32768, kv_heads=32, qkv_bias=True)
+    refuse_used_window(fields, parsed.num_layers)
+    return parsed

@@ -1,0 +1,24 @@
+"""Qwen3 (dense): Llama with an RMSNorm on every query and key head, and a head_dim of its own."""
+
+from minirt.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_layers
+from minirt.models.shared import decoder_config, refuse_used_window
+
+layers = decoder_layers
+
+
+def config(fields: Fields) -> ModelConfig:
+    """`attention_bias` means all four projections of the attention; head_dim is 128 where the file has none."""
+    bias = fields.boolean("attention_bias", default=False)
+    parsed = decoder_config(
+        fields,
+        model_type="qwen3",
+        max_positions=32768,
+        kv_heads=32,
+        head_dim=128,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+    )
+    refuse_used_window(fields, parsed.num_layers)
+    return parsed

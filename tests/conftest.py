@@ -1,0 +1,67 @@
+"""Fixtures for all tests: the real model, and tiny random models of every family written by transformers."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct (fp32): the folder that MINIRT_TEST_SMOLLM2 names, or made once in .cache."""
+    given = os.environ.get("MINIRT_TEST_SMOLLM2")
+    if given:
+        return Path(given)
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("minirt_test_smollm2", ROOT / "tests" / "smollm2.py")
+    if spec is None or spec.loader is None:
+        pytest.fail("tests/smollm2.py is missing")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make(ROOT / ".cache" / "smollm2")
+
+
+@pytest.fixture(scope="session")
+def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that writes a tiny random model: `hf_folder(family, seed=0, **config)` → its folder.
+
+    Norm weights are not uniform and biases not zero, or a fault in them would not show.
+    """
+    import transformers
+
+    def make(family: str, seed: int = 0, shard: str | None = None, **options: object) -> Path:
+        torch.manual_seed(seed)
+        settings: dict = dict(
+            hidden_size=64, intermediate_size=97, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=211, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )
+        settings |= options
+        if family == "Mistral":
+            settings.setdefault("sliding_window", None)
+        config = getattr(transformers, f"{family}Config")(**settings)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(0, 0.3)
+                else:
+                    parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+        folder = tmp_path_factory.mktemp(family.lower())
+        model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+        return folder
+
+    return make
