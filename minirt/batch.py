@@ -47,6 +47,14 @@ class Batch:
     def num_seqs(self) -> int:
         return len(self.seq_lens)
 
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens, default=0)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(self.seq_lens, default=0)
+
     @classmethod
     def build(cls, chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "cpu") -> "Batch":
         """Lay the chunks out flat and copy them to `device` in one transfer per tensor."""

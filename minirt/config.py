@@ -108,20 +108,20 @@ class Fields:
         return f"{self.where}, field {self.prefix}{name}"
 
     def integer(self, name: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int) -> int:
-        value = self._get(name, default)
+        value = self.raw.get(name, default)
         if type(value) is not int or not minimum <= value <= maximum:
             self._refuse(name, f"an integer from {minimum} to {maximum}", value)
         return value
 
     def integer_or_none(self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int) -> int | None:
         """As `integer`, but the field may be null, and its default None."""
-        if self._get(name, default) is None:
+        if self.raw.get(name, default) is None:
             return None
         return self.integer(name, default=_REQUIRED if default is None else default, minimum=minimum, maximum=maximum)
 
     def number(self, name: str, *, default: float = _REQUIRED, minimum: float, maximum: float) -> float:
         """A finite float; JSON integers are taken, NaN and infinities are not."""
-        value = self._get(name, default)
+        value = self.raw.get(name, default)
         if type(value) not in (int, float) or not minimum <= value <= maximum:  # false for NaN
             self._refuse(name, f"a number from {minimum:g} to {maximum:g}", value)
         return float(value)
@@ -131,13 +131,13 @@ class Fields:
         return None if self.raw.get(name) is None else self.number(name, minimum=minimum, maximum=maximum)
 
     def boolean(self, name: str, *, default: bool = _REQUIRED) -> bool:
-        value = self._get(name, default)
+        value = self.raw.get(name, default)
         if type(value) is not bool:
             self._refuse(name, "true or false", value)
         return value
 
     def string(self, name: str, *, default: str = _REQUIRED) -> str:
-        value = self._get(name, default)
+        value = self.raw.get(name, default)
         if type(value) is not str:
             self._refuse(name, "a string", value)
         return value
@@ -146,9 +146,8 @@ class Fields:
         """One of the `known` strings; another one is an `UnsupportedError`."""
         value = self.string(name, default=default)
         if value not in known:
-            raise UnsupportedError(
-                "not supported", where=self.place(name), expected=" or ".join(known), found=shown(value)
-            )
+            wanted = " or ".join(known)
+            raise UnsupportedError("not supported", where=self.place(name), expected=wanted, found=shown(value))
         return value
 
     def strings_or_none(self, name: str) -> list[str] | None:
@@ -163,13 +162,9 @@ class Fields:
         value = self.raw.get(name)
         return Fields({} if value is None else value, self.where, f"{self.prefix}{name}.")
 
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.raw.get(name, default)
-        if value is _REQUIRED:
-            raise ConfigError("the field is missing", where=self.place(name))
-        return value
-
     def _refuse(self, name: str, expected: str, found: object) -> None:
+        if found is _REQUIRED:
+            raise ConfigError("the field is missing", where=self.place(name), expected=expected)
         raise ConfigError("the value is not acceptable", where=self.place(name), expected=expected, found=shown(found))
 
 
@@ -213,7 +208,7 @@ def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConf
         partial = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
         if partial not in (None, 1.0):
             place = level.place("partial_rotary_factor")
-            raise UnsupportedError("rotating a part of each head is not supported", where=place, expected=1, found=partial)
+            raise UnsupportedError("rotating parts of heads is not supported", where=place, expected=1, found=partial)
     known = ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for name, value in rope.raw.items():
         if name not in known and value is not None:

@@ -11,7 +11,7 @@ from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.kv_cache import KVCache
-from minirt.layers import Attention, Embedding, Layer, RopeTables, has_implementation, implementation
+from minirt.layers import Attention, Embedding, Layer, Shared, has_implementation, implementation
 from minirt.linear import Parameter
 
 
@@ -91,9 +91,9 @@ class Model:
         self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
-        ropes = RopeTables(max_model_len, device)
+        shared = Shared(max_model_len, device)
         for layer in self.unique_layers():
-            layer.attach(ropes)
+            layer.shared = shared
 
     def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
         """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""

@@ -28,7 +28,7 @@ _MASS_SCALE = 2.0**40
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """Sampling settings of B requests: rebuilt when the batch's members change, advanced in place at each token.
+    """Sampling settings of B requests: built anew when the batch's members change, else only `step` moves on.
 
     Device tensors [B]: `temperature` fp32 (0 = greedy), `top_k` int32 (0 = off), `top_p` fp32 (1 = off), `min_p` fp32
     (0 = off), `seed` int64 (bit pattern of the uint64), `step` int64 (index of the generated token within its request,
@@ -72,10 +72,6 @@ class SamplingBatch:
             any_top_p=any(s.top_p < 1 for s in sampled),
             any_min_p=any(s.min_p > 0 for s in sampled),
         )
-
-    def advance(self) -> None:
-        """Go on to each request's next token, in place (fit for a CUDA graph)."""
-        self.step.add_(1)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -153,17 +149,17 @@ def _descending_keys(x: Tensor) -> Tensor:
 def _reach(keys: Tensor, mass: Tensor, target: Tensor) -> Tensor:
     """The smallest key t with (mass where keys <= t).sum() >= target, row by row → [B, 1] int64.
 
-    `keys` [B, V] int64 in 0 … 2³² - 1, `mass` [B, V] int64 >= 0, `target` [B, 1] int64 from 1 to the row's mass. A radix
-    select, 11 bits at a time: no sort, and only integer sums, which come out the same in any order.
+    `keys` [B, V] int64 in 0 … 2³² - 1, `mass` [B, V] int64 >= 0 (overwritten), `target` [B, 1] int64 from 1 to the row's
+    mass. A radix select, 11 bits at a time: no sort, and only integer sums, which come out the same in any order.
     """
     found = torch.zeros_like(target)
     for shift in (22, 11, 0):
-        digits = (keys >> shift) & 0x7FF
+        digits = (keys >> shift).bitwise_and_(0x7FF)
         histogram = torch.zeros(keys.shape[0], 2**11, dtype=torch.int64, device=keys.device)
         histogram.scatter_add_(1, digits, mass)
         reached = histogram.cumsum(1)
         digit = (reached < target).sum(1, keepdim=True)
         target = target - (reached - histogram).gather(1, digit)  # what the smaller digits leave to find
-        mass = torch.where(digits == digit, mass, 0)
+        mass.masked_fill_(digits != digit, 0)
         found = (found << 11) | digit
     return found

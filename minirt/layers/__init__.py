@@ -1,7 +1,7 @@
 """The four layers that a decoder model is made of, and the registry of their implementations."""
 
 from minirt.layers.attention import Attention
-from minirt.layers.base import Forward, Implementation, Layer, RopeTables, has_implementation, implementation, register
+from minirt.layers.base import Forward, Implementation, Layer, Shared, has_implementation, implementation, register
 from minirt.layers.embedding import Embedding
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
@@ -14,7 +14,7 @@ __all__ = [
     "Head",
     "Implementation",
     "Layer",
-    "RopeTables",
+    "Shared",
     "has_implementation",
     "implementation",
     "register",

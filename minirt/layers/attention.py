@@ -8,7 +8,7 @@ from minirt.config import ModelConfig
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kv_cache import LayerKV
-from minirt.layers.base import Forward, Layer, RopeTables, register
+from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.linear import NormWeight, PackedLinear, Part
 
 
@@ -45,10 +45,16 @@ class Attention(Layer):
         self.o = PackedLinear([Part(o, h)], q_rows, config.o_bias)
         self.q_norm = NormWeight(q_norm, d) if q_norm else None
         self.k_norm = NormWeight(k_norm, d) if k_norm else None
-        self.cos_sin: Tensor = torch.empty(0)
 
-    def attach(self, ropes: RopeTables) -> None:
-        self.cos_sin = ropes.get(self.config.rope, self.config.head_dim)
+    @property
+    def cos_sin(self) -> Tensor:
+        """The rotary table [max_model_len, D] fp32, cosines | sines."""
+        return self.shared.rope(self.config.rope, self.config.head_dim)
+
+    def require(self, kv: LayerKV | None) -> LayerKV:
+        if kv is None:
+            raise ConfigError("an attention layer needs KV pages", where=self.name)
+        return kv
 
 
 @register("attention", "eager")
@@ -58,8 +64,7 @@ def eager(layer: Attention) -> Forward:
     norm, qkv, o, q_norm, k_norm = layer.norm, layer.qkv, layer.o, layer.q_norm, layer.k_norm
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        if kv is None:
-            raise ConfigError("an attention layer needs KV pages", where=layer.name)
+        kv = layer.require(kv)
         h = reference.rms_norm(x, norm.weight, eps)
         heads = reference.linear(h, qkv.weight, qkv.bias).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
@@ -73,5 +78,50 @@ def eager(layer: Attention) -> Forward:
             qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale
         )
         return x + reference.linear(a.view(-1, nq * d), o.weight, o.bias)
+
+    return forward
+
+
+def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
+    config = layer.config
+    if config.head_dim not in (64, 128):
+        return f"head_dim {config.head_dim} is neither 64 nor 128"
+    if config.num_heads // config.num_kv_heads > 16:
+        return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than 16"
+    return triton_unsupported(layer, device)
+
+
+@register("attention", "triton", unsupported=_triton_unsupported)
+def triton(layer: Attention) -> Forward:
+    """Norm + QKV + bias · QK-norm + RoPE + KV write (+ attention, when every sequence has one token) · O + residual."""
+    from minirt.kernels.attention import paged_attention_prefill
+    from minirt.kernels.attention_decode import rope_paged_attention_decode, split_size
+    from minirt.kernels.kv_write import qk_norm_rope_kv_write
+    from minirt.layers.regimes import linear_residual, norm_linear
+
+    config, workspace = layer.config, layer.shared.workspace
+    eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
+    split = split_size(layer.shared.max_model_len)
+    cos_sin = layer.cos_sin
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        kv = layer.require(kv)
+        q_norm = layer.q_norm.weight if layer.q_norm else None
+        k_norm = layer.k_norm.weight if layer.k_norm else None
+        qkv = norm_linear(x, layer.norm, layer.qkv, eps, workspace)
+        if batch.max_query_len == 1:
+            a = rope_paged_attention_decode(
+                qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.max_seq_len, layer.scale,
+                workspace, nq, q_norm, k_norm, eps, split=split, check=False,
+            )  # fmt: skip
+        else:
+            q = qk_norm_rope_kv_write(
+                qkv, cos_sin, batch.positions, batch.slots, kv.k, kv.v, nq, nkv, q_norm, k_norm, eps, check=False
+            )
+            a = paged_attention_prefill(
+                q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device,
+                batch.max_query_len, layer.scale, check=False,
+            )  # fmt: skip
+        return linear_residual(a.view(-1, nq * d), layer.o, x, workspace)
 
     return forward

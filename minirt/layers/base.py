@@ -5,9 +5,12 @@ A layer maps the residual stream to the residual stream: `layer(x, batch, kv) ->
 the layer, weights in place, and returns `forward(x, batch, kv)`. The choice is made once, at load.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,22 +22,33 @@ from minirt.kv_cache import LayerKV
 from minirt.linear import Parameter
 from minirt.rope import rope_table
 
+if TYPE_CHECKING:
+    from minirt.kernels.common import Workspace
+
 Forward = Callable[[Tensor, Batch, LayerKV | None], Tensor]
 Factory = Callable[["Layer"], Forward]
 
 
-class RopeTables:
-    """cos|sin tables [max_model_len, D] fp32 on one device, one for each (rope, head_dim) in use."""
+class Shared:
+    """What the layers of one model share on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace."""
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        self._length, self._device = length, device
-        self._tables: dict[tuple[RopeConfig, int], Tensor] = {}
+    def __init__(self, max_model_len: int, device: torch.device) -> None:
+        self.max_model_len, self.device = max_model_len, device
+        self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
 
-    def get(self, rope: RopeConfig, head_dim: int) -> Tensor:
+    def rope(self, rope: RopeConfig, head_dim: int) -> Tensor:
+        """The table for this rotary embedding, made once."""
         key = (rope, head_dim)
-        if key not in self._tables:
-            self._tables[key] = rope_table(rope, head_dim, self._length, self._device)
-        return self._tables[key]
+        if key not in self._ropes:
+            self._ropes[key] = rope_table(rope, head_dim, self.max_model_len, self.device)
+        return self._ropes[key]
+
+    @cached_property
+    def workspace(self) -> "Workspace":
+        """Scratch of the split kernels; made when the first Triton layer asks for it."""
+        from minirt.kernels.common import Workspace
+
+        return Workspace(self.device)
 
 
 class Layer:
@@ -45,6 +59,7 @@ class Layer:
     def __init__(self, config: ModelConfig, name: str) -> None:
         self.config, self.name = config, name
         self._forward: Forward | None = None
+        self.shared = Shared(0, torch.device("meta"))
 
     def parameters(self) -> Iterator[Parameter]:
         """The layer's weight holders."""
@@ -58,9 +73,6 @@ class Layer:
         for attribute, value in list(vars(self).items()):
             if isinstance(value, Parameter) and [name for name, _ in value.expected()] == names:
                 setattr(self, attribute, parameter)
-
-    def attach(self, ropes: RopeTables) -> None:
-        """Take what the layer needs beside its weights; called once, when the device is known."""
 
     def bind(self, implementation: "Implementation") -> None:
         self._forward = implementation.factory(self)
@@ -117,3 +129,13 @@ def implementation(kind: str, name: str) -> Implementation:
 
 def has_implementation(kind: str, name: str) -> bool:
     return (kind, name) in _REGISTRY
+
+
+def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
+    """Why no Triton form can run on `device`, or None. Triton's interpreter counts as a device that can."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else f"Triton has no {device.type} backend"

@@ -6,7 +6,7 @@ from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.kernels import reference
 from minirt.kv_cache import LayerKV
-from minirt.layers.base import Forward, Layer, register
+from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.linear import PackedLinear, Part
 
 
@@ -24,5 +24,15 @@ class Embedding(Layer):
 def eager(layer: Embedding) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         return reference.embedding(batch.tokens, layer.table.weight)
+
+    return forward
+
+
+@register("embedding", "triton", unsupported=triton_unsupported)
+def triton(layer: Embedding) -> Forward:
+    from minirt.kernels.embedding import embedding
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        return embedding(batch.tokens, layer.table.weight, check=False)
 
     return forward

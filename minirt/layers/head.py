@@ -1,12 +1,13 @@
 """`Head`: the final norm and the LM head, for the rows that need logits."""
 
+import torch
 from torch import Tensor
 
 from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.kernels import reference
 from minirt.kv_cache import LayerKV
-from minirt.layers.base import Forward, Layer, register
+from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.linear import NormWeight, PackedLinear, Part
 
 
@@ -30,5 +31,22 @@ def eager(layer: Head) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         rows = x[batch.logits_indices]
         return reference.linear(reference.rms_norm(rows, norm.weight, eps), lm_head.weight).float()
+
+    return forward
+
+
+@register("head", "triton", unsupported=triton_unsupported)
+def triton(layer: Head) -> Forward:
+    """Norm + LM head, after a gather of the rows unless all are wanted."""
+    from minirt.kernels.embedding import embedding
+    from minirt.layers.regimes import norm_linear
+
+    eps, workspace = layer.config.rms_norm_eps, layer.shared.workspace
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        rows = x
+        if batch.logits_indices.shape[0] != batch.num_tokens:
+            rows = embedding(batch.logits_indices, x, check=False)
+        return norm_linear(rows, layer.norm, layer.lm_head, eps, workspace, out_dtype=torch.float32)
 
     return forward

@@ -6,7 +6,7 @@ from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.kernels import reference
 from minirt.kv_cache import LayerKV
-from minirt.layers.base import Forward, Layer, register
+from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.linear import NormWeight, PackedLinear, Part
 
 
@@ -32,5 +32,18 @@ def eager(layer: MLP) -> Forward:
         h = reference.rms_norm(x, norm.weight, eps)
         h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias), activation)
         return x + reference.linear(h, down.weight, down.bias)
+
+    return forward
+
+
+@register("mlp", "triton", unsupported=triton_unsupported)
+def triton(layer: MLP) -> Forward:
+    """Norm + gate/up + activation · down + residual."""
+    from minirt.layers.regimes import linear_residual, norm_gate_up
+
+    eps, activation, workspace = layer.config.rms_norm_eps, layer.config.hidden_act, layer.shared.workspace
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        return linear_residual(norm_gate_up(x, layer.norm, layer.gate_up, eps, activation), layer.down, x, workspace)
 
     return forward

@@ -1,0 +1,109 @@
+"""Compile every kernel for a GPU that need not be here, through its own host wrapper, and print what came out as JSON.
+
+Run by test_compile.py as a process of its own, without TRITON_INTERPRET: `compile_all.py CAPABILITY DTYPE`. Triton's driver is
+replaced by one that names the target, and launches by compilations, so that the configurations, specializations and
+argument types are the ones that the wrapper would launch with there.
+"""
+
+import json
+import re
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from minirt.kernels import attention, attention_decode, common, embedding, gemm, kv_write, linear, norm
+
+H, I, PAGE = 3584, 18944, 64  # Qwen2.5-7B
+
+
+class CompileOnly:
+    """As much of a Triton driver as a compilation asks for."""
+
+    def __init__(self, cc: int) -> None:
+        self.target = GPUTarget("cuda", cc, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
+    driver.set_active(CompileOnly(cc))
+    run = jit.JITFunction.run
+
+    def warm_up(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if hasattr(kernel, "result"):
+            kernel = kernel.result()
+        ptx = kernel.asm["ptx"]
+        mma = sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)))
+        results.append({
+            "kernel": self.fn.__name__,
+            "shared": kernel.metadata.shared,
+            "limit": common.shared_limit(cc),
+            "mma": mma,
+            "tma": "cp.async.bulk.tensor" in ptx,
+            "pdl": "griddepcontrol.wait" in ptx,
+            "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
+        })
+
+    jit.JITFunction.run = warm_up
+    for module in (linear, attention, gemm):
+        module.capability = lambda device: cc
+
+
+def every_kernel(cc: int, dtype: torch.dtype) -> None:
+    """One call per kernel and regime, in the shapes of Qwen2.5-7B (empty memory: nothing runs)."""
+
+    def empty(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=like)
+
+    def ints(*shape: int, like: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=like)
+
+    pdl = cc >= 90
+    workspace = common.Workspace("cpu")
+    norm_weight, bias = empty(H), empty(4608)
+    qkv, gate_up, down = empty(4608, H), empty(2 * I, H), empty(H, I)
+    embedding.embedding(ints(3, like=torch.int64), empty(1000, H))
+    norm.rms_norm(empty(300, H), norm_weight, 1e-6)
+    for T in (1, 5, 100):
+        x = empty(T, H)
+        linear.norm_linear(x, norm_weight, 1e-6, qkv, bias, workspace=workspace, pdl=pdl)
+        linear.norm_gate_up(x, norm_weight, 1e-6, gate_up, "silu", pdl=pdl)
+        linear.linear_residual(empty(T, I), down, x, workspace=workspace, pdl=pdl)
+    linear.norm_linear(empty(1, H), norm_weight, 1e-6, empty(50000, H), out_dtype=torch.float32)
+    for T in (200, 400, 2048):
+        x = empty(T, H)
+        gemm.gemm(x, qkv, bias, empty(T, 4608))
+        gemm.gemm_gated(x, gate_up[: 2 * (I if T > 400 else 2000)], "silu")
+
+    for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64)):
+        k, v = empty(8, PAGE, Nkv, D), empty(8, PAGE, Nkv, D)
+        tables, lens, cos_sin = ints(2, 40), ints(2), empty(4096, D, like=torch.float32)
+        for T in (2, 100):
+            heads, where = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
+            kv_write.qk_norm_rope_kv_write(heads, cos_sin, where, where, k, v, Nq, Nkv, empty(D), empty(D), pdl=pdl)
+        attention.paged_attention_prefill(empty(100, Nq, D), k, v, tables, ints(3), lens, 60, D**-0.5)
+        rest = (k, v, tables, lens, 2000, D**-0.5, workspace)
+        attention_decode.paged_attention_decode(empty(2, Nq, D), *rest, pdl=pdl)
+        attention_decode.rope_paged_attention_decode(empty(2, (Nq + 2 * Nkv) * D), cos_sin, *rest, Nq, pdl=pdl)
+
+
+def main(cc: int, dtype: str) -> None:
+    results: list[dict] = []
+    compile_instead_of_launching(cc, results)
+    every_kernel(cc, getattr(torch, dtype))
+    print(json.dumps({"triton": triton.__version__, "results": results}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

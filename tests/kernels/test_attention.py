@@ -1,0 +1,99 @@
+"""Catches: a mask off by one, heads of a group mixed up, pages in table order mistaken for memory order, garbage in unused
+parts of pages leaking through V, a ragged batch's rows shifted, wrong weights when splits are combined."""
+
+import itertools
+
+import pytest
+import torch
+
+from minirt.errors import InputError
+from minirt.kernels import attention as kernel
+from minirt.kernels import reference
+
+QWEN = {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64}
+LLAMA = {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16}
+
+
+def attention64(q, k, v, scale):
+    """One sequence: q [n, Nq, D] are the last n of its tokens k, v [total, Nkv, D]."""
+    n, total = q.shape[0], k.shape[0]
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    hidden = torch.arange(total, device=q.device) > torch.arange(total - n, total, device=q.device).unsqueeze(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def check(case, dtype, make, cache, nan, agrees, device):
+    Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
+    lens = case["lens"]
+    totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
+    pages = cache(totals, Nkv, D, page_size, dtype)
+    q, scale = make(sum(lens), Nq, D, dtype=dtype), 1.3 * D**-0.5
+    starts = list(itertools.accumulate(lens, initial=0))
+    out = kernel.paged_attention_prefill(
+        q, pages.k, pages.v, pages.tables, torch.tensor(starts, dtype=torch.int32, device=device), pages.lens, max(lens),
+        scale, nan(*q.shape, dtype=dtype),
+    )  # fmt: skip
+    expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, lens, totals, scale)
+    for start, n, k, v in zip(starts, lens, pages.keys, pages.values, strict=False):
+        rows = slice(start, start + n)
+        if n:
+            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_prefill(case, dtype, make, cache, nan, agrees, device):
+    check(case, dtype, make, cache, nan, agrees, device)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_lengths_around_the_tiles(page_size, make, cache, nan, agrees, device):
+    """Every tile boundary ± 1, of queries and of context, in one batch."""
+    edges = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65]
+    case = {"Nq": 2, "Nkv": 1, "D": 64, "page_size": page_size, "lens": edges, "contexts": edges[::-1]}
+    check(case, torch.float32, make, cache, nan, agrees, device)
+
+
+def test_sequences_without_new_tokens(make, cache, nan, agrees, device):
+    case = {"Nq": 2, "Nkv": 2, "D": 64, "page_size": 16, "lens": (0, 5, 0), "contexts": (20, 3, 0)}
+    check(case, torch.float32, make, cache, nan, agrees, device)
+    check({**case, "lens": (0,), "contexts": (9,)}, torch.float32, make, cache, nan, agrees, device)
+
+
+def test_wrong_arguments_are_named(make, cache, device):
+    pages = cache([20], 2, 64, 16, torch.float32)
+    starts = torch.tensor([0, 20], dtype=torch.int32, device=device)
+
+    def call(q, starts=starts, k=pages.k, tables=pages.tables):
+        kernel.paged_attention_prefill(q, k, pages.v, tables, starts, pages.lens, 20, 1.0)
+
+    with pytest.raises(InputError, match="unsupported number of query heads; expected a multiple of 2"):
+        call(make(20, 3, 64, dtype=torch.float32))
+    with pytest.raises(InputError, match="unsupported head size; expected 64 or 128; found 32"):
+        call(make(20, 4, 32, dtype=torch.float32))
+    with pytest.raises(InputError, match="query_starts: wrong shape"):
+        call(make(20, 4, 64, dtype=torch.float32), starts[:1])
+    with pytest.raises(InputError, match="block_tables: wrong dtype"):
+        call(make(20, 4, 64, dtype=torch.float32), tables=pages.tables.long())
+    with pytest.raises(InputError, match="unsupported page size.*found 5"):
+        odd = make(4, 5, 2, 64, dtype=torch.float32)
+        kernel.paged_attention_prefill(make(1, 2, 64, dtype=torch.float32), odd, odd, pages.tables, starts, pages.lens, 1, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [QWEN, LLAMA], ids=["qwen", "llama"])
+@pytest.mark.parametrize(
+    ("lens", "contexts"), [((2048,), (0,)), ((100, 1, 700, 33), (0, 3000, 1500, 8)), ((512,), (6000,)), ((1,) * 40, range(0, 4000, 100))]
+)  # fmt: skip
+def test_large(heads, lens, contexts, half_dtype, make, cache, nan, agrees, device):
+    check({**heads, "lens": lens, "contexts": contexts}, half_dtype, make, cache, nan, agrees, device)
+
+
+@pytest.mark.gpu
+def test_same_bits_every_time(make, cache, device):
+    pages = cache([1500], 4, 128, 64, torch.bfloat16)
+    q, starts = make(1500, 28, 128, dtype=torch.bfloat16), torch.tensor([0, 1500], dtype=torch.int32, device=device)
+    runs = [
+        kernel.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 1500, 0.1) for _ in range(20)
+    ]
+    assert all(torch.equal(runs[0], run) for run in runs)

@@ -1,0 +1,93 @@
+"""Catches: tiles of the grouped order computed twice or never, tails of T, N and K, gate and up swapped (the last tile of gate
+reaches into up's rows), the residual read after it was overwritten."""
+
+import pytest
+import torch
+
+from minirt.errors import InputError
+from minirt.kernels import gemm as kernel
+from minirt.kernels import reference
+from minirt.kernels.common import ACTIVATIONS
+
+LARGE = [(4608, 3584), (3584, 18944)]
+CONFIGS = [None, kernel.GemmConfig(32, 64, 32, 4, 2), kernel.GemmConfig(16, 32, 64, 4, 2, tma=True)]
+
+
+def linear64(x, weight, bias=None):
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def check(T, N, K, dtype, make, nan, agrees, config=None):
+    x, weight = make(T, K, dtype=dtype), make(N, K, dtype=dtype, scale=K**-0.5)
+    bias, residual = make(N, dtype=dtype), make(T, N, dtype=dtype)
+    out = kernel.gemm(x, weight, out=nan(T, N, dtype=dtype), config=config)
+    agrees(out, reference.linear(x, weight), linear64(x, weight))
+    expected, truth = reference.linear(x, weight, bias) + residual, linear64(x, weight, bias) + residual.double()
+    out = kernel.gemm(x, weight, bias, residual, residual, config=config)  # in place
+    agrees(out, expected, truth)
+
+
+def check_gated(T, intermediate, K, activation, dtype, make, nan, agrees, config=None):
+    x, weight = make(T, K, dtype=dtype), make(2 * intermediate, K, dtype=dtype, scale=1.5 * K**-0.5)
+    bias = make(2 * intermediate, dtype=dtype)
+    out = kernel.gemm_gated(x, weight, activation, bias, nan(T, intermediate, dtype=dtype), config=config)
+    expected = reference.gated(reference.linear(x, weight, bias), activation)
+    agrees(out, expected, reference.gated(linear64(x, weight, bias), activation))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["chosen", "many-tiles", "tma"])
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_bias_and_residual(case, config, dtype, make, nan, agrees):
+    T, N, K = case["T"], case["N"], case["K"]
+    if config is not None and config.tma and (N % 8 or K % 8):
+        pytest.skip("rows not aligned for TMA")
+    check(T, N, K, dtype, make, nan, agrees, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["chosen", "many-tiles", "tma"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated(activation, config, dtype, make, nan, agrees):
+    check_gated(130, 72, 104, activation, dtype, make, nan, agrees, config)
+
+
+def test_unaligned_memory_does_not_take_tma(make, agrees):
+    x, weight = make(40 * 64 + 1, dtype=torch.float16)[1:].view(40, 64), make(32, 64, dtype=torch.float16)
+    out = kernel.gemm(x, weight, config=kernel.GemmConfig(16, 32, 32, 4, 2, tma=True))
+    agrees(out, reference.linear(x, weight), linear64(x, weight))
+
+
+def test_configurations_fit_the_shape():
+    choose = kernel.choose_config
+    assert choose(8192, 4608, 3584, 2, False, 90, 132) == kernel.GemmConfig(128, 256, 64, 8, 3, tma=True)
+    assert not choose(8192, 4608, 3584, 2, False, 80, 108).tma
+    assert not choose(8192, 4607, 3584, 2, False, 90, 132).tma
+    assert choose(200, 4608, 3584, 2, False, 90, 132).block_t == 64
+
+
+def test_no_tokens_and_wrong_arguments(make):
+    x, weight = make(3, 32, dtype=torch.float32), make(6, 32, dtype=torch.float32)
+    assert kernel.gemm(x[:0], weight).shape == (0, 6)
+    with pytest.raises(InputError, match="weight: wrong shape"):
+        kernel.gemm(x, weight.t().contiguous())
+    with pytest.raises(InputError, match="out: wrong dtype"):
+        kernel.gemm(x, weight, out=make(3, 6, dtype=torch.float16))
+    with pytest.raises(InputError, match="residual: wrong shape"):
+        kernel.gemm(x, weight, residual=x)
+    with pytest.raises(InputError, match="activation: unknown.*tanh"):
+        kernel.gemm_gated(x, weight, "tanh")
+    with pytest.raises(InputError, match="weight: odd number of rows"):
+        kernel.gemm_gated(x, weight[:5], "silu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [129, 512, 1000, 4096])
+@pytest.mark.parametrize(("N", "K"), LARGE)
+def test_large(T, N, K, half_dtype, make, nan, agrees):
+    check(T, N, K, half_dtype, make, nan, agrees)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [129, 512, 1000])
+def test_large_gated(T, half_dtype, make, nan, agrees):
+    check_gated(T, 18944, 3584, "silu", half_dtype, make, nan, agrees)

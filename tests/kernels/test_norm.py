@@ -1,0 +1,51 @@
+"""Catches: mean over the padded block instead of H, a missing eps or weight, rows mixed up."""
+
+import pytest
+import torch
+
+from minirt.errors import InputError
+from minirt.kernels import norm as kernel
+from minirt.kernels import reference
+
+
+def truth(x, weight, eps):
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_against_reference(case, dtype, make, nan, agrees):
+    T, H = case["T"], case["H"]
+    x, weight = make(T, H, dtype=dtype, scale=3.0), make(H, dtype=dtype)
+    out = kernel.rms_norm(x, weight, 1e-6, nan(T, H, dtype=dtype))
+    agrees(out, reference.rms_norm(x, weight, 1e-6), truth(x, weight, 1e-6))
+
+
+def test_eps_matters_for_tiny_values_and_zero_rows(make, agrees):
+    x, weight = make(3, 100, dtype=torch.float32, scale=1e-3), make(100, dtype=torch.float32)
+    x[1] = 0
+    out = kernel.rms_norm(x, weight, 1e-5)
+    agrees(out, reference.rms_norm(x, weight, 1e-5), truth(x, weight, 1e-5))
+
+
+def test_in_place_and_empty(make):
+    x, weight = make(5, 64, dtype=torch.float32), make(64, dtype=torch.float32)
+    expected = kernel.rms_norm(x, weight, 1e-6)
+    assert torch.equal(kernel.rms_norm(x, weight, 1e-6, x), expected)
+    assert kernel.rms_norm(x[:0], weight, 1e-6).shape == (0, 64)
+
+
+def test_wrong_arguments_are_named(make):
+    x = make(2, 8, dtype=torch.float32)
+    with pytest.raises(InputError, match="weight: wrong shape"):
+        kernel.rms_norm(x, make(9, dtype=torch.float32), 1e-6)
+    with pytest.raises(InputError, match="x: not contiguous"):
+        kernel.rms_norm(make(8, 2, dtype=torch.float32).t(), make(8, dtype=torch.float32), 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 200, 8192])
+def test_large(T, half_dtype, make, nan, agrees):
+    x, weight = make(T, 3584, dtype=half_dtype, scale=5.0), make(3584, dtype=half_dtype)
+    out = kernel.rms_norm(x, weight, 1e-6, nan(T, 3584, dtype=half_dtype))
+    agrees(out, reference.rms_norm(x, weight, 1e-6), truth(x, weight, 1e-6))

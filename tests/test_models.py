@@ -1,0 +1,161 @@
+"""The list of layers of each architecture against transformers' models, and the presets against published figures."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from minirt.layers import MLP, Attention, Embedding, Head
+from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
+from minirt.models.presets import COLUMNS, raw_configs
+
+TINY = {
+    "hidden_size": 60,
+    "intermediate_size": 97,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 14,
+    "vocab_size": 113,
+    "max_position_embeddings": 64,
+    "sliding_window": None,
+    "rope_theta": 1e4,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("mistral", {}),
+]
+
+
+def their_model(raw: dict[str, Any]) -> torch.nn.Module:
+    """transformers' model of a config.json, without storage."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
+
+
+@pytest.mark.parametrize(("kind", "options"), VARIANTS)
+def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, Any]) -> None:
+    raw = TINY | options | {"model_type": kind}
+    model = their_model(dict(raw))
+    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}  # tied ones once
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in build(parse_config(raw)):
+        for parameter in layer.parameters():
+            for name, shape in parameter.expected():
+                assert found.get(name, tuple(shape)) == tuple(shape)  # the tied head names the embedding's
+                found[name] = tuple(shape)
+    assert found == wanted
+    assert parse_config(raw).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_order_and_names_of_layers(kind: str) -> None:
+    layers = build(parse_config(TINY | {"model_type": kind}))
+    assert [layer.name for layer in layers] == [
+        "embedding",
+        "layers.0.attention",
+        "layers.0.mlp",
+        "layers.1.attention",
+        "layers.1.mlp",
+        "head",
+    ]
+    assert [type(layer) for layer in layers] == [Embedding, Attention, MLP, Attention, MLP, Head]
+
+
+# Totals and, where published, those without embeddings, in units of 10^9, from the model cards.
+PUBLISHED = {
+    "Qwen2.5-0.5B": (0.49, 0.36),
+    "Qwen2.5-1.5B": (1.54, 1.31),
+    "Qwen2.5-3B": (3.09, 2.77),
+    "Qwen2.5-7B": (7.62, 6.53),
+    "Qwen2.5-14B": (14.8, 13.2),  # the card says 14.7 and 13.1, the safetensors index 14.77
+    "Qwen2.5-32B": (32.8, 31.2),  # the card says 32.5 and 31.0, the safetensors index 32.76
+    "Qwen2.5-72B": (72.7, 70.2),  # the card says 70.0
+    "Qwen3-0.6B": (0.60, 0.44),
+    "Qwen3-1.7B": (1.72, 1.41),
+    "Qwen3-4B": (4.02, 3.63),
+    "Qwen3-8B": (8.19, 6.95),
+    "Qwen3-14B": (14.77, 13.21),
+    "Qwen3-32B": (32.76, 31.21),
+    "Llama-3.1-8B": (8.03, None),
+    "Llama-3.1-70B": (70.55, None),
+    "Llama-3.2-1B": (1.236, None),
+    "Llama-3.2-3B": (3.213, None),
+    "SmolLM2-135M": (0.1345, None),
+    "SmolLM2-360M": (0.3618, None),
+    "SmolLM2-1.7B": (1.711, None),
+}
+
+
+def test_every_preset_has_a_published_size() -> None:
+    assert {entry.name.removesuffix("-Instruct") for entry in presets()} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("entry", presets(), ids=lambda entry: entry.name)
+def test_preset_size(entry: Any) -> None:
+    total, inner = PUBLISHED[entry.name.removesuffix("-Instruct")]
+    config = entry.config
+    assert config.num_parameters / 1e9 == pytest.approx(total, rel=0.01)
+    if inner is not None:
+        tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+        assert (config.num_parameters - tables) / 1e9 == pytest.approx(inner, rel=0.015)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M"])
+def test_preset_counts_as_transformers_does(name: str) -> None:
+    raw = next(raw for key, _, raw in raw_configs() if key == name)
+    model = their_model(dict(raw, num_hidden_layers=2))
+    count = parse_config(raw | {"num_hidden_layers": 2}).num_parameters
+    assert count == sum(p.numel() for p in model.parameters())
+
+
+def test_smollm2_preset_is_the_real_model(smollm2: Any) -> None:
+    entry = preset("SmolLM2-135M-Instruct")
+    assert entry is not None
+    real = parse_config(json.loads((smollm2 / "config.json").read_text()))
+    for name in (
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+    ):
+        assert getattr(entry.config, name) == getattr(real, name)
+    assert entry.config.rope == real.rope
+    assert entry.config.tie_word_embeddings == real.tie_word_embeddings
+    assert entry.config.max_position_embeddings == real.max_position_embeddings
+    assert entry.config.rms_norm_eps == pytest.approx(real.rms_norm_eps, rel=1e-6)
+
+
+def test_preset_look_up() -> None:
+    entry = preset("qwen2.5-7b-INSTRUCT")
+    assert entry is not None
+    assert (entry.name, entry.hub_id) == ("Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
+    assert entry.config.max_position_embeddings == 32768
+    base = preset("Qwen2.5-7B")
+    assert base is not None
+    assert base.config.max_position_embeddings == 131072
+    llama = preset("Llama-3.2-1B")
+    assert llama is not None
+    assert llama.hub_id == "meta-llama/Llama-3.2-1B"
+    assert (llama.config.rope.kind, llama.config.rope.factor) == ("llama3", 32.0)
+    assert preset("Qwen2.5") is None
+    assert preset("") is None
+
+
+def test_presets_are_distinct_and_complete() -> None:
+    names = [entry.name.lower() for entry in presets()]
+    assert len(set(names)) == len(names) == 34
+    for name, _, raw in raw_configs():
+        assert set(COLUMNS) <= set(raw), name
+    assert all(entry.config.dtype == "bfloat16" for entry in presets())

@@ -1,0 +1,144 @@
+"""Strict loading: every damage to a checkpoint is an error that names the tensor, the file, the expected and the found."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minirt import Generator
+from minirt.errors import CheckpointError
+
+
+def load(folder, **options):
+    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22, **options)
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors = {k: v.clone() for k, v in tensors.items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+K_BIAS = "model.layers.0.self_attn.k_proj.bias"
+FAULTS = {
+    "missing": (lambda t: t.pop(DOWN), f"1 of .* missing.*{DOWN}"),
+    "half packed": (lambda t: t.pop(K_BIAS), K_BIAS),
+    "unexpected": (lambda t: t.update(extra=torch.zeros(3)), "unexpected.*extra"),
+    "misshapen": (lambda t: t.update({DOWN: t[DOWN].T.contiguous()}), rf"{DOWN}: wrong shape; expected \[64, 97\]; found \[97, 64\]"),
+    "a dim too many": (lambda t: t.update({K_BIAS: t[K_BIAS][None]}), "wrong shape"),
+    "an integer": (lambda t: t.update({DOWN: t[DOWN].to(torch.int8)}), f"{DOWN}: wrong dtype.*F32.*I8"),
+    "a double": (lambda t: t.update({DOWN: t[DOWN].double()}), "wrong dtype.*F64"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faulty_tensors(fault, hf_folder):
+    change, message = FAULTS[fault]
+    folder = hf_folder("Qwen2")
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_check_weights(value, hf_folder):
+    folder = hf_folder("Qwen2")
+    rewrite(folder, lambda t: t[DOWN].view(-1)[77:79].fill_(value))
+    with pytest.raises(CheckpointError, match=f"{DOWN}: 2 NaN or Inf"):
+        load(folder, check_weights=True)
+    load(folder).close()
+
+
+def _truncated(data):
+    return data[: len(data) * 2 // 3]
+
+
+def _lying_offsets(data):
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header[DOWN]["data_offsets"] = [0, 10**15]
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+DAMAGE = {
+    "truncated": _truncated,
+    "empty": lambda data: b"",
+    "header length": lambda data: (1 << 62).to_bytes(8, "little") + data[8:],
+    "header text": lambda data: data[:8] + b"\xff" * 64 + data[72:],
+    "offsets": _lying_offsets,
+    "a web page": lambda data: b"<!DOCTYPE html><html></html>" * 9,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files(damage, hf_folder):
+    folder = hf_folder("Qwen2")
+    path = folder / "model.safetensors"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a readable safetensors file"):
+        load(folder)
+
+
+def test_shards_match_the_single_file(hf_folder):
+    single, sharded = hf_folder("Qwen3"), hf_folder("Qwen3", shard="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    with load(single) as one, load(sharded) as many:
+        assert torch.equal(one.logits([3, 4, 5]), many.logits([3, 4, 5]))
+
+
+def test_index_and_shards_must_agree(hf_folder):
+    folder = hf_folder("Qwen3", shard="40KB")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    names = content["weight_map"]
+    first, second = sorted(set(names.values()))[:2]
+    moved = next(n for n, f in names.items() if f == first)
+    index.write_text(json.dumps({**content, "weight_map": {**names, moved: second}}))
+    with pytest.raises(CheckpointError, match=moved):
+        load(folder)
+    index.write_text(json.dumps({**content, "weight_map": {n: f for n, f in names.items() if n != moved}}))
+    with pytest.raises(CheckpointError, match="missing from the index"):
+        load(folder)
+
+
+def test_tied_head_saved_twice(hf_folder):
+    """A copy of the embedding is fine; another head under tie_word_embeddings is not."""
+    folder = hf_folder("Llama", tie_word_embeddings=True)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(folder).close()
+    rewrite(folder, lambda t: t["lm_head.weight"].view(-1)[5].add_(1))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(folder)
+
+
+def test_old_rotary_buffers_are_skipped(hf_folder):
+    folder = hf_folder("Llama")
+    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load(folder).close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts(dtype, hf_folder):
+    folder = hf_folder("Llama")
+    with load(folder) as full:
+        exact = full.logits([5, 6, 7])
+    rewrite(folder, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
+    with load(folder) as cast:
+        error = (cast.logits([5, 6, 7]) - exact).norm() / exact.norm()
+    assert 0 < error < 0.1
+
+
+def test_random_weights_are_seeded_and_lively(hf_folder):
+    folder = hf_folder("Qwen2")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    first, again, other = (load(folder, random_weights=True, seed=s).logits([3, 4, 5]) for s in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.isfinite(first).all()
+    assert 0.1 < first.std() < 10
