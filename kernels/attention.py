@@ -13,12 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.common import (
-    capability,
-    check_activations,
-    check_tensor,
-    shared_limit,
-)
+from minirt.kernels.common import check_activations, check_tensor
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
@@ -162,12 +157,11 @@ def _prefill_kernel(
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def choose_config(itemsize: int, cc: int) -> AttentionConfig:
-    """The configuration for an element size and a device."""
+def choose_config(itemsize: int) -> AttentionConfig:
+    """The configuration for an element size."""
     if itemsize == 4:
         return AttentionConfig(32, 32, 4, 1)
-    block_m, num_warps = (128, 8) if shared_limit(cc) > 100 * 1024 else (64, 4)
-    return AttentionConfig(block_m, 64, num_warps, 3)
+    return AttentionConfig(128, 64, 8, 3)
 
 
 def paged_attention_prefill(
@@ -200,7 +194,7 @@ def paged_attention_prefill(
     out = torch.empty_like(q) if out is None else out
     if q.shape[0] == 0 or max_query_len == 0:
         return out
-    config = config or choose_config(q.element_size(), capability(q.device))
+    config = config or choose_config(q.element_size())
     grid = (triton.cdiv(max_query_len, config.block_m // (Nq // Nkv)), Nkv, B)
     _prefill_kernel[grid](
         q, k_pages, v_pages, block_tables, query_starts, seq_lens, out, block_tables.shape[1], scale * LOG2_E,

@@ -74,6 +74,31 @@ def check_activations(name: str, tensor: Tensor, ndim: int = 2) -> None:
     check_tensor(name, tensor, (None,) * ndim, tensor.dtype, tensor.device)
 
 
+def check_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None, activation: str | None
+) -> None:
+    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual and out [T, N] fit (N halved by an activation)."""
+    check_activations("x", x)
+    T, K = x.shape
+    check_tensor("weight", weight, (None, K), x.dtype, x.device)
+    N = rows = weight.shape[0]
+    if activation is not None:
+        if activation not in ACTIVATIONS:
+            expected = " or ".join(ACTIVATIONS)
+            raise InputError("unknown activation", where="activation", expected=expected, found=activation)
+        if rows % 2:
+            raise InputError("odd number of rows for gate and up", where="weight", found=rows)
+        N = rows // 2
+    if bias is not None:
+        check_tensor("bias", bias, (rows,), x.dtype, x.device)
+    if residual is not None:
+        check_tensor("residual", residual, (T, N), x.dtype, x.device)
+    if out is not None:
+        if out.dtype not in DTYPES:
+            raise InputError("unsupported dtype", where="out", expected="bfloat16, float16 or float32", found=out.dtype)
+        check_tensor("out", out, (T, N), out.dtype, x.device)
+
+
 class Workspace:
     """Scratch for kernels whose programs share one result: fp32 partial results, and counters of who has arrived.
 

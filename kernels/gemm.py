@@ -14,11 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minirt.errors import InputError
 from minirt.kernels.common import (
-    ACTIVATIONS,
     activate,
     capability,
-    check_activations,
-    check_tensor,
+    check_linear,
     fit_stages,
     processors,
     shared_limit,
@@ -179,10 +177,12 @@ def _launch(
     check: bool,
     config: GemmConfig | None,
 ) -> Tensor:
+    if check:
+        check_linear(x, weight, bias, residual, out, activation)
+        if out is not None and out.dtype != x.dtype:
+            raise InputError("wrong dtype", where="out", expected=x.dtype, found=out.dtype)
     T, K = x.shape
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
-    if check:
-        _check(x, weight, bias, residual, out, activation)
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     if T == 0:
@@ -209,27 +209,6 @@ def _launch(
         TMA=tma, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
     return out
-
-
-def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None, activation: str | None
-) -> None:
-    check_activations("x", x)
-    T, K = x.shape
-    check_tensor("weight", weight, (None, K), x.dtype, x.device)
-    rows = weight.shape[0]
-    if activation is not None:
-        if activation not in ACTIVATIONS:
-            raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
-        if rows % 2:
-            raise InputError("odd number of rows for gate and up", where="weight", found=rows)
-    N = rows if activation is None else rows // 2
-    if bias is not None:
-        check_tensor("bias", bias, (rows,), x.dtype, x.device)
-    if residual is not None:
-        check_tensor("residual", residual, (T, N), x.dtype, x.device)
-    if out is not None:
-        check_tensor("out", out, (T, N), x.dtype, x.device)
 
 
 def cost(T: int, N: int, K: int, itemsize: int) -> tuple[int, int]:

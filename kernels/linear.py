@@ -15,12 +15,10 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.common import (
-    ACTIVATIONS,
-    DTYPES,
     Workspace,
     activate,
     capability,
-    check_activations,
+    check_linear,
     check_tensor,
     fit_stages,
     launch_options,
@@ -261,7 +259,7 @@ def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, n
         split, enough = 1, 16 * num_processors  # many small programs in flight hide the latency of DRAM
         while not gated and split < 4 and triton.cdiv(N, block_n) * split < enough and K >= 4 * split * block_k:
             split *= 2
-        return LinearConfig(block_n, block_k, num_warps, 1, _used_parts(K, block_k, split))
+        return LinearConfig(block_n, block_k, num_warps, 1, split)
     block_t = token_block(T)
     block_n = 32 if itemsize == 4 or (gated and N < 64 * num_processors) else 64
     block_k = 32 if itemsize == 4 else 128 if block_t <= 32 else 64
@@ -271,13 +269,7 @@ def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, n
     stage_bytes = (block_n * (2 if gated else 1) + block_t) * block_k * itemsize
     budget = min(shared_limit(cc) - 16 * 1024, 112 * 1024)  # on the large machines, two programs a processor
     num_warps = 8 if block_t == 128 else 4  # for the registers
-    return LinearConfig(block_n, block_k, num_warps, fit_stages(stage_bytes, budget), _used_parts(K, block_k, split))
-
-
-def _used_parts(K: int, block_k: int, split: int) -> int:
-    """`split` less the parts that would find nothing left of K, each part being a whole number of blocks."""
-    blocks = triton.cdiv(K, block_k)
-    return triton.cdiv(blocks, triton.cdiv(blocks, split))
+    return LinearConfig(block_n, block_k, num_warps, fit_stages(stage_bytes, budget), split)
 
 
 def token_block(T: int) -> int:
@@ -285,9 +277,10 @@ def token_block(T: int) -> int:
     return max(16, triton.next_power_of_2(T))
 
 
-def workspace_floats(T: int, N: int, config: LinearConfig) -> int:
-    """fp32 values that a split linear layer keeps in the workspace."""
-    return config.split * T * N if config.split > 1 else 0
+def workspace_floats(T: int, N: int, K: int, itemsize: int, device: torch.device) -> int:
+    """fp32 values that a layer which is not gated keeps in the workspace for T tokens (more for more, within a regime)."""
+    split = choose_config(T, N, K, itemsize, False, capability(device), processors(device)).split
+    return split * T * N if split > 1 else 0
 
 
 def norm_linear(
@@ -360,10 +353,15 @@ def _launch(
     check: bool,
     config: LinearConfig | None,
 ) -> Tensor:
+    if check:
+        if x.shape[0] > MAX_TOKENS:
+            what = f"at most {MAX_TOKENS}"
+            raise InputError("too many tokens", where="x", expected=what, found=x.shape[0], hint="use kernels.gemm")
+        check_linear(x, weight, bias, residual, out, activation)
+        if norm_weight is not None:
+            check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
     T, K = x.shape
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
-    if check:
-        _check(x, norm_weight, weight, bias, residual, out, activation)
     if out is None:
         out = torch.empty(T, N, dtype=out_dtype or x.dtype, device=x.device)
     if T == 0:
@@ -372,7 +370,7 @@ def _launch(
         config = choose_config(
             T, N, K, x.element_size(), activation is not None, capability(x.device), processors(x.device)
         )
-    split = config.split if workspace is not None else 1
+    split = 1 if workspace is None else _used_parts(K, config.block_k, config.split)
     tiles = triton.cdiv(N, config.block_n)
     sums = counters = None
     if split > 1 and workspace is not None:
@@ -390,37 +388,10 @@ def _launch(
     return out
 
 
-def _check(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    activation: str | None,
-) -> None:
-    check_activations("x", x)
-    T, K = x.shape
-    if T > MAX_TOKENS:
-        raise InputError("too many tokens", where="x", expected=f"at most {MAX_TOKENS}", found=T, hint="use kernels.gemm")
-    check_tensor("weight", weight, (None, K), x.dtype, x.device)
-    rows = weight.shape[0]
-    if activation is not None:
-        if activation not in ACTIVATIONS:
-            raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
-        if rows % 2:
-            raise InputError("odd number of rows for gate and up", where="weight", found=rows)
-    N = rows if activation is None else rows // 2
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, (K,), x.dtype, x.device)
-    if bias is not None:
-        check_tensor("bias", bias, (rows,), x.dtype, x.device)
-    if residual is not None:
-        check_tensor("residual", residual, (T, N), x.dtype, x.device)
-    if out is not None:
-        if out.dtype not in DTYPES:
-            raise InputError("unsupported dtype", where="out", expected="bfloat16, float16 or float32", found=out.dtype)
-        check_tensor("out", out, (T, N), out.dtype, x.device)
+def _used_parts(K: int, block_k: int, split: int) -> int:
+    """`split` less the parts that would find nothing left of K, each part being a whole number of blocks."""
+    blocks = triton.cdiv(K, block_k)
+    return triton.cdiv(blocks, triton.cdiv(blocks, split))
 
 
 def cost(T: int, N: int, K: int, itemsize: int) -> tuple[int, int]:

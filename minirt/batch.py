@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,20 +24,21 @@ class Chunk:
 class Batch:
     """T tokens of B sequences, sequence after sequence.
 
-    Device tensors: `tokens` [T] int64, `positions` [T] int64, `slots` [T] int64 (page · page_size + offset: where a token's
-    K and V go), `query_starts_device` [B + 1] int32, `seq_lens_device` [B] int32 (cached tokens, the new ones included),
-    `block_tables` [B, pages] int32 (padded with page 0), `logits_indices` [R] int64 (rows of the T that need logits).
-    Host tuples: `query_starts`, `query_lens`, `seq_lens`, for what the eager layers and the kernels' grids need.
+    Tensors: `tokens` [T] int64, `positions` [T] int64, `slots` [T] int64 (page · page_size + offset: where a token's K and V
+    go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits), `query_starts_device` [B + 1] int32,
+    `seq_lens_device` [B] int32 (cached tokens, the new ones included), `block_tables` [B, pages] int32 (padded with page 0).
+    They are views of `flat`, so that a batch built on the host reaches the device in one copy.
+    Host tuples: `query_lens`, `seq_lens`, for what the eager layers and the kernels' grids need.
     """
 
+    flat: Tensor
     tokens: Tensor
     positions: Tensor
     slots: Tensor
+    logits_indices: Tensor
     query_starts_device: Tensor
     seq_lens_device: Tensor
     block_tables: Tensor
-    logits_indices: Tensor
-    query_starts: tuple[int, ...]
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
@@ -47,25 +50,29 @@ class Batch:
     def num_seqs(self) -> int:
         return len(self.seq_lens)
 
-    @property
+    @cached_property
+    def query_starts(self) -> list[int]:
+        """Row of each sequence's first new token."""
+        return list(accumulate(self.query_lens, initial=0))[:-1]
+
+    @cached_property
     def max_query_len(self) -> int:
         return max(self.query_lens, default=0)
 
-    @property
+    @cached_property
     def max_seq_len(self) -> int:
         return max(self.seq_lens, default=0)
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], page_size: int, device: torch.device | str = "cpu") -> "Batch":
-        """Lay the chunks out flat and copy them to `device` in one transfer per tensor."""
+    def build(cls, chunks: Sequence[Chunk], page_size: int) -> "Batch":
+        """Lay the chunks out flat, on the host."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts: list[int] = [0]
         logits: list[int] = []
         for chunk in chunks:
-            stop = chunk.start + len(chunk.tokens)
-            first = len(tokens)
+            stop, first = chunk.start + len(chunk.tokens), len(tokens)
             tokens.extend(chunk.tokens)
             positions.extend(range(chunk.start, stop))
             slots.extend(chunk.pages[p // page_size] * page_size + p % page_size for p in range(chunk.start, stop))
@@ -76,20 +83,68 @@ class Batch:
                 logits.append(len(tokens) - 1)
         seq_lens = tuple(c.start + len(c.tokens) for c in chunks)
         width = max((-(-n // page_size) for n in seq_lens), default=0)
-        tables = [(list(c.pages) + [0] * width)[:width] for c in chunks]
+        batch = cls._over(
+            torch.zeros(_length(len(tokens), len(logits), len(chunks), width), dtype=torch.int32),
+            len(tokens), len(logits), width, tuple(len(c.tokens) for c in chunks), seq_lens,
+        )  # fmt: skip
+        batch.tokens.copy_(torch.tensor(tokens))
+        batch.positions.copy_(torch.tensor(positions))
+        batch.slots.copy_(torch.tensor(slots))
+        batch.logits_indices.copy_(torch.tensor(logits))
+        batch.query_starts_device.copy_(torch.tensor(starts))
+        batch.seq_lens_device.copy_(torch.tensor(seq_lens))
+        for row, chunk in zip(batch.block_tables, chunks, strict=True):
+            pages = chunk.pages[:width]
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        return batch
 
-        def put(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    @classmethod
+    def padding(cls, size: int, context: int, page_size: int) -> "Batch":
+        """A decode batch of `size` padding rows (slot −1, length 0) that `fill` can overwrite, on the host.
 
-        return cls(
-            tokens=put(tokens, torch.int64),
-            positions=put(positions, torch.int64),
-            slots=put(slots, torch.int64),
-            query_starts_device=put(starts, torch.int32),
-            seq_lens_device=put(list(seq_lens), torch.int32),
-            block_tables=put(tables, torch.int32).view(len(chunks), width),
-            logits_indices=put(logits, torch.int64),
-            query_starts=tuple(starts[:-1]),
-            query_lens=tuple(len(c.tokens) for c in chunks),
-            seq_lens=seq_lens,
-        )
+        The host tuples hold the largest values that `fill` may bring: sequences of `context` tokens.
+        """
+        width = -(-context // page_size)
+        flat = torch.zeros(_length(size, size, size, width), dtype=torch.int32)
+        batch = cls._over(flat, size, size, width, (1,) * size, (context,) * size)
+        batch.slots.fill_(-1)
+        batch.logits_indices.copy_(torch.arange(size))
+        batch.query_starts_device.copy_(torch.arange(size + 1))
+        return batch
+
+    def fill(self, other: "Batch") -> None:
+        """Take over a decode batch of at most this size and context, both on the host; the rows behind it become padding."""
+        count = other.num_seqs
+        self.tokens[:count] = other.tokens
+        self.positions[:count] = other.positions
+        self.slots[:count] = other.slots
+        self.slots[count:] = -1
+        self.seq_lens_device[:count] = other.seq_lens_device
+        self.seq_lens_device[count:] = 0
+        self.block_tables[:count, : other.block_tables.shape[1]] = other.block_tables
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`, in one copy."""
+        if self.flat.device == device:
+            return self
+        flat = self.flat.pin_memory() if device.type == "cuda" else self.flat
+        return self.over(flat.to(device, non_blocking=True))
+
+    def over(self, flat: Tensor) -> "Batch":
+        """A batch of this layout whose tensors are views of `flat`."""
+        width = self.block_tables.shape[1]
+        return self._over(flat, self.num_tokens, self.logits_indices.shape[0], width, self.query_lens, self.seq_lens)
+
+    @classmethod
+    def _over(
+        cls, flat: Tensor, tokens: int, logits: int, width: int, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
+    ) -> "Batch":
+        seqs = len(seq_lens)
+        sizes = [2 * tokens] * 3 + [2 * logits, seqs + 1, seqs, seqs * width]
+        *wide, starts, lens, tables = flat.split(sizes)
+        return cls(flat, *(part.view(torch.int64) for part in wide), starts, lens, tables.view(seqs, width), query_lens, seq_lens)
+
+
+def _length(tokens: int, logits: int, seqs: int, width: int) -> int:
+    """int32 words of a batch: the int64 parts come first, so that they are aligned."""
+    return 6 * tokens + 2 * logits + 2 * seqs + 1 + seqs * width

@@ -95,7 +95,7 @@ class Engine:
         work = self._scheduler.schedule()
         if not work:
             return []
-        batch = Batch.build([chunk for _, chunk in work], self._cache.page_size, self._device)
+        batch = Batch.build([chunk for _, chunk in work], self._cache.page_size)
         logits = self._model(batch, self._cache)
         self.num_steps += 1
         ends = []
@@ -137,7 +137,7 @@ class Engine:
             rows = []
             for start in range(0, len(tokens), EVALUATION_CHUNK):
                 chunk = Chunk(tokens[start : start + EVALUATION_CHUNK], start, pages, all_logits=True)
-                rows.append(self._model(Batch.build([chunk], self._cache.page_size, self._device), self._cache).cpu())
+                rows.append(self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu())
         finally:
             allocator.release(pages)
         return torch.cat(rows)

@@ -10,6 +10,7 @@ import torch
 
 from minirt import models, weights
 from minirt.config import ModelConfig
+from minirt.cuda_graphs import GraphedModel
 from minirt.engine import Engine, TokenOutput
 from minirt.errors import ConfigError, DeviceError, InputError, MinirtError, ModelNotFoundError, NumericsError, TokenizerError
 from minirt.graph import Model, Plan
@@ -121,8 +122,9 @@ class Generator:
         self.decode_read_bytes = model.decode_read_bytes
         pages = _page_count(model, kv_cache_memory, max_num_seqs)
         self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.dtype)
+        runnable = GraphedModel(model) if model.graphable else model
         self._engine = Engine(
-            model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
+            runnable, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, device=model.device,
         )
 

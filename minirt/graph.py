@@ -86,6 +86,11 @@ class Model:
         used = (p.num_parameters for layer in self.layers if not isinstance(layer, Embedding) for p in layer.parameters())
         return size * sum(used)
 
+    @property
+    def graphable(self) -> bool:
+        """Whether a decode step can be captured in a CUDA graph: every layer runs on Triton, on a GPU."""
+        return self.device.type == "cuda" and all(row.implementation == "triton" for row in self.plan.rows)
+
     def allocate(self, device: torch.device, dtype: torch.dtype, max_model_len: int) -> None:
         """Reserve all weights and the rope tables for positions below `max_model_len`."""
         self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
@@ -142,6 +147,7 @@ class Model:
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
         pages = iter(cache.layers)
+        batch = batch.to(self.device)
         x = torch.empty(0, device=self.device)
         for layer in self.layers:
             x = layer(x, batch, next(pages) if isinstance(layer, Attention) else None)

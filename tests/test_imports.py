@@ -14,7 +14,7 @@ FLOORS = [
     {"sampler"},
     {"layers", "scheduler"},
     {"models", "graph"},
-    {"engine", "weights"},
+    {"engine", "weights", "cuda_graphs"},
     {"generator"},
     {"bench"},
     {"cli"},

@@ -1,4 +1,6 @@
-"""Parity with transformers, fp32, CPU: tiny random models of every family and option, and SmolLM2-135M.
+"""Parity with transformers in fp32: tiny random models of every family and option, and SmolLM2-135M.
+
+On a CPU through the eager layers; on a GPU through both, where "auto" takes Triton for all that it supports.
 
 Catches any error in a layer's math, packing, rope variant, page handling or batching.
 """
@@ -11,6 +13,7 @@ import torch
 from minirt import Generator, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ["eager", "auto"] if DEVICE == "cuda" else ["eager"]
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -49,15 +52,16 @@ def greedy(model, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", CASES)
-def test_tiny_models(case, hf_folder):
+def test_tiny_models(case, impl, hf_folder):
     family, options = CASES[case]
     folder = hf_folder(family, seed=len(case), **options)
     model = reference(folder)
     random = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, 211, (n,), generator=random).tolist() for n in LENGTHS]
     params = SamplingParams(max_tokens=64, ignore_eos=True)
-    with Generator.from_pretrained(folder, device=DEVICE, dtype="float32", impl="eager", kv_cache_memory=1 << 26) as generator:
+    with Generator.from_pretrained(folder, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26) as generator:
         expected = []
         for prompt in prompts:
             with torch.no_grad():
@@ -89,10 +93,11 @@ TEXTS = (
 
 
 @pytest.mark.slow
-def test_smollm2(smollm2):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_smollm2(impl, smollm2):
     """At least 12 prompts: chat, code, Chinese, emoji, one character, one of 2,000 tokens; alone and all in one batch."""
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
-    with Generator.from_pretrained(smollm2, device=DEVICE, dtype="float32", impl="eager", kv_cache_memory=1 << 29) as generator:
+    with Generator.from_pretrained(smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 29) as generator:
         prompts = [generator.encode_chat([{"role": "user", "content": text}]) for text in CHATS]
         prompts += [generator.encode(text) for text in TEXTS]
         prompts.append((generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(400))))[:2000])

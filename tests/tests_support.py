@@ -1,0 +1,37 @@
+"""Helpers of several test files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def triton_kernel_names() -> set[str]:
+    """Names of every @triton.jit function of minirt.kernels."""
+    import pkgutil
+    from importlib import import_module
+
+    import triton
+
+    from minirt import kernels
+
+    names = set()
+    for module in pkgutil.iter_modules(kernels.__path__):
+        members = vars(import_module(f"minirt.kernels.{module.name}")).values()
+        names |= {m.fn.__name__ for m in members if isinstance(m, triton.runtime.JITFunction)}
+    return names
+
+
+def kernel_names(work: Callable[[], object]) -> set[str]:
+    """Names of the GPU kernels that `work` runs, copies and memsets left out."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        work()
+        torch.cuda.synchronize()
+    names = {e.name for e in trace.events() if e.device_type == DeviceType.CUDA}
+    return {n for n in names if not n.startswith(("Memcpy", "Memset"))}
