@@ -1,7 +1,7 @@
 """Causal attention on the paged KV cache for ragged batches: prompts, parts of prompts, single tokens, in any mix.
 
-The query heads that share a KV head are computed together as rows of one matrix, so K and V are read once for all of them.
-Online softmax in fp32, in powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
+The query heads that share a KV head are computed together as rows of one matrix, so K and V are read once for all of
+them. Online softmax in fp32, in powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
 """
 
 from collections.abc import Sequence
@@ -69,17 +69,14 @@ def attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One step of the online softmax: rows q [M, D] on tokens first + [0, BLOCK_N); row r sees tokens below row_limit [M].
+    """One step of the online softmax: rows q [M, D] on tokens first + [0, BLOCK_N).
 
-    MASKED: some of the tokens are at or past `limit`, the sequence's end (what the page holds there may be NaN, also in V,
-    where a probability of zero would not stop it), or hidden from some rows.
+    MASKED: some of the tokens are at or past `limit`, the sequence's end (what the page holds there may be NaN, also in
+    V, where a probability of zero would not stop it), or hidden from some rows, which see tokens below row_limit [M].
     """
     t = first + tl.arange(0, BLOCK_N)
     at = _slots(table_ptr, t, first, limit, PAGE_SIZE, BLOCK_N)[:, None] * STRIDE + tl.arange(0, D)[None, :]
-    if MASKED:
-        k = tl.load(k_ptr + at, mask=(t < limit)[:, None], other=0.0)
-    else:
-        k = tl.load(k_ptr + at)
+    k = tl.load(k_ptr + at, mask=(t < limit)[:, None], other=0.0) if MASKED else tl.load(k_ptr + at)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASKED:
         s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
@@ -87,10 +84,7 @@ def attend(
     rescale = tl.exp2(peak - new_peak)
     p = tl.exp2(s - new_peak[:, None])
     total = total * rescale + tl.sum(p, 1)
-    if MASKED:
-        v = tl.load(v_ptr + at, mask=(t < limit)[:, None], other=0.0)
-    else:
-        v = tl.load(v_ptr + at)
+    v = tl.load(v_ptr + at, mask=(t < limit)[:, None], other=0.0) if MASKED else tl.load(v_ptr + at)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return new_peak, total, acc
 
@@ -160,7 +154,7 @@ def _prefill_kernel(
 def choose_config(itemsize: int) -> AttentionConfig:
     """The configuration for an element size."""
     if itemsize == 4:
-        return AttentionConfig(32, 32, 4, 1)
+        return AttentionConfig(32, 32, 8, 1)
     return AttentionConfig(128, 64, 8, 3)
 
 
@@ -180,8 +174,9 @@ def paged_attention_prefill(
 ) -> Tensor:
     """Attention of each sequence's new tokens on all its cached ones, the new ones included, causally → [T, Nq, D].
 
-    q [T, Nq, D], sequence after sequence; pages [P, page_size, Nkv, D]; block_tables [B, pages] int32; query_starts [B + 1]
-    int32; seq_lens [B] int32 counts the new tokens too; max_query_len: at least the longest sequence's new tokens.
+    q [T, Nq, D], sequence after sequence; pages [P, page_size, Nkv, D]; block_tables [B, pages] int32; query_starts
+    [B + 1] int32; seq_lens [B] int32 counts the new tokens too; max_query_len bounds a sequence's new tokens and sizes
+    the grid; that it does is not checked, which would need a read from the device.
     """
     B = seq_lens.shape[0]
     if check:
@@ -222,7 +217,9 @@ def check_inputs(
     check_tensor("block_tables", block_tables, (seq_lens.shape[0], None), torch.int32, q.device)
 
 
-def cost(query_lens: Sequence[int], seq_lens: Sequence[int], Nq: int, Nkv: int, D: int, itemsize: int) -> tuple[int, int]:
+def cost(
+    query_lens: Sequence[int], seq_lens: Sequence[int], Nq: int, Nkv: int, D: int, itemsize: int
+) -> tuple[int, int]:
     """(bytes read and written, floating-point operations) of a batch, K and V of each sequence read once."""
     seen = sum(new * total - new * (new - 1) // 2 for new, total in zip(query_lens, seq_lens, strict=True))
     return 2 * (sum(query_lens) * Nq + sum(seq_lens) * Nkv) * D * itemsize, 4 * seen * Nq * D

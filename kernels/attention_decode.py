@@ -1,8 +1,8 @@
 """Attention of one new token per sequence on the paged KV cache, alone or fused with what comes before it: per-head
 RMSNorm, rotary embedding and the write of the new K and V.
 
-Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), which do not depend on the
-batch; a second kernel combines them in order, unless no sequence can have more than one.
+Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), which do not depend on
+the batch; a second kernel combines them in order, unless no sequence can have more than one.
 """
 
 import torch
@@ -171,11 +171,12 @@ def _combine_kernel(
 
 def choose_config(itemsize: int) -> AttentionConfig:
     """The configuration for an element size. Three of the five stages only hide the look-up of the page."""
-    return AttentionConfig(block_m=MAX_GROUP, block_n=32 if itemsize == 4 else 64, num_warps=4, num_stages=5)
+    block_n, num_warps = (32, 8) if itemsize == 4 else (64, 4)
+    return AttentionConfig(MAX_GROUP, block_n, num_warps, num_stages=5)
 
 
 def split_size(max_context: int) -> int:
-    """Tokens a split for a cache of sequences up to `max_context` tokens: 256, more where that would make over 64 splits.
+    """Tokens a split for a cache of sequences up to `max_context` tokens: 256, or what makes at most 64 splits.
 
     A property of the cache, never of a batch: the same sequence is cut in the same way whatever it is batched with.
     """
@@ -242,8 +243,9 @@ def rope_paged_attention_decode(
 ) -> Tensor:
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
-    seq_lens counts the new token, whose position is therefore seq_lens − 1 and whose page block_tables names; where seq_lens
-    is 0 nothing is written to the pages. cos_sin [L, D] fp32 (cosines | sines); q_norm, k_norm [D]; the rest as above.
+    seq_lens counts the new token, whose position is therefore seq_lens − 1 and whose page block_tables names; where
+    seq_lens is 0 nothing is written. cos_sin [L, D] fp32 (cosines | sines); q_norm, k_norm [D]; the rest as in
+    `paged_attention_decode`.
     """
     Nkv, D = k_pages.shape[2], k_pages.shape[3]
     B = qkv.shape[0]

@@ -35,7 +35,7 @@ def processors(device: torch.device) -> int:
 
 
 def shared_limit(cc: int) -> int:
-    """Bytes of shared memory that one program may use on capability `cc` (CUDA programming guide, table of capabilities)."""
+    """Bytes of shared memory that one program may use on capability `cc` (CUDA programming guide)."""
     return _SHARED_LIMITS.get(cc, 99) * 1024
 
 
@@ -56,7 +56,9 @@ def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise InputError unless `tensor` is contiguous with this shape (None: any size), dtype and device."""
-    if tensor.ndim != len(shape) or any(want is not None and want != n for want, n in zip(shape, tensor.shape)):
+    if tensor.ndim != len(shape) or any(
+        want is not None and want != n for want, n in zip(shape, tensor.shape, strict=True)
+    ):
         expected = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
         raise InputError("wrong shape", where=name, expected=expected, found=list(tensor.shape))
     if tensor.dtype != dtype:
@@ -77,7 +79,7 @@ def check_activations(name: str, tensor: Tensor, ndim: int = 2) -> None:
 def check_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None, activation: str | None
 ) -> None:
-    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual and out [T, N] fit (N halved by an activation)."""
+    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual and out [T, N] fit (gated: N/2)."""
     check_activations("x", x)
     T, K = x.shape
     check_tensor("weight", weight, (None, K), x.dtype, x.device)
@@ -102,8 +104,8 @@ def check_linear(
 class Workspace:
     """Scratch for kernels whose programs share one result: fp32 partial results, and counters of who has arrived.
 
-    Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream: they run one after the other, so
-    they can share it. Each kernel leaves the counters at zero, as it finds them.
+    Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream: they run one after the
+    other, so they can share it. Each kernel leaves the counters at zero, as it finds them.
     """
 
     def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:

@@ -1,7 +1,7 @@
 """Linear layers for more than 128 tokens: tiled GEMMs with bias, residual or the gated activation in the epilogue.
 
-Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by TMA
-through descriptors made on the host, where alignment permits; elsewhere by plain pointers.
+Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by
+TMA through descriptors made on the host, where alignment permits; elsewhere by plain pointers.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def _gemm_kernel(
     GROUP_T: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """out [T, N]; x, weight, residual and out are descriptors with TMA, else pointers. With ACTIVATION weight has 2N rows."""
+    """out [T, N]; x, weight, residual, out: descriptors with TMA, else pointers. With ACTIVATION weight has 2N rows."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP_T * tiles_n)
     rest = tl.program_id(0) % (GROUP_T * tiles_n)
@@ -123,16 +123,15 @@ def _gemm_kernel(
 def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_processors: int) -> GemmConfig:
     """The largest tile that gives every processor one, of the few that suit the device; N counts the outputs."""
     if itemsize == 4:
-        return GemmConfig(64, 64, 32, 4, 1)
+        return GemmConfig(64, 64, 32, 8, 1)
     if shared_limit(cc) > 100 * 1024:
         tiles = _GATED_TILES if gated else _TILES
         block_k = 64
     else:
         tiles = _SMALL_GATED_TILES if gated else _SMALL_TILES
         block_k = 32
-    for block_t, block_n, num_warps, stages in tiles:
-        if triton.cdiv(T, block_t) * triton.cdiv(N, block_n) >= num_processors:
-            break
+    enough = (tile for tile in tiles if triton.cdiv(T, tile[0]) * triton.cdiv(N, tile[1]) >= num_processors)
+    block_t, block_n, num_warps, stages = next(enough, tiles[-1])
     stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
     stages = fit_stages(stage_bytes, shared_limit(cc) - 4096, stages)
     tma = cc >= 90 and K * itemsize % 16 == 0 and N * itemsize % 16 == 0
@@ -149,7 +148,7 @@ def gemm(
     check: bool = True,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """x · weightᵀ + bias + residual: x [T, K], weight [N, K], bias [N], residual [T, N] → [T, N]. `out` may be `residual`."""
+    """x · weightᵀ + bias + residual: x [T, K], weight [N, K], bias [N] → [T, N]. `out` may be `residual`."""
     return _launch(x, weight, bias, residual, out, None, check, config)
 
 

@@ -1,4 +1,4 @@
-"""Between the QKV projection and attention: per-head RMSNorm (Qwen3), rotary embedding and the KV write, in one kernel."""
+"""Between the QKV projection and attention, in one kernel: per-head RMSNorm (Qwen3), rotary embedding, KV write."""
 
 import torch
 import triton
@@ -52,9 +52,9 @@ def _kv_write_kernel(
     if head < NQ + NKV:
         position = tl.load(positions_ptr + t, mask=inside, other=0)[:, None] * D
         if head < NQ:
-            lower, upper = rotate(lower, upper, q_norm_ptr, cos_sin_ptr + position, eps, D)
+            lower, upper = _rotate(lower, upper, q_norm_ptr, cos_sin_ptr + position, eps, D)
         else:
-            lower, upper = rotate(lower, upper, k_norm_ptr, cos_sin_ptr + position, eps, D)
+            lower, upper = _rotate(lower, upper, k_norm_ptr, cos_sin_ptr + position, eps, D)
     if head < NQ:
         ptrs = q_ptr + (t * NQ + head)[:, None] * D + d
         tl.store(ptrs, lower, mask=inside[:, None])
@@ -74,8 +74,8 @@ def _kv_write_kernel(
 
 
 @triton.jit
-def rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
-    """RMSNorm (if norm_ptr is given) and rotary embedding of heads in halves [.., D/2]; cos_sin_ptrs: their rows' starts."""
+def _rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
+    """RMSNorm (if norm_ptr is given) and rotary embedding of heads in halves [M, D/2]; cos_sin_ptrs [M, 1]."""
     HALF: tl.constexpr = D // 2
     d = tl.arange(0, HALF)[None, :]
     a, b = lower.to(tl.float32), upper.to(tl.float32)
@@ -105,7 +105,7 @@ def qk_norm_rope_kv_write(
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """Normalize (if q_norm, k_norm [D] are given) and rotate q and k, write k and v to their pages, return q [T, Nq, D].
+    """Normalize (if q_norm, k_norm [D] are given) and rotate q and k, write k and v to pages, return q [T, Nq, D].
 
     qkv [T, (Nq + 2·Nkv)·D]: heads of q, of k, of v; D is 64 or 128. cos_sin [L, D] fp32 (cosines | sines) is indexed by
     positions [T] int64 in [0, L); slots [T] int64 = page · page_size + offset, negative: k and v are not stored.

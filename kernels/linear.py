@@ -1,9 +1,9 @@
 """Linear layers for up to 128 tokens, where reading the weights is all the work.
 
-One token: a matrix-vector product by FMA. 2 … 128 tokens: the weights on the wide M side of the tensor cores' MMA and the
-tokens, padded to a power of two, on its N side. RMSNorm of the input, the gated activation, bias and residual are fused.
-Where N gives too few programs, K is split: partial sums go to the workspace and the last program to arrive adds them up in
-a fixed order, so the same input gives the same bits.
+One token: a matrix-vector product by FMA. 2 … 128 tokens: the weights on the wide M side of the tensor cores' MMA, the
+tokens, padded to a power of two, on its N side. RMSNorm of the input, gated activation, bias and residual are fused.
+Where N gives too few programs, K is split: partial sums go to the workspace and the last program to arrive adds them up
+in a fixed order, so the same input gives the same bits.
 """
 
 from dataclasses import dataclass
@@ -29,16 +29,12 @@ from minirt.kernels.common import (
 MAX_TOKENS = 128
 
 CASES = [
-    {"T": 1, "N": 96, "K": 576},
-    {"T": 1, "N": 131, "K": 97},
-    {"T": 1, "N": 24, "K": 1100},
-    {"T": 2, "N": 17, "K": 64},
-    {"T": 3, "N": 131, "K": 577},
-    {"T": 16, "N": 96, "K": 1536},
-    {"T": 17, "N": 192, "K": 576},
-    {"T": 77, "N": 67, "K": 208},
-    {"T": 128, "N": 80, "K": 128},
-]
+    {"T": T, "N": N, "K": K}
+    for T, N, K in (
+        (1, 96, 576), (1, 131, 97), (1, 24, 1100), (2, 17, 64), (3, 131, 577),
+        (16, 96, 1536), (17, 192, 576), (77, 67, 208), (128, 80, 128),
+    )
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -253,23 +249,28 @@ def _tokens_kernel(
 def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_processors: int) -> LinearConfig:
     """The configuration for a regime and a shape. T counts by regime (1, then powers of two from 16) only."""
     if T == 1:
-        long_rows = N * K >= 1 << 26 and not gated
+        long_rows = N * K >= 2**26 and not gated
         block_n, num_warps = (8, 4) if long_rows else (4, 2) if gated else (8, 2)
         block_k = (1024 if long_rows else 512) // itemsize
-        split, enough = 1, 16 * num_processors  # many small programs in flight hide the latency of DRAM
-        while not gated and split < 4 and triton.cdiv(N, block_n) * split < enough and K >= 4 * split * block_k:
-            split *= 2
+        # Many small programs in flight hide the latency of memory.
+        split = 1 if gated else _choose_split(triton.cdiv(N, block_n), 16 * num_processors, K // block_k, 4)
         return LinearConfig(block_n, block_k, num_warps, 1, split)
     block_t = token_block(T)
-    block_n = 32 if itemsize == 4 or (gated and N < 64 * num_processors) else 64
+    block_n = 32 if itemsize == 4 or (gated and 64 * num_processors > N) else 64
     block_k = 32 if itemsize == 4 else 128 if block_t <= 32 else 64
-    split = 1
-    while not gated and split < 8 and 2 * triton.cdiv(N, block_n) * split < 3 * num_processors and K >= 8 * split * block_k:
-        split *= 2
+    split = 1 if gated else _choose_split(triton.cdiv(N, block_n), 3 * num_processors // 2, K // block_k, 8)
     stage_bytes = (block_n * (2 if gated else 1) + block_t) * block_k * itemsize
     budget = min(shared_limit(cc) - 16 * 1024, 112 * 1024)  # on the large machines, two programs a processor
     num_warps = 8 if block_t == 128 else 4  # for the registers
     return LinearConfig(block_n, block_k, num_warps, fit_stages(stage_bytes, budget), split)
+
+
+def _choose_split(tiles: int, enough: int, blocks: int, most: int) -> int:
+    """Parts of K that make `enough` programs of `tiles`: a power of two up to `most`, with two blocks or more each."""
+    split = 1
+    while split < most and tiles * split < enough and blocks >= 4 * split:
+        split *= 2
+    return split
 
 
 def token_block(T: int) -> int:
@@ -278,7 +279,7 @@ def token_block(T: int) -> int:
 
 
 def workspace_floats(T: int, N: int, K: int, itemsize: int, device: torch.device) -> int:
-    """fp32 values that a layer which is not gated keeps in the workspace for T tokens (more for more, within a regime)."""
+    """fp32 values that a layer, not gated, keeps in the workspace for T tokens. Not monotonic in T between regimes."""
     split = choose_config(T, N, K, itemsize, False, capability(device), processors(device)).split
     return split * T * N if split > 1 else 0
 

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019) as a kernel of its own, for batches too large to normalize inside the next linear layer."""
+"""RMSNorm (Zhang & Sennrich 2019) as a kernel of its own, for batches too large to normalize in the next layer."""
 
 import torch
 import triton

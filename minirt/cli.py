@@ -149,7 +149,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
 @_DEBUG
 def plan(as_json: bool, **options: Any) -> None:
     """Print the graph: each layer, its implementation and why, its weights. Reads no weights."""
-    from minirt.generator import plan_model
+    from minirt.choose import plan_model
 
     name = _model_name(options)
     config, model = plan_model(
@@ -241,11 +241,11 @@ def _sampling(options: dict[str, Any]) -> Any:
 
 
 def _model_name(options: dict[str, Any], quiet: bool = False) -> str:
-    if options["model"] == "":
-        raise click.UsageError("--model is empty: give a folder, a Hub id or a preset")
-    if options["model"] is None and not quiet:
+    if options["model"] is not None:
+        return options["model"]
+    if not quiet:
         _note(f"no --model: this is the demo model, {DEFAULT_MODEL} from the Hub")
-    return options["model"] or DEFAULT_MODEL
+    return DEFAULT_MODEL
 
 
 @contextmanager
@@ -300,8 +300,9 @@ def _summary(generator: Any, completion: Any) -> None:
     lines = [
         f"{loaded} · first token {first:.3f} s · prompt {len(completion.prompt_token_ids)} tokens, "
         f"{len(completion.prompt_token_ids) / first:.1f} tokens/s",
-        f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, {rate * generator.decode_read_bytes / 1e9:.1f} "
-        f"GB/s of weights · peak memory {_bytes(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
+        f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "
+        f"{rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights · "
+        f"peak memory {_bytes(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
         completion.sampling.describe(),
     ]
     if completion.sampling.not_applied:

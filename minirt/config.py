@@ -169,13 +169,11 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """A JSON value for an error message: short, and safe for integers too long to print."""
+    """A JSON value as an error message shows it, in short."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):
         return "a list"
-    if type(value) is int and value.bit_length() > 128:
-        return "an integer of more than 128 bits"
     if value is None or type(value) is bool:
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)

@@ -42,6 +42,7 @@ class GraphedModel:
         self._graphs: dict[tuple[int, int], _Captured] = {}
         self._pool: tuple[int, int] | None = None
 
+    @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
         if batch.max_query_len != 1 or batch.logits_indices.shape[0] != batch.num_tokens:
             return self._model(batch, cache)

@@ -1,23 +1,26 @@
 """`Generator`: the public API. Text in, text out, on top of the engine's token ids."""
 
+import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minirt import models, weights
+from minirt.choose import check_memory, check_vocabulary, find, page_count, pick_device, pick_dtype, pick_length
 from minirt.config import ModelConfig
 from minirt.cuda_graphs import GraphedModel
 from minirt.engine import Engine, TokenOutput
-from minirt.errors import ConfigError, DeviceError, InputError, MinirtError, ModelNotFoundError, NumericsError, TokenizerError
-from minirt.graph import Model, Plan
-from minirt.hub import ModelFiles, resolve as resolve_files
-from minirt.kv_cache import PAGE_SIZE, KVCache, page_bytes
+from minirt.errors import InputError, MinirtError, NumericsError, TokenizerError
+from minirt.graph import Model
+from minirt.kv_cache import KVCache
 from minirt.layers import Layer
-from minirt.sampling import EffectiveSampling, SamplingParams, resolve as resolve_sampling
+from minirt.sampling import EffectiveSampling, SamplingParams
+from minirt.sampling import resolve as resolve_sampling
 from minirt.tokenizer import IncrementalDecoder, StopStrings, Tokenizer, eos_token_ids
 from minirt.usage import peak_memory
 
@@ -27,7 +30,7 @@ Messages = Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A step of a stream: new text (empty while a character or a stop string is incomplete) and the token ids behind it."""
+    """A step of a stream: new text (empty while a character or a stop string is incomplete) and its token ids."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -111,8 +114,8 @@ class Generator:
         """Wrap a `Model` whose weights are allocated, filled and resolved.
 
         Args:
-            kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the free
-                memory at most, and never more than `max_num_seqs` sequences of full length need.
+            kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
+                free memory at most, and never more than `max_num_seqs` sequences of full length need.
         """
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
@@ -120,13 +123,14 @@ class Generator:
         self._model: Model | None = model
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes = model.decode_read_bytes
-        pages = _page_count(model, kv_cache_memory, max_num_seqs)
+        pages = page_count(model, kv_cache_memory, max_num_seqs)
         self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.dtype)
         runnable = GraphedModel(model) if model.graphable else model
         self._engine = Engine(
             runnable, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, device=model.device,
         )
+        self._inbox: dict[int, list[TokenOutput]] = {}  # by open request: what its stream has not taken yet
 
     @classmethod
     def from_pretrained(
@@ -156,8 +160,8 @@ class Generator:
             max_model_len: positions to serve; None: all that the model has.
             random_weights: skip the weights (and for a preset any download); `seed` fixes them.
             check_weights: refuse NaN and Inf in the checkpoint.
-            layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. Checkpoint tensors
-                that it leaves out are listed in `unused_tensors` instead of refused.
+            layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. Checkpoint
+                tensors that it leaves out are listed in `unused_tensors` instead of refused.
             progress: called with (bytes read, bytes in all).
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
@@ -165,34 +169,33 @@ class Generator:
         """
         started = time.perf_counter()
         target = pick_device(device)
-        files, config = find(model, revision=revision, need_weights=not random_weights)
-        length = _model_length(config, max_model_len)
+        files, config = find(model, revision, need_weights=not random_weights, progress=progress is not None)
+        length = pick_length(config, max_model_len)
         graph = Model(config, layers(config) if layers else models.build(config))
         chosen = pick_dtype(dtype, config, target)
         tokenizer = Tokenizer.load(files.folder) if files else None
-        _check_vocabulary(tokenizer, config)
-        generation_config = files.generation_config if files else None
-        needed = graph.num_parameters * chosen.itemsize
-        weights.require_memory(needed, target, f"{graph.num_parameters / 1e9:.2f} G weights", "take a smaller model or --dtype")
+        check_vocabulary(tokenizer, config)
+        checkpoint = files if not random_weights else None
+        if checkpoint:
+            entries = weights.read_headers(checkpoint.weight_files, checkpoint.weight_index)
+            weights.match(graph, entries, layers is not None)
+        check_memory(graph, length, chosen, target, kv_cache_memory)
+        graph.allocate(target, chosen, length)
+        graph.resolve(impl)
         bytes_read, unused = 0, ()
-        if random_weights:
-            graph.allocate(target, chosen, length)
-            graph.resolve(impl)
-            weights.randomize(graph, seed)
-        elif files:
-            weights.match(graph, weights.read_headers(files.weight_files, files.weight_index), layers is not None)
-            graph.allocate(target, chosen, length)
-            graph.resolve(impl)
+        if checkpoint:
             report = weights.load(
-                graph, files.weight_files, files.weight_index, allow_unused=layers is not None,
+                graph, checkpoint.weight_files, checkpoint.weight_index, allow_unused=layers is not None,
                 check_weights=check_weights, progress=progress,
             )
             bytes_read, unused = report.bytes_read, report.unused
-        raw = files.config if files else {}
+        else:
+            weights.randomize(graph, seed)
+        generation_config = files.generation_config if files else None
         generator = cls(
             graph, tokenizer, name=str(model), generation_config=generation_config,
-            eos_token_ids=eos_token_ids(generation_config, raw, tokenizer), kv_cache_memory=kv_cache_memory,
-            max_num_seqs=max_num_seqs,
+            eos_token_ids=eos_token_ids(generation_config, files.config if files else {}, tokenizer),
+            kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
         )
         generator.bytes_read, generator.unused_tensors = bytes_read, unused
         generator.load_time_s = time.perf_counter() - started
@@ -209,10 +212,13 @@ class Generator:
         """
         if _is_single(prompts):
             return self._complete([prompts], [_one(params)])[0]
+        if not isinstance(prompts, list | tuple):
+            raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
         if isinstance(params, SamplingParams) or params is None:
             return self._complete(list(prompts), [params] * len(prompts))
-        if len(params) != len(prompts):
-            raise InputError("one SamplingParams for each prompt", where="params", expected=len(prompts), found=len(params))
+        if not isinstance(params, list | tuple) or len(params) != len(prompts):
+            what, found = "one SamplingParams for each prompt", repr(params)[:80]
+            raise InputError(what, where="params", expected=len(prompts), found=found)
         return self._complete(list(prompts), list(params))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
@@ -220,11 +226,16 @@ class Generator:
         return self.generate(self.encode_chat(messages), params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Yield the completion piece by piece; the pieces' texts join to `Completion.text`. Closing the iterator aborts."""
+        """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
+
+        Several streams may be open at once: they share the engine's steps.
+        """
         for _, piece in self._run([prompt], [params]):
             yield piece[0]
 
-    def stream_completion(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[tuple[Piece, Completion]]:
+    def stream_completion(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[tuple[Piece, Completion]]:
         """As `stream`, with the completion as it stands after each piece."""
         for _, piece in self._run([prompt], [params]):
             yield piece
@@ -235,17 +246,27 @@ class Generator:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through."""
+        if isinstance(prompt, list | tuple):
+            return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if not isinstance(prompt, str):
-            return list(prompt)
+            found = type(prompt).__name__
+            raise InputError("not a prompt", expected="a text, or a list or tuple of token ids", found=found)
         if not prompt:
             raise InputError("the prompt is empty", hint="give at least one character")
         return self._text().encode(prompt)
 
     def encode_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation through the chat template, up to where the answer begins."""
         return self._text().encode_chat(list(messages))
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
+        """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
+        self._live.abort(self._add(token_ids, self.effective_sampling(params)))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InputError("not SamplingParams", where="params", found=type(params).__name__)
         return resolve_sampling(params, self.generation_config)
 
     @property
@@ -262,6 +283,7 @@ class Generator:
         cuda = self._model is not None and self._model.device.type == "cuda"
         self._model = self._cache = None
         self.__dict__.pop("_engine", None)
+        gc.collect()  # a layer and its bound implementation refer to each other
         if cuda:
             torch.cuda.empty_cache()
 
@@ -288,131 +310,58 @@ class Generator:
             results[index] = completion
         return [results[i] for i in range(len(prompts))]
 
-    def _run(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> Iterator[tuple[int, tuple[Piece, Completion]]]:
-        """Run requests to their ends, yielding (prompt's index, (piece, completion so far)); aborts all if left early."""
-        engine = self._live
+    def _add(self, tokens: Sequence[int], sampling: EffectiveSampling) -> int:
+        if sampling.stop and self.tokenizer is None:
+            raise TokenizerError("stop strings need a tokenizer", where=self.name)
+        return self._live.add(tokens, sampling, self.eos_token_ids)
+
+    def _run(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]
+    ) -> Iterator[tuple[int, tuple[Piece, Completion]]]:
+        """Run requests to their ends, yielding (prompt's index, (piece, completion so far)); left early, it aborts."""
         work = [(self.encode(p), self.effective_sampling(q)) for p, q in zip(prompts, params, strict=True)]
         streams: dict[int, tuple[int, _Stream]] = {}
         try:
             for index, (tokens, sampling) in enumerate(work):
-                if sampling.stop and self.tokenizer is None:
-                    raise TokenizerError("stop strings need a tokenizer", where=self.name)
-                request = engine.add(tokens, sampling, self.eos_token_ids)
+                request = self._add(tokens, sampling)
                 decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
                 completion = Completion(tokens, [], "", None, sampling)
                 stream = _Stream(completion, decoder, StopStrings(sampling.stop), time.perf_counter())
-                streams[request] = index, stream
+                streams[request], self._inbox[request] = (index, stream), []
             while streams:
-                for output in engine.step():
-                    index, stream = streams[output.request_id]
+                for output in self._outputs(streams):
+                    index, stream = streams.get(output.request_id, (0, None))
+                    if stream is None:  # it ended at a stop string; the engine was ahead
+                        continue
                     piece = stream.push(output)
                     if piece.finish_reason is not None:
-                        engine.abort(output.request_id)
+                        self._forget(output.request_id)
                         del streams[output.request_id]
                     yield index, (piece, stream.completion)
         finally:
             for request in streams:
-                engine.abort(request)
+                self._forget(request)
 
+    def _outputs(self, requests: Collection[int]) -> list[TokenOutput]:
+        """The next outputs of `requests`; those of other open streams wait in their inboxes."""
+        while not (ready := [output for request in requests for output in self._inbox[request]]):
+            for output in self._live.step():
+                self._inbox[output.request_id].append(output)
+        for request in requests:
+            self._inbox[request].clear()
+        return ready
 
-def find(model: str | Path, *, revision: str | None = None, need_weights: bool = True) -> tuple[ModelFiles | None, ModelConfig]:
-    """The model's files and checked config. A preset whose weights are not needed has no files."""
-    name = str(model)
-    preset = models.preset(name) if not Path(name).expanduser().is_dir() else None
-    if preset is not None and not need_weights:
-        return None, preset.config
-    try:
-        files = resolve_files(preset.hub_id if preset else name, revision=revision, weights=need_weights)
-    except ModelNotFoundError as error:
-        if "/" in name or preset:
-            raise
-        known = ", ".join(p.name for p in models.presets() if not p.name.endswith("Instruct"))
-        raise ModelNotFoundError(error.what, where=error.where, hint=f"a folder, a Hub id org/name, or one of {known}") from error
-    return files, models.parse_config(files.config, where=str(files.folder / "config.json"))
-
-
-def plan_model(
-    model: str | Path,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    impl: str | Sequence[str] = "auto",
-    revision: str | None = None,
-) -> tuple[ModelConfig, Model]:
-    """The model's config and its resolved graph, without reading or allocating any weight."""
-    target = pick_device(device)
-    _, config = find(model, revision=revision, need_weights=False)
-    graph = Model(config, models.build(config))
-    graph.device, graph.dtype = target, pick_dtype(dtype, config, target)
-    graph.resolve(impl)
-    return config, graph
-
-
-def pick_device(device: str) -> torch.device:
-    """"auto", "cpu", "cuda" or "cuda:N" → a device that exists; never a silent CPU."""
-    if device == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    kind, _, number = device.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (kind == "cpu" and number):
-        raise DeviceError("unknown device", where="--device", expected="auto, cpu, cuda or cuda:N", found=device)
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise DeviceError("no usable CUDA device", where=f"--device {device}", hint="use --device cpu, or install a CUDA build of torch")
-    index = int(number or 0)
-    if index >= torch.cuda.device_count():
-        raise DeviceError("no such device", where="--device", expected=f"below cuda:{torch.cuda.device_count()}", found=device)
-    return torch.device("cuda", index)
-
-
-def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """"auto" → the checkpoint's dtype on a GPU, float32 on a CPU, where 16-bit arithmetic is slow."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto":
-        return known[config.dtype] if device.type == "cuda" else torch.float32
-    if dtype not in known:
-        raise ConfigError("unknown dtype", where="--dtype", expected=f"auto, {', '.join(known)}", found=dtype)
-    return known[dtype]
-
-
-def _model_length(config: ModelConfig, asked: int | None) -> int:
-    if asked is None:
-        return config.max_position_embeddings
-    if not 1 <= asked <= config.max_position_embeddings:
-        raise ConfigError(
-            "outside the model's context", where="--max-model-len", expected=f"1 to {config.max_position_embeddings}", found=asked
-        )
-    return asked
-
-
-def _check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise TokenizerError(
-            "the tokenizer has ids that the model does not", where="tokenizer.json",
-            expected=f"at most {config.vocab_size} (vocab_size of config.json)", found=tokenizer.vocab_size,
-        )
-
-
-def _page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
-    one = page_bytes(model.kv_shapes, model.dtype)
-    full = max_num_seqs * -(-model.max_model_len // PAGE_SIZE)
-    if not one:
-        return full
-    if memory is not None:
-        weights.require_memory(memory, model.device, "KV pages", "lower --kv-cache-memory")
-        if memory < one:
-            raise ConfigError("too small for one page", where="--kv-cache-memory", expected=f"at least {one} bytes", found=memory)
-        return min(memory // one, full)
-    share = 0.9 if model.device.type == "cuda" else 0.25
-    free = weights.free_memory(model.device)
-    pages = min(int(free * share) // one, full)
-    if pages < 1:
-        weights.require_memory(int(one / share), model.device, "KV pages", "take a smaller model or free memory")
-    return pages
+    def _forget(self, request: int) -> None:
+        del self._inbox[request]
+        if self._model is not None:
+            self._engine.abort(request)
 
 
 def _is_single(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
+    """Whether it is one prompt: a text, or a list of what can only be token ids."""
+    if isinstance(prompts, str):
+        return True
+    return isinstance(prompts, list | tuple) and bool(prompts) and all(isinstance(p, Integral | float) for p in prompts)
 
 
 def _one(params: Any) -> SamplingParams | None:

@@ -143,7 +143,7 @@ def _download(repo: str, revision: str | None, token: str | None, weights: bool,
     with _explained(repo, revision), _progress_bars(progress):
         patterns = [*_SMALL, _INDEX] if weights else list(_SMALL)
         folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=patterns))
-        if not weights or not (folder / "config.json").exists() or (folder / _SINGLE).exists():
+        if not weights or not (folder / "config.json").exists():
             return folder
         commit = folder.name
         try:

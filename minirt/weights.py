@@ -19,7 +19,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Non-persistent buffers that old transformers releases saved; the runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
 # A file is mapped anew after this many bytes, so that its pages never count as the process's memory all at once.
-MAP_BYTES = 256 << 20
+MAP_BYTES = 64 << 20
 THREADS = 4
 GIB = 1 << 30
 

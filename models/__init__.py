@@ -5,7 +5,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from minirt.config import Fields, ModelConfig
+from minirt.config import Fields, ModelConfig, shown
 from minirt.errors import UnsupportedError
 from minirt.models import llama, mistral, qwen2, qwen3
 from minirt.models.presets import raw_configs
@@ -36,7 +36,7 @@ def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
     model_type = fields.string("model_type")
     if model_type not in ARCHITECTURES:
         raise UnsupportedError(
-            f"architecture {model_type!r} is not supported",
+            f"architecture {shown(model_type)} is not supported",
             where=fields.place("model_type"),
             expected=" or ".join(ARCHITECTURES),
         )

@@ -15,6 +15,7 @@ FLOORS = [
     {"layers", "scheduler"},
     {"models", "graph"},
     {"engine", "weights", "cuda_graphs"},
+    {"choose"},
     {"generator"},
     {"bench"},
     {"cli"},

@@ -1,6 +1,8 @@
 """The list of layers of each architecture against transformers' models, and the presets against published figures."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -149,6 +151,8 @@ def test_preset_look_up() -> None:
     assert llama is not None
     assert llama.hub_id == "meta-llama/Llama-3.2-1B"
     assert (llama.config.rope.kind, llama.config.rope.factor) == ("llama3", 32.0)
+    theta = {"SmolLM2-1.7B": 130000.0, "SmolLM2-360M": 1e5, "Qwen3-8B": 1e6, "Qwen2.5-7B": 1e6, "Llama-3.1-8B": 5e5}
+    assert {entry.name: entry.config.rope.theta for entry in presets() if entry.name in theta} == theta
     assert preset("Qwen2.5") is None
     assert preset("") is None
 
@@ -159,3 +163,14 @@ def test_presets_are_distinct_and_complete() -> None:
     for name, _, raw in raw_configs():
         assert set(COLUMNS) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())
+
+
+def test_reading_a_config_imports_no_torch() -> None:
+    code = f"""
+import sys
+import minirt.models as models
+models.parse_config({dict(TINY, model_type="llama")!r})
+models.presets()
+sys.exit("torch" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,8 +16,7 @@ from minirt.kernels.philox import philox, uniform
 from minirt.sampler import SamplingBatch, exponential_noise, filtered_weights, sample
 from minirt.sampling import EffectiveSampling, SamplingParams, resolve
 
-INF = math.inf
-NAN = math.nan
+INF, NAN = math.inf, math.nan
 
 
 def settings(temperature: float = 1.0, seed: int = 0, **options) -> EffectiveSampling:
@@ -28,24 +27,12 @@ def batch_of(*requests: EffectiveSampling, step: int = 0) -> SamplingBatch:
     return SamplingBatch.build([(request, step) for request in requests])
 
 
-def draws(logits: list[float] | np.ndarray, count: int, first_step: int = 0, **options) -> np.ndarray:
-    """`count` draws from one distribution, at successive steps of one request."""
-    request = settings(**options)
-    batch = SamplingBatch.build([(request, first_step + i) for i in range(count)])
-    return sample(torch.tensor(np.array(logits), dtype=torch.float32).expand(count, -1), batch).numpy()
-
-
-# --- the generator -------------------------------------------------------------------------------------------------
-
-
-def philox_by_integers(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Philox-4x32-10 in Python's unbounded integers, from the paper's definition."""
-    (k0, k1), (c0, c1, c2, c3) = key, counter
-    for _ in range(10):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b % 2**32, (a >> 32) ^ c3 ^ k1, a % 2**32
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return c0, c1, c2, c3
+def draws(logits, count: int, first_step: int = 0, rows: int = 250, **options) -> np.ndarray:
+    """`count` draws from one distribution, at successive steps of one request, `rows` at a time."""
+    request, steps = settings(**options), range(first_step, first_step + count)
+    logits = torch.as_tensor(logits, dtype=torch.float32).expand(rows, -1)
+    batches = [SamplingBatch.build([(request, i) for i in steps[at : at + rows]]) for at in range(0, count, rows)]
+    return torch.cat([sample(logits[: len(batch.step)], batch) for batch in batches]).numpy()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +47,6 @@ def test_philox_known_answers(counter: str, key: str, words: str) -> None:
     c, k, expected = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
     seed = torch.tensor([k[0] | k[1] << 32], dtype=torch.uint64).view(torch.int64)
     assert [w.item() for w in philox(seed, *(torch.tensor([word]) for word in c))] == expected
-    assert list(philox_by_integers((k[0], k[1]), (c[0], c[1], c[2], c[3]))) == expected
 
 
 TRITON_SCRIPT = """
@@ -95,48 +81,36 @@ def test_philox_is_tritons(tmp_path: Path) -> None:
 
 
 def test_uniform_is_as_documented() -> None:
-    words = np.concatenate(
-        [[0, 1, 2, 2**23 - 1, 2**23, 2**24 + 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 128, 2**32 - 1],
-         np.random.default_rng(0).integers(0, 2**32, 10_000)]
-    )  # fmt: skip
+    edges = [0, 1, 2, 2**23 - 1, 2**23, 2**24 + 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 128, 2**32 - 1]
+    words = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**32, 10_000)])
     u = uniform(torch.from_numpy(words)).numpy()
     exact = words.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
     np.testing.assert_array_equal(u, np.minimum(exact, np.float32(1 - 2.0**-24)))
-    assert u.min() == 2.0**-33
-    assert u.max() == 1 - 2.0**-24
+    assert (u.min(), u.max()) == (2.0**-33, 1 - 2.0**-24)
     np.testing.assert_array_equal(u[:4].astype(np.float64), (words[:4] + 0.5) / 2**32)
 
 
 @pytest.mark.parametrize("vocab", [1, 4, 17])
 def test_noise_follows_the_documented_counters(vocab: int) -> None:
     """A Triton kernel that obeys the documentation must get these numbers: key, counter, word and logarithm."""
-    for seed, step in ((0, 0), (2**64 - 1, 3), (5 << 32 | 7, 2**20)):
-        batch = SamplingBatch.build([(settings(seed=seed), step)])
+    for seed, bits, step in ((0, 0, 0), (2**64 - 1, -1, 3), (5 << 32 | 7, 5 << 32 | 7, 2**20)):
+        batch = batch_of(settings(seed=seed), step=step)
         noise = exponential_noise(batch.seed, batch.step, vocab)
         assert noise.shape == (1, vocab)
         for v in range(vocab):
-            word = philox_by_integers((seed % 2**32, seed >> 32), (v // 4, step, 0, 0))[v % 4]
-            u = min(np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33), np.float32(1 - 2.0**-24))
-            assert noise[0, v].item() == pytest.approx(-math.log1p(-float(u)), rel=1e-6)
+            words = philox(*(torch.tensor([c]) for c in (bits, v // 4, step, 0, 0)))
+            assert noise[0, v].item() == pytest.approx(-math.log1p(-uniform(words[v % 4]).item()), rel=1e-6)
 
 
 def test_noise_is_exponential_and_uncorrelated() -> None:
-    batch = SamplingBatch.build([(settings(seed=s), t) for s in (0, 1) for t in range(150)])
-    noise = exponential_noise(batch.seed, batch.step, 1031).double().numpy()
+    batch = SamplingBatch.build([(settings(seed=s), t) for s in (0, 1) for t in range(100)])
+    noise = exponential_noise(batch.seed, batch.step, 1031).double().numpy().reshape(2, 100, 1031)
     assert noise.min() > 0
     assert stats.kstest(noise.ravel()[::3], "expon").pvalue > 1e-3
-    rows = noise.reshape(2, 150, 1031)
-    for one, other in (
-        (rows[0], rows[1]),  # the same step under neighbouring seeds
-        (rows[:, :-1], rows[:, 1:]),  # neighbouring steps
-        (rows[..., :-1], rows[..., 1:]),  # neighbouring tokens
-        (rows[..., :-4], rows[..., 4:]),  # neighbouring counters
-    ):
-        r = np.corrcoef(one.ravel(), other.ravel())[0, 1]
-        assert abs(r) < 4 / math.sqrt(one.size)
-
-
-# --- distributions -------------------------------------------------------------------------------------------------
+    neighbours = {"seeds": (noise[0], noise[1]), "steps": (noise[:, :-1], noise[:, 1:])}
+    neighbours |= {"tokens": (noise[..., :-1], noise[..., 1:]), "counters": (noise[..., :-4], noise[..., 4:])}
+    for name, (one, other) in neighbours.items():
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4 / math.sqrt(one.size), name
 
 
 def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -144,140 +118,99 @@ def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndar
     logits = np.asarray(logits, np.float64)
     p = np.exp((logits - logits.max()) / temperature)
     if top_k:
-        kth = np.sort(logits)[::-1][min(top_k, len(logits)) - 1]
-        p[logits < kth] = 0
+        p[logits < np.sort(logits)[::-1][min(top_k, len(logits)) - 1]] = 0
     p /= p.sum()
     if top_p < 1:
         mass = 0.0
-        for value in np.sort(p)[::-1]:
-            mass += value
+        for last in np.sort(p)[::-1]:
+            mass += last
             if mass >= float(np.float32(top_p)):
                 break
-        p[p < value] = 0
+        p[p < last] = 0
     p[p < min_p * p.max()] = 0
     return p / p.sum()
 
 
-FILTERS = [
-    {},
-    {"temperature": 0.5},
-    {"temperature": 1.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
-]
+FILTERS = [{}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]
+FILTERS += [{"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05}]
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_draws_have_the_exact_distribution(options: dict) -> None:
     logits = np.random.default_rng(1).normal(size=17).astype(np.float32) * 1.5
-    expected = reference(logits, **options)
-    counts = np.bincount(draws(logits, 30_000, seed=11, **options), minlength=17)
-    kept = expected > 0
-    assert counts[~kept].sum() == 0
-    rare = kept & (expected * 30_000 < 5)  # chi-square wants at least 5 in a cell
-    cells = kept & ~rare
-    observed = np.append(counts[cells], counts[rare].sum())
-    wanted = np.append(expected[cells], expected[rare].sum()) * 30_000
-    filled = wanted > 0
-    assert stats.chisquare(observed[filled], wanted[filled]).pvalue > 1e-3
+    wanted = reference(logits, **options) * 20_000
+    counts = np.bincount(draws(logits, 20_000, seed=11, **options), minlength=17)
+    assert counts[wanted == 0].sum() == 0
+    frequent = wanted >= 5  # chi-square wants that many in a cell; the rest, if any, makes one cell together
+    cells = [*zip(counts[frequent], wanted[frequent], strict=True), (counts[~frequent].sum(), wanted[~frequent].sum())]
+    observed, expected = zip(*(cell for cell in cells if cell[1] > 0), strict=True)
+    assert stats.chisquare(observed, expected).pvalue > 1e-3
 
 
 def test_a_flat_large_vocabulary_is_drawn_evenly() -> None:
-    counts = sum(np.bincount(draws(np.zeros(1031), 8192, 8192 * i, seed=3), minlength=1031) for i in range(4))
-    assert stats.chisquare(counts).pvalue > 1e-3
+    assert stats.chisquare(np.bincount(draws(np.zeros(1031), 20_000, seed=3), minlength=1031)).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("pair", ["steps", "seeds"])
-def test_successive_draws_are_independent(pair: str) -> None:
-    logits = torch.tensor([0.5, 0.0, -0.5, 0.2]).expand(20_000, -1)
-    if pair == "steps":
-        tokens = sample(logits, SamplingBatch.build([(settings(seed=5), i) for i in range(20_000)]))
-    else:
-        tokens = sample(logits, SamplingBatch.build([(settings(seed=i), 0) for i in range(20_000)]))
+@pytest.mark.parametrize("seeds", [False, True], ids=["steps", "seeds"])
+def test_successive_draws_are_independent(seeds: bool) -> None:
+    requests = [(settings(seed=i), 0) if seeds else (settings(seed=5), i) for i in range(20_000)]
+    tokens = sample(torch.tensor([0.5, 0.0, -0.5, 0.2]).expand(20_000, -1), SamplingBatch.build(requests)).numpy()
     table = np.zeros((4, 4))
-    np.add.at(table, (tokens[:-1].numpy(), tokens[1:].numpy()), 1)
+    np.add.at(table, (tokens[:-1], tokens[1:]), 1)
     assert stats.chi2_contingency(table).pvalue > 1e-3
 
 
-# --- kept sets -----------------------------------------------------------------------------------------------------
-
 RNG = np.random.default_rng(2)
 AWKWARD = {
-    "one token": [0.3],
-    "two": [1.0, -1.0],
-    "flat": [0.25] * 17,
-    "ties": [3, 1, 2, 2, 2, 1, 0, 3, -1, 2, 0.0, -0.0, 0],
-    "one-hot": [-INF] * 6 + [2.0] + [-INF] * 4,
-    "masked": [1.0, -INF, 0.5, -INF, -0.5, 0.25, -INF],
-    "steep": [0, -200, -90, -40, -20, -1e30, -3.4e38],
-    "large": [3e38, -3e38, 2.9e38, 0],
-    "negative": list(-100 - RNG.random(31) * 5),
-    "prime": list(RNG.normal(size=1031) * 3),
-    "fine": list(1 + np.arange(257, dtype=np.float32) * 2.0**-23),
-    "many ties": list(RNG.integers(-4, 4, 523).astype(np.float32)),
-}
-KEEP = [
-    *({"top_k": k} for k in (1, 2, 3, 7, 10**12)),
-    *({"top_p": p} for p in (1e-50, 1e-6, 0.3, 0.77, 0.999)),
-    *({"min_p": m} for m in (1e-9, 0.02, 0.5, 1.0)),
-    {"temperature": 0.6, "top_k": 5, "top_p": 0.7},
-    {"temperature": 2.5, "top_k": 40, "min_p": 0.13},
-    {"temperature": 0.9, "top_k": 11, "top_p": 0.93, "min_p": 0.03},
-    {"top_k": 1, "top_p": 1.0, "min_p": 0.0},
-]
+    "one token": [0.3], "two": [1.0, -1.0], "flat": [0.25] * 17, "masked": [1.0, -INF, 0.5, -INF, -0.5, 0.25, -INF],
+    "ties": [3, 1, 2, 2, 2, 1, 0, 3, -1, 2, 0.0, -0.0, 0], "many ties": RNG.integers(-4, 4, 523),
+    "one-hot": [-INF] * 6 + [2.0] + [-INF] * 4, "steep": [0, -200, -90, -40, -20, -1e30, -3.4e38],
+    "large": [3e38, -3e38, 2.9e38, 0], "negative": -100 - RNG.random(31) * 5, "prime": RNG.normal(size=1031) * 3,
+    "fine": 1 + np.arange(257) * 2.0**-23,
+}  # fmt: skip
+KEEP: list[dict] = [{"top_k": k} for k in (1, 2, 3, 7, 12, 10**12)]
+KEEP += [{"top_p": p} for p in (1e-50, 1e-6, 0.3, 0.77, 0.999)] + [{"min_p": m} for m in (1e-9, 0.02, 0.5, 1.0)]
+KEEP += [{"temperature": 0.6, "top_k": 5, "top_p": 0.7}, {"temperature": 2.5, "top_k": 40, "min_p": 0.13}]
+KEEP += [{"temperature": 0.9, "top_k": 11, "top_p": 0.93, "min_p": 0.03}, {"top_k": 1, "top_p": 1.0, "min_p": 0.0}]
 
 
 @pytest.mark.parametrize("name", AWKWARD)
 def test_kept_set_and_weights(name: str) -> None:
     """One batch of all filters, so that rows of different k and p, or none, stand side by side."""
-    logits = np.array(AWKWARD[name], np.float32)
-    rows = torch.from_numpy(logits).expand(len(KEEP), -1)
-    weights = filtered_weights(rows, batch_of(*(settings(**options) for options in KEEP))).double().numpy()
+    logits = np.asarray(AWKWARD[name], np.float32)
+    batch = batch_of(*(settings(**options) for options in KEEP))
+    weights = filtered_weights(torch.from_numpy(logits).expand(len(KEEP), -1), batch).double().numpy()
     for options, found in zip(KEEP, weights, strict=True):
         expected = reference(logits, **options)
         visible = expected >= 1e-30 * expected.max()  # fp32 has no smaller weights, and no draw could show them
-        np.testing.assert_array_equal(found[visible] > 0, True, err_msg=str(options))
-        np.testing.assert_array_equal(found[expected == 0], 0, err_msg=str(options))
+        assert (found[visible] > 0).all(), options
+        assert (found[expected == 0] == 0).all(), options
         np.testing.assert_allclose(found / found.sum(), expected, rtol=2e-5, atol=1e-30, err_msg=str(options))
 
 
-def test_order_of_the_vocabulary_does_not_matter() -> None:
-    logits = torch.from_numpy(np.array(AWKWARD["many ties"], np.float32))
-    order = torch.from_numpy(np.random.default_rng(3).permutation(len(logits)))
-    batch = batch_of(*(settings(**options) for options in KEEP))
-    straight = filtered_weights(logits.expand(len(KEEP), -1), batch)
-    shuffled = filtered_weights(logits[order].expand(len(KEEP), -1), batch)
-    assert torch.equal(straight[:, order], shuffled)
-
-
-@pytest.mark.parametrize("vocab", [17, 1031, 5003])
+@pytest.mark.parametrize("vocab", [17, 1031])
 def test_kept_set_is_transformers(vocab: int) -> None:
     from transformers.generation import logits_process as hf
 
     logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(6, vocab)) * 3).float()
     assert all(len(row.unique()) == vocab for row in logits)  # transformers breaks ties by position
-    for temperature, k, p, m in ((0.7, 8, 0.9, 0.02), (1.0, vocab, 0.95, 0.0), (1.8, 12, 1.0, 0.2), (1, 1, 0.5, 0.5)):
-        expected = hf.TemperatureLogitsWarper(float(temperature))(None, logits)
-        for warper in (hf.TopKLogitsWarper(k), hf.TopPLogitsWarper(p), hf.MinPLogitsWarper(m)):
+    for t, k, p, m in ((0.7, 8, 0.9, 0.02), (1.0, vocab, 0.95, 0.0), (1.8, 12, 1.0, 0.2), (1.0, 1, 0.5, 0.5)):
+        expected = logits
+        for warper in (hf.TemperatureLogitsWarper(t), hf.TopKLogitsWarper(k), hf.TopPLogitsWarper(p)):
             expected = warper(None, expected)
-        request = settings(temperature, top_k=k, top_p=p, min_p=m)
-        weights = filtered_weights(logits, batch_of(*[request] * 6))
+        expected = hf.MinPLogitsWarper(m)(None, expected)
+        weights = filtered_weights(logits, batch_of(*[settings(t, top_k=k, top_p=p, min_p=m)] * 6))
         assert torch.equal(weights > 0, expected > -INF)
         torch.testing.assert_close(weights / weights.sum(-1, keepdim=True), expected.softmax(-1), rtol=1e-5, atol=1e-9)
 
 
 def test_extreme_temperatures() -> None:
     logits = [1.0, 5.0, 5.0, 4.9999995, -INF]
-    for tiny in (1e-300, 1e-45, 1e-39):
-        assert set(draws(logits, 500, temperature=tiny)) == {1}  # under fp32's range: greedy
-    assert set(draws(logits, 500, temperature=1.2e-38)) == {1, 2}
-    assert set(draws(logits, 500, temperature=1e300)) == {0, 1, 2, 3}
-    assert set(draws(logits, 500, temperature=1e300, top_k=3)) == {1, 2, 3}
-
-
-# --- batches -------------------------------------------------------------------------------------------------------
+    for tiny in (1e-300, 1e-45, 1e-39):  # under fp32's normal range: greedy
+        assert set(draws(logits, 250, temperature=tiny)) == {1}
+    for options, tokens in (({}, {0, 1, 2, 3}), ({"top_k": 2}, {1, 2}), ({"top_k": 3}, {1, 2, 3})):
+        assert set(draws(logits, 250, temperature=1e300, **options)) == tokens
+    assert set(draws(logits, 250, temperature=1.2e-38)) == {1, 2}
 
 
 @pytest.mark.parametrize("vocab", [1, 17, 1031])
@@ -287,29 +220,26 @@ def test_a_request_draws_the_same_in_any_company(vocab: int) -> None:
     options = [{"temperature": 0}, *FILTERS, {"top_k": 3, "seed": 2**63 + 9}, {"temperature": 0.01}, {"top_p": 0.2}]
     requests = [(settings(**{"seed": int(rng.integers(2**63)), **o}), int(rng.integers(1000))) for o in options]
     logits = torch.from_numpy(rng.normal(size=(len(requests), vocab)) * 2).float()
-    alone = [sample(logits[i : i + 1], SamplingBatch.build([r])).item() for i, r in enumerate(requests)]
-    for _ in range(12):
+    singles = [SamplingBatch.build([request]) for request in requests]
+    alone = [sample(logits[i : i + 1], single).item() for i, single in enumerate(singles)]
+    for _ in range(10):
         pick = rng.permutation(len(requests))[: rng.integers(1, len(requests) + 1)].tolist()
         together = SamplingBatch.build([requests[i] for i in pick])
         assert sample(logits[pick], together).tolist() == [alone[i] for i in pick]
-        weights = filtered_weights(logits[pick], together)
-        for row, i in enumerate(pick):
-            if requests[i][0].temperature > 0:
-                assert torch.equal(
-                    weights[row], filtered_weights(logits[i : i + 1], SamplingBatch.build([requests[i]]))[0]
-                )
+        for row, i in zip(filtered_weights(logits[pick], together), pick, strict=True):
+            if i > 0:  # request 0 is greedy and has no weights
+                assert torch.equal(row, filtered_weights(logits[i : i + 1], singles[i])[0])
 
 
 def test_seed_and_step_decide() -> None:
-    logits = np.zeros(1031)
-    first = draws(logits, 50, seed=1)
-    np.testing.assert_array_equal(first, draws(logits, 50, seed=1))
-    np.testing.assert_array_equal(first[20:], draws(logits, 30, first_step=20, seed=1))
+    first = draws(np.zeros(1031), 50, seed=1)
+    np.testing.assert_array_equal(first, draws(np.zeros(1031), 50, seed=1))
+    np.testing.assert_array_equal(first[20:], draws(np.zeros(1031), 30, first_step=20, seed=1))
     for other in (0, 2, 1 + 2**32, 1 + 2**63):  # every bit of the seed counts
-        assert (first != draws(logits, 50, seed=other)).sum() > 40
+        assert (first != draws(np.zeros(1031), 50, seed=other)).sum() > 40
 
 
-def test_flags_tell_which_filters_are_in_use() -> None:
+def test_build() -> None:
     def flags(*requests: EffectiveSampling) -> tuple[bool, ...]:
         b = batch_of(*requests)
         return b.all_greedy, b.any_top_k, b.any_top_p, b.any_min_p
@@ -317,31 +247,22 @@ def test_flags_tell_which_filters_are_in_use() -> None:
     greedy = settings(0, top_k=5, top_p=0.5, min_p=0.5)
     assert flags() == flags(greedy, greedy) == (True, False, False, False)
     assert flags(greedy, settings()) == (False, False, False, False)
-    assert flags(settings(top_k=5), settings(0)) == (False, True, False, False)
+    assert flags(settings(top_k=5), greedy) == (False, True, False, False)
     assert flags(settings(), settings(top_p=0.5), settings(min_p=0.1)) == (False, False, True, True)
+    b = batch_of(settings(0.5, seed=2**64 - 1, top_k=2**40), greedy, step=4)
+    tensors = (b.temperature, b.top_k, b.top_p, b.min_p, b.seed, b.step)
+    assert [str(t.dtype)[6:] for t in tensors] == ["float32", "int32", "float32", "float32", "int64", "int64"]
+    assert (b.seed.tolist(), b.top_k.tolist(), b.step.tolist()) == ([-1, 0], [2**31 - 1, 5], [4, 4])
 
 
-def test_tensors_have_the_documented_types() -> None:
-    b = batch_of(settings(0.5, seed=2**64 - 1, top_k=2**40), settings(0), step=4)
-    types = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-    for name, dtype in (types | {"seed": torch.int64, "step": torch.int64}).items():
-        assert getattr(b, name).dtype == dtype
-        assert getattr(b, name).shape == (2,)
-    assert b.seed[0].item() == -1
-    assert b.top_k[0].item() == 2**31 - 1
-    assert b.step.tolist() == [4, 4]
-
-
-# --- greedy rows, and rows without a distribution ------------------------------------------------------------------
-
-ROWS = {  # row: the tokens that may come out, greedy and drawn
-    "nan": ([1.0, NAN, 3.0, 0.0, 0.0], {-1}, {-1}),
-    "nan and inf": ([INF, 0.0, 1.0, -NAN, INF], {-1}, {-1}),
-    "all nan": ([NAN] * 5, {-1}, {-1}),
-    "all -inf": ([-INF] * 5, {-1}, {-1}),
-    "one inf": ([0.0, 1.0, INF, -INF, 2.0], {2}, {2}),
-    "two infs": ([0.0, INF, 1.0, INF, -INF], {1}, {1, 3}),
-    "ties": ([1.0, 7.0, 7.0, 0.0, 7.0], {1}, {1, 2, 4}),
+ROWS = {  # row: the token if greedy, and those that may be drawn
+    "nan": ([1.0, NAN, 3.0, 0.0, 0.0], -1, {-1}),
+    "nan and inf": ([INF, 0.0, 1.0, -NAN, INF], -1, {-1}),
+    "all nan": ([NAN] * 5, -1, {-1}),
+    "all -inf": ([-INF] * 5, -1, {-1}),
+    "one inf": ([0.0, 1.0, INF, -INF, 2.0], 2, {2}),
+    "two infs": ([0.0, INF, 1.0, INF, -INF], 1, {1, 3}),
+    "ties": ([1.0, 7.0, 7.0, 0.0, 7.0], 1, {1, 2, 4}),
 }
 
 
@@ -349,33 +270,23 @@ ROWS = {  # row: the tokens that may come out, greedy and drawn
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_without_a_distribution(name: str, dtype: torch.dtype) -> None:
     row, greedy, drawn = ROWS[name]
-    logits = torch.tensor(row, dtype=dtype)
-    assert set(sample(logits.expand(3, -1), batch_of(*[settings(0)] * 3)).tolist()) == greedy
+    mixed = torch.tensor([row, [-INF, -INF, -INF, 4.0, -INF]] * 50, dtype=dtype)
+    assert sample(mixed, batch_of(*[settings(0)] * 100)).tolist() == [greedy, 3] * 50
     for options in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 3, "top_p": 0.99, "min_p": 0.1}):
         request = settings(0.4, **options)
-        healthy = torch.tensor([-INF, -INF, -INF, 4.0, -INF], dtype=dtype)
-        mixed = torch.stack([logits, healthy] * 100)
-        tokens = sample(mixed, SamplingBatch.build([(request, i) for i in range(200)]))
-        assert set(tokens[::2].tolist()) == drawn
-        assert set(tokens[1::2].tolist()) == {3}  # the neighbour is untouched
-        both = sample(mixed[:2], batch_of(settings(0), request))
-        assert both.tolist() == [next(iter(greedy)), 3]
+        tokens = sample(mixed, SamplingBatch.build([(request, i) for i in range(100)])).tolist()
+        assert (set(tokens[::2]), set(tokens[1::2])) == (drawn, {3})  # a bad row leaves its neighbour alone
+        assert sample(mixed[:2], batch_of(settings(0), request)).tolist() == [greedy, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_computed_in_fp32(dtype: torch.dtype) -> None:
-    logits = torch.from_numpy(np.random.default_rng(4).normal(size=(40, 257)) * 4).to(dtype)
-    batch = SamplingBatch.build([(settings(0.8, top_p=0.9), i) if i % 3 else (settings(0), i) for i in range(40)])
-    assert torch.equal(sample(logits, batch), sample(logits.float(), batch))
-    assert sample(logits, batch).dtype == torch.int64
-
-
-def test_logits_are_left_alone_and_may_be_strided() -> None:
-    storage = torch.from_numpy(np.random.default_rng(5).normal(size=(34, 6))).float()
-    logits = storage.t()[::2, 1::2]
-    before = storage.clone()
-    batch = batch_of(settings(0.7, top_k=4, top_p=0.8, min_p=0.1), settings(0), settings())
-    assert torch.equal(sample(logits, batch), sample(logits.contiguous(), batch))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_of_any_dtype_and_stride_are_left_alone(dtype: torch.dtype) -> None:
+    storage = torch.from_numpy(np.random.default_rng(4).normal(size=(514, 40)) * 4).to(dtype)
+    before, logits = storage.clone(), storage.t()[:, ::2]
+    batch = SamplingBatch.build([(settings(0.8, top_k=99, top_p=0.9) if i % 3 else settings(0), i) for i in range(40)])
+    tokens = sample(logits, batch)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, sample(logits.float().contiguous(), batch))
     assert torch.equal(storage, before)
 
 
@@ -383,9 +294,7 @@ def test_logits_are_left_alone_and_may_be_strided() -> None:
 def test_sampling_never_reads_the_device(options: dict) -> None:
     """Meta tensors have no data: an .item(), a tensor in an `if` or a shape that depends on values would raise."""
     batch = SamplingBatch.build([(settings(**options), 0)] * 2, device="meta")
-    tokens = sample(torch.empty(2, 17, device="meta"), batch)
-    assert tokens.shape == (2,)
-    assert tokens.device.type == "meta"
+    assert sample(torch.empty(2, 17, device="meta"), batch).shape == (2,)
 
 
 def test_an_empty_batch_and_a_wrong_shape() -> None:

@@ -1,8 +1,8 @@
 """Compile every kernel for a GPU that need not be here, through its own host wrapper, and print what came out as JSON.
 
-Run by test_compile.py as a process of its own, without TRITON_INTERPRET: `compile_all.py CAPABILITY DTYPE`. Triton's driver is
-replaced by one that names the target, and launches by compilations, so that the configurations, specializations and
-argument types are the ones that the wrapper would launch with there.
+Run by test_compile.py as a process of its own, without TRITON_INTERPRET: `compile_all.py CAPABILITY DTYPE`. Triton's
+driver is replaced by one that names the target, and launches by compilations, so that the configurations,
+specializations and argument types are the ones that the wrapper would launch with there.
 """
 
 import json
@@ -16,7 +16,7 @@ from triton.runtime import driver, jit
 
 from minirt.kernels import attention, attention_decode, common, embedding, gemm, kv_write, linear, norm
 
-H, I, PAGE = 3584, 18944, 64  # Qwen2.5-7B
+HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 
 
 class CompileOnly:
@@ -44,16 +44,19 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         if hasattr(kernel, "result"):
             kernel = kernel.result()
         ptx = kernel.asm["ptx"]
-        mma = sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)))
-        results.append({
-            "kernel": self.fn.__name__,
-            "shared": kernel.metadata.shared,
-            "limit": common.shared_limit(cc),
-            "mma": mma,
-            "tma": "cp.async.bulk.tensor" in ptx,
-            "pdl": "griddepcontrol.wait" in ptx,
-            "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
-        })
+        before_wait = ptx.partition("griddepcontrol.wait")[0]
+        results.append(
+            {
+                "kernel": self.fn.__name__,
+                "shared": kernel.metadata.shared,
+                "limit": common.shared_limit(cc),
+                "mma": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))),
+                "tma": "cp.async.bulk.tensor" in ptx,
+                "pdl": "griddepcontrol.wait" in ptx,
+                "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
+                "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
+            }
+        )
 
     jit.JITFunction.run = warm_up
     for module in (linear, gemm):
@@ -71,22 +74,21 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
 
     pdl = cc >= 90
     workspace = common.Workspace("cpu")
-    norm_weight, bias = empty(H), empty(4608)
-    qkv, gate_up, down = empty(4608, H), empty(2 * I, H), empty(H, I)
-    embedding.embedding(ints(3, like=torch.int64), empty(1000, H))
-    norm.rms_norm(empty(300, H), norm_weight, 1e-6)
+    norm_weight, bias = empty(HIDDEN), empty(4608)
+    qkv, gate_up, down = empty(4608, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER)
+    embedding.embedding(ints(3, like=torch.int64), empty(1000, HIDDEN))
+    norm.rms_norm(empty(300, HIDDEN), norm_weight, 1e-6)
     for T in (1, 5, 100):
-        x = empty(T, H)
+        x = empty(T, HIDDEN)
         linear.norm_linear(x, norm_weight, 1e-6, qkv, bias, workspace=workspace, pdl=pdl)
         linear.norm_gate_up(x, norm_weight, 1e-6, gate_up, "silu", pdl=pdl)
-        linear.linear_residual(empty(T, I), down, x, workspace=workspace, pdl=pdl)
-    linear.norm_linear(empty(1, H), norm_weight, 1e-6, empty(50000, H), out_dtype=torch.float32)
-    for T in (200, 400, 2048):
-        x = empty(T, H)
+        linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
+    linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
+    for T, inter in ((200, 2000), (400, 4000), (2048, INTER)):  # every tile of the tables
+        x = empty(T, HIDDEN)
         gemm.gemm(x, qkv, bias, empty(T, 4608))
-        gemm.gemm_gated(x, gate_up[: 2 * (I if T > 400 else 2000)], "silu")
-
-    for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64)):
+        gemm.gemm_gated(x, gate_up[: 2 * inter], "silu")
+    for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64))[: 2 if cc == 90 else 1]:
         k, v = empty(8, PAGE, Nkv, D), empty(8, PAGE, Nkv, D)
         tables, lens, cos_sin = ints(2, 40), ints(2), empty(4096, D, like=torch.float32)
         for T in (2, 100):

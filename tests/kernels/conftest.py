@@ -58,7 +58,7 @@ def nan(device: torch.device) -> Callable[..., Tensor]:
 
 
 class Cache(NamedTuple):
-    """Pages [P, page_size, Nkv, D] of sequences, NaN wherever no sequence has a token, and the same with zeros there."""
+    """Pages [P, page_size, Nkv, D] of sequences, NaN wherever none has a token, and the same with zeros there."""
 
     k: Tensor
     v: Tensor
@@ -113,8 +113,8 @@ def _errors(value: Tensor, truth: Tensor) -> tuple[float, float]:
 def agrees() -> Callable[[Tensor, Tensor, Tensor], None]:
     """agrees(out, reference, truth): out errs at most twice as much as PyTorch in the same dtype, plus `floor`.
 
-    `truth` is the same mathematics in fp64 on the same inputs. The whole tensor and its worst row (last dimension) must both
-    hold, so that neither a small bias everywhere nor one wrong token among many passes.
+    `truth` is the same mathematics in fp64 on the same inputs. The whole tensor and its worst row (last dimension) must
+    both hold, so that neither a small bias everywhere nor one wrong token among many passes.
     """
 
     def check(out: Tensor, reference: Tensor, truth: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Catches: a mask off by one, heads of a group mixed up, pages in table order mistaken for memory order, garbage in unused
-parts of pages leaking through V, a ragged batch's rows shifted, wrong weights when splits are combined."""
+"""Catches: a mask off by one, heads of a group mixed up, pages in table order mistaken for memory order, garbage in
+unused parts of pages leaking through V, a ragged batch's rows shifted."""
 
 import itertools
 
@@ -30,10 +30,10 @@ def check(case, dtype, make, cache, nan, agrees, device):
     pages = cache(totals, Nkv, D, page_size, dtype)
     q, scale = make(sum(lens), Nq, D, dtype=dtype), 1.3 * D**-0.5
     starts = list(itertools.accumulate(lens, initial=0))
+    on_device = torch.tensor(starts, dtype=torch.int32, device=device)
     out = kernel.paged_attention_prefill(
-        q, pages.k, pages.v, pages.tables, torch.tensor(starts, dtype=torch.int32, device=device), pages.lens, max(lens),
-        scale, nan(*q.shape, dtype=dtype),
-    )  # fmt: skip
+        q, pages.k, pages.v, pages.tables, on_device, pages.lens, max(lens), scale, nan(*q.shape, dtype=dtype)
+    )
     expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, lens, totals, scale)
     for start, n, k, v in zip(starts, lens, pages.keys, pages.values, strict=False):
         rows = slice(start, start + n)
@@ -75,16 +75,18 @@ def test_wrong_arguments_are_named(make, cache, device):
         call(make(20, 4, 64, dtype=torch.float32), starts[:1])
     with pytest.raises(InputError, match="block_tables: wrong dtype"):
         call(make(20, 4, 64, dtype=torch.float32), tables=pages.tables.long())
-    with pytest.raises(InputError, match="unsupported page size.*found 5"):
-        odd = make(4, 5, 2, 64, dtype=torch.float32)
-        kernel.paged_attention_prefill(make(1, 2, 64, dtype=torch.float32), odd, odd, pages.tables, starts, pages.lens, 1, 1.0)
+    q, odd = make(1, 2, 64, dtype=torch.float32), make(4, 5, 2, 64, dtype=torch.float32)
+    with pytest.raises(InputError, match=r"unsupported page size.*found 5"):
+        kernel.paged_attention_prefill(q, odd, odd, pages.tables, starts, pages.lens, 1, 1.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [QWEN, LLAMA], ids=["qwen", "llama"])
 @pytest.mark.parametrize(
-    ("lens", "contexts"), [((2048,), (0,)), ((100, 1, 700, 33), (0, 3000, 1500, 8)), ((512,), (6000,)), ((1,) * 40, range(0, 4000, 100))]
-)  # fmt: skip
+    ("lens", "contexts"),
+    [((2048,), (0,)), ((100, 1, 700, 33), (0, 3000, 1500, 8)), ((512,), (6000,)), ((1,) * 40, range(0, 4000, 100))],
+    ids=["prompt", "ragged", "long context", "single tokens"],
+)
 def test_large(heads, lens, contexts, half_dtype, make, cache, nan, agrees, device):
     check({**heads, "lens": lens, "contexts": contexts}, half_dtype, make, cache, nan, agrees, device)
 
@@ -94,6 +96,7 @@ def test_same_bits_every_time(make, cache, device):
     pages = cache([1500], 4, 128, 64, torch.bfloat16)
     q, starts = make(1500, 28, 128, dtype=torch.bfloat16), torch.tensor([0, 1500], dtype=torch.int32, device=device)
     runs = [
-        kernel.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 1500, 0.1) for _ in range(20)
+        kernel.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 1500, 0.1)
+        for _ in range(20)
     ]
     assert all(torch.equal(runs[0], run) for run in runs)

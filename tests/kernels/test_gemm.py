@@ -1,5 +1,5 @@
-"""Catches: tiles of the grouped order computed twice or never, tails of T, N and K, gate and up swapped (the last tile of gate
-reaches into up's rows), the residual read after it was overwritten."""
+"""Catches: tiles of the grouped order computed twice or never, tails of T, N and K, gate and up swapped (the last tile
+of gate reaches into up's rows), the residual read after it was overwritten."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_no_tokens_and_wrong_arguments(make):
         kernel.gemm(x, weight, out=make(3, 6, dtype=torch.float16))
     with pytest.raises(InputError, match="residual: wrong shape"):
         kernel.gemm(x, weight, residual=x)
-    with pytest.raises(InputError, match="activation: unknown.*tanh"):
+    with pytest.raises(InputError, match=r"activation: unknown.*tanh"):
         kernel.gemm_gated(x, weight, "tanh")
     with pytest.raises(InputError, match="weight: odd number of rows"):
         kernel.gemm_gated(x, weight[:5], "silu")

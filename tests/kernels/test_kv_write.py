@@ -1,4 +1,4 @@
-"""Catches: halves rotated the wrong way, q and k norms swapped or V normalized, a slot off by one, padding written to a page."""
+"""Catches: halves rotated the wrong way, q and k norms swapped or V normalized, a slot off by one, padding stored."""
 
 import pytest
 import torch

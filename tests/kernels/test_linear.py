@@ -135,7 +135,7 @@ def test_wrong_arguments_are_named(make, device):
         kernel.norm_linear(x, norm_weight.half(), EPS, weight)
     with pytest.raises(InputError, match="residual: wrong shape"):
         kernel.linear_residual(x, weight, x)
-    with pytest.raises(InputError, match="activation: unknown.*relu"):
+    with pytest.raises(InputError, match=r"activation: unknown.*relu"):
         kernel.norm_gate_up(x, norm_weight, EPS, weight, "relu")
     config = kernel.LinearConfig(block_n=16, block_k=16, num_warps=1, split=2)
     with pytest.raises(InputError, match=r"num_floats: too small; expected at least 64; found 5"):

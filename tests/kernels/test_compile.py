@@ -1,0 +1,59 @@
+"""Every kernel compiles for every target, with the tensor cores and in the shared memory that it is meant to use.
+
+Catches, without a GPU: what only the compiler refuses (types of loop variables, instructions a target lacks), a tile
+too large for a smaller GPU, fp32 products silently done in TF32, loads moved across the wait of a PDL launch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(90, "float16"), (90, "float32")]
+MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+DENSE = ("_tokens_kernel", "_gemm_kernel", "_prefill_kernel")
+PDL = ("_vector_kernel", "_tokens_kernel", "_kv_write_kernel", "_decode_kernel", "_combine_kernel")
+
+
+def compile_all(cc: int, dtype: str) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), str(cc), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return json.loads(done.stdout.splitlines()[-1])["results"]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[int, str], Future]:
+    """All targets, two at a time; a test waits for its own."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {target: pool.submit(compile_all, *target) for target in TARGETS}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"sm{t[0]}-{t[1]}")
+def test_compiles_as_meant(target, compiled):
+    cc, dtype = target
+    results = compiled[target].result()
+    assert len({r["kernel"] for r in results}) == 9
+    for r in results:
+        name = r["kernel"]
+        assert r["shared"] <= r["limit"], r
+        if dtype == "float32":
+            assert not r["mma"], r
+        elif name in DENSE:
+            assert r["mma"] == [MMA[cc]], r
+        elif name == "_decode_kernel":
+            assert r["mma"] == ["mma.sync"], r  # 16 rows are too few for the wider instructions
+        if name == "_gemm_kernel":
+            assert r["tma"] == (cc >= 90 and dtype != "float32"), r
+        if name in PDL and r["options"].get("launch_pdl"):
+            assert r["pdl"], r
+            # Only weights may be read before the kernel that this one depends on has ended, and the GEMV must.
+            assert r["loads_before_wait"] == (name == "_vector_kernel"), r
+        else:
+            assert not r["pdl"], r

@@ -1,0 +1,420 @@
+"""The public API on tiny models: forms of input and refusals, streams, stop strings, sampling, limits, memory, closing.
+
+Catches text that differs between generate and stream, requests that leak or disturb each other, raw Python errors where a
+message is due, and memory that is taken before it is known to suffice, or kept after close.
+"""
+
+import gc
+import json
+import shutil
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import add_tokenizer
+
+from minirt import Generator, SamplingParams, choose, weights
+from minirt.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    DeviceError,
+    InputError,
+    MinirtError,
+    ModelNotFoundError,
+    NumericsError,
+    OutOfMemoryError,
+    TokenizerError,
+    UnsupportedError,
+)
+
+CACHE = 1 << 22
+PROMPTS = ("hello", "the quick brown fox", "a", "2 + 2 = ")
+
+
+def params(count=24, **options):
+    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
+
+
+def load(folder, **options):
+    return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": CACHE, **options})
+
+
+@pytest.fixture(scope="module")
+def folder(hf_folder):
+    return add_tokenizer(hf_folder("Llama", seed=3))
+
+
+@pytest.fixture(scope="module")
+def generator(folder):
+    with load(folder) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+def free_pages(generator):
+    return generator._cache.allocator.num_free
+
+
+# Input
+
+
+def test_forms_of_prompts(generator):
+    ids = [generator.encode(text) for text in PROMPTS]
+    alone = [generator.generate(text, params()) for text in PROMPTS]
+    assert len({c.text for c in alone}) == len(PROMPTS)
+    assert [c.prompt_token_ids for c in alone] == ids
+    for many in (list(PROMPTS), tuple(PROMPTS), ids, [PROMPTS[0], ids[1], tuple(ids[2]), np.array(ids[3]).tolist()]):
+        assert [c.token_ids for c in generator.generate(many, params())] == [c.token_ids for c in alone]
+    assert generator.generate(list(np.array(ids[1])), params()).token_ids == alone[1].token_ids
+    assert generator.generate([], params()) == []
+
+
+def test_parameters_for_each_prompt(generator):
+    counts = [3, 9, 1, 6]
+    done = generator.generate(list(PROMPTS), [params(n) for n in counts])
+    assert [len(c.token_ids) for c in done] == counts
+    assert all(c.finish_reason == "length" for c in done)
+    for wrong in ([params()] * 3, [], {"temperature": 1}, "params", 7):
+        with pytest.raises(InputError, match="SamplingParams"):
+            generator.generate(list(PROMPTS), wrong)
+    for wrong in ([params()], {"temperature": 1}):
+        with pytest.raises(InputError, match="SamplingParams"):
+            generator.generate(PROMPTS[0], wrong)
+    with pytest.raises(InputError, match="SamplingParams"):
+        generator.generate(list(PROMPTS), [params(), None, {}, params()])
+    with pytest.raises(InputError, match="SamplingParams"):
+        list(generator.stream(PROMPTS[0], {"max_tokens": 3}))
+
+
+WRONG = [
+    "", None, 5, 2.5, b"bytes", {"prompt": "a"}, {1, 2}, [1.5], [True, 2], [-1], [211], [1, 2, 10**30], [[]], [""], [["a"]],
+    ["a", None], ["a", 5], [[1], 5], [[1, "2"]], torch.tensor([1, 2]), [torch.tensor([1, 2])], np.array([1, 2]), "\ud800",
+]
+
+
+@pytest.mark.parametrize("prompt", WRONG, ids=lambda p: ascii(p)[:30])
+def test_bad_prompts_are_input_errors(prompt, generator):
+    before = free_pages(generator)
+    with pytest.raises(InputError):
+        generator.generate(prompt, params())
+    assert free_pages(generator) == before
+    assert not generator._engine.has_work
+
+
+def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(generator):
+    before = free_pages(generator)
+    with pytest.raises(ContextLengthError):
+        generator.generate(["hello", [5] * 256], params())
+    assert free_pages(generator) == before
+    assert not generator._engine.has_work
+    assert not generator._inbox
+
+
+def test_too_long_prompts(folder, generator):
+    with pytest.raises(ContextLengthError, match=r"at most 255 tokens.*found 256 tokens.*--max-model-len"):
+        generator.generate([5] * 256)
+    with load(folder, max_model_len=10) as short:
+        assert short.max_len == 10
+        assert len(short.generate([5] * 9, params()).token_ids) == 1
+        with pytest.raises(ContextLengthError, match=r"at most 9 tokens.*found 10 tokens.*--max-model-len"):
+            short.generate([5] * 10)
+    one_page = 3 * 2 * 64 * 2 * 16 * 4
+    with load(folder, kv_cache_memory=one_page) as small:
+        with pytest.raises(ContextLengthError, match=r"at most 63 tokens.*found 64 tokens.*--kv-cache-memory"):
+            small.generate([5] * 64)
+        assert len(small.generate([5] * 60, params()).token_ids) == 4
+
+
+def test_check_is_what_a_request_would_meet(generator):
+    generator.check([1, 2, 3], params())
+    for tokens, error in (([], InputError), ([211], InputError), ([5] * 256, ContextLengthError)):
+        with pytest.raises(error):
+            generator.check(tokens)
+    assert not generator._engine.has_work
+
+
+# Streams
+
+
+@pytest.mark.parametrize("stop", [(), ("Fr",), ("?o)", "o)*"), ("zzzzzz",)])
+def test_stream_is_generate_in_pieces(stop, generator):
+    for prompt in PROMPTS:
+        whole = generator.generate(prompt, params(40, stop=stop))
+        pieces = list(generator.stream(prompt, params(40, stop=stop)))
+        assert "".join(p.text for p in pieces) == whole.text
+        assert [t for p in pieces for t in p.token_ids] == whole.token_ids
+        assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == whole.finish_reason
+        if not stop:
+            assert whole.text == generator.tokenizer.decode(whole.token_ids)
+
+
+def test_stop_strings_end_the_text_before_them(generator):
+    full = generator.generate("hello", params(40)).text
+    for start in range(2, len(full) - 3, 5):
+        stop = full[start : start + 3]
+        done = generator.generate("hello", params(40, stop=stop))
+        assert done.text == full[: full.find(stop)]
+        assert done.finish_reason == "stop"
+    assert generator.generate("hello", params(40, stop=["no such text"])).text == full
+
+
+def test_streams_may_be_interleaved_or_left(generator):
+    before = free_pages(generator)
+    expected = [generator.generate(p, params(n)).token_ids for p, n in zip(PROMPTS, (5, 24, 9, 16), strict=True)]
+    streams = [generator.stream(p, params(n)) for p, n in zip(PROMPTS, (5, 24, 9, 16), strict=True)]
+    found = [[] for _ in streams]
+    left = list(range(len(streams)))
+    next(generator.stream("left at once", params()))  # dropped: its request must go, or it disturbs the others
+    while left:
+        for i in list(left):
+            piece = next(streams[i], None)
+            if piece is None:
+                left.remove(i)
+            else:
+                found[i] += piece.token_ids
+    assert found == expected
+    halfway = generator.stream(PROMPTS[1], params(200))
+    for _ in range(3):
+        next(halfway)
+    assert generator.generate(PROMPTS[0], params(5)).token_ids == expected[0]
+    halfway.close()
+    assert free_pages(generator) == before
+    assert not generator._engine.has_work
+    assert not generator._inbox
+
+
+def test_a_paused_stream_finishes_behind_another(generator):
+    """The engine ends the first request while only the second is read: its outputs must wait, not vanish."""
+    expected = generator.generate(PROMPTS[0], params(6)).token_ids
+    paused = generator.stream(PROMPTS[0], params(6))
+    found = list(next(paused).token_ids)
+    generator.generate(PROMPTS[1], params(30))
+    for piece in paused:
+        found += piece.token_ids
+    assert found == expected
+
+
+def test_end_of_sequence_ids(copy):
+    with load(copy) as plain:
+        tokens = plain.generate("hello", params(30)).token_ids
+    ends = [tokens[12], tokens[7]]
+    first = min(tokens.index(t) for t in ends)
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
+    with load(copy) as listed:
+        done = listed.generate("hello", SamplingParams(max_tokens=30))
+        assert (done.finish_reason, done.token_ids) == ("stop", tokens[: first + 1])
+        assert listed.generate("hello", params(30)).token_ids == tokens
+
+
+def test_chat_is_the_rendered_prompt(generator):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    text = "<s>[system]be brief\n[user]hello\n[assistant]"
+    assert generator.tokenizer.render_chat(messages) == text
+    done = generator.chat(messages, params())
+    assert done.prompt_token_ids.count(1) == 1, "one BOS"
+    assert done.token_ids == generator.generate(done.prompt_token_ids, params()).token_ids
+    for wrong in ([], [{}], [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]):
+        with pytest.raises(InputError):
+            generator.chat(wrong)
+
+
+# Sampling
+
+
+def test_seeded_draws(generator):
+    def draw(**options):
+        return generator.generate("hello", params(40, **options)).token_ids
+
+    assert draw(temperature=1.0, seed=5) == draw(temperature=1.0, seed=5)
+    assert draw(temperature=1.0, seed=5) != draw(temperature=1.0, seed=6)
+    assert draw(temperature=0.0, seed=5) == draw() == draw(temperature=1.0, top_k=1, seed=9)
+    alone = draw(temperature=0.8, top_p=0.9, seed=5)
+    batch = generator.generate(list(PROMPTS), params(40, temperature=0.8, top_p=0.9, seed=5))
+    assert batch[0].token_ids == alone, "a draw must not depend on the batch"
+
+
+def test_generation_config_counts_and_says_so(copy):
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({"do_sample": True, "top_k": 3, "repetition_penalty": 1.1, "stop_strings": ["Z"]}))
+    with load(copy) as loaded:
+        settled = loaded.generate("hello", SamplingParams(max_tokens=2, top_k=5)).sampling
+        assert (settled.top_k, settled.sources["top_k"]) == (5, "user")
+        assert settled.sources["temperature"] == settled.sources["stop"] == "generation_config.json"
+        assert settled.not_applied == ("repetition_penalty=1.1",)
+
+
+@pytest.mark.parametrize("field", [{"top_p": 2}, {"do_sample": 1}, {"eos_token_id": "2"}, {"temperature": float("nan")}])
+def test_bad_generation_config(field, copy):
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, **field}))
+    with pytest.raises(ConfigError, match=next(iter(field))), load(copy) as loaded:
+        loaded.generate("hello", params())
+
+
+# No tokenizer, other tokenizers
+
+
+def test_a_model_without_tokenizer_serves_token_ids(folder, generator, hf_folder):
+    with load(hf_folder("Llama", seed=3)) as bare:
+        assert bare.tokenizer is None
+        ids = generator.encode("hello")
+        done = bare.generate(ids, params())
+        assert done.token_ids == generator.generate(ids, params()).token_ids
+        assert done.text == ""
+        for refused in (lambda: bare.generate("hello"), lambda: bare.chat([{"role": "user", "content": "hello"}])):
+            with pytest.raises(TokenizerError, match="no tokenizer.*token ids"):
+                refused()
+        with pytest.raises(TokenizerError, match="stop strings"):
+            bare.generate(ids, params(stop="a"))
+
+
+def test_a_tokenizer_of_another_model(hf_folder):
+    folder = add_tokenizer(hf_folder("Llama", vocab_size=101))
+    with pytest.raises(TokenizerError, match="at most 101.*211"):
+        load(folder)
+
+
+def test_text_that_gives_no_tokens(copy):
+    """The tiny alphabet has no Chinese, and this tokenizer no BOS: nothing is left of the prompt."""
+    path = copy / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
+    with load(copy) as loaded, pytest.raises(InputError, match="empty"):
+        loaded.generate("长城")
+
+
+# Logits
+
+
+def test_logits_agree_with_generation(generator):
+    prompt = generator.encode("the lazy dog")
+    done = generator.generate(prompt, params(20))
+    logits = generator.logits(prompt + done.token_ids)
+    assert logits.shape == (len(prompt) + 20, 211)
+    assert logits.dtype == torch.float32
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == done.token_ids
+    for wrong in ([], [211], ["a"], [5] * 257):
+        with pytest.raises(InputError):
+            generator.logits(wrong)
+    assert generator.logits([5] * 256).shape[0] == 256
+
+
+def test_nan_logits_are_reported_and_nothing_stays(copy):
+    path = copy / "model.safetensors"
+    tensors = {k: v.clone() for k, v in load_file(path).items()}
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, path)
+    with load(copy) as loaded:
+        with pytest.raises(NumericsError, match=r"NaN.*--check-weights"):
+            loaded.generate(["hello", "a"], params())
+        assert not loaded._engine.has_work
+        assert not loaded._inbox
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj"):
+        load(copy, check_weights=True)
+
+
+# Closing
+
+
+def test_close_frees_the_weights_and_the_cache(folder):
+    gc.disable()  # so that a cycle that close leaves alone stays
+    try:
+        with load(folder) as loaded:
+            held = [weakref.ref(p) for p in loaded._model.parameters()]
+            held += [weakref.ref(t) for layer in loaded._cache.layers for t in layer]
+            stream = loaded.stream("hello", params())
+            next(stream)
+        assert [r for r in held if r() is not None] == []
+    finally:
+        gc.enable()
+    loaded.close()
+    for use in (lambda: loaded.generate("hello"), lambda: loaded.logits([1]), lambda: next(stream), lambda: loaded.max_len):
+        with pytest.raises(MinirtError, match="closed"):
+            use()
+
+
+# Memory, device, length: before anything is allocated
+
+
+@pytest.fixture
+def no_allocation(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("memory was taken before the check")
+
+    monkeypatch.setattr("minirt.graph.Model.allocate", refuse)
+
+
+@pytest.mark.usefixtures("no_allocation")
+def test_memory_is_checked_first(folder, monkeypatch):
+    monkeypatch.setattr(weights, "free_memory", lambda device: 20 << 30)
+    with pytest.raises(OutOfMemoryError, match=r"72\.71 G weights.*expected 270\..* GiB; found 20\.00 GiB free.*smaller"):
+        load("Qwen2.5-72B", random_weights=True)
+    with pytest.raises(OutOfMemoryError, match=r"KV pages.*expected 900\..*GiB; found 20.*--kv-cache-memory"):
+        load(folder, kv_cache_memory=900 << 30)
+    for wrong in (0, -1, 1000, 1e9, True):
+        with pytest.raises(ConfigError, match=r"--kv-cache-memory.*49152 bytes"):
+            load(folder, kv_cache_memory=wrong)
+
+
+@pytest.mark.usefixtures("no_allocation")
+def test_rope_tables_count_as_memory(copy, monkeypatch):
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 16 << 20}))
+    monkeypatch.setattr(weights, "free_memory", lambda device: 4 << 30)
+    with pytest.raises(OutOfMemoryError, match=r"16777216 positions.*--max-model-len"):
+        load(copy)
+
+
+@pytest.mark.usefixtures("no_allocation")
+@pytest.mark.parametrize("wrong", [0, -5, 257, 2.5, True])
+def test_bad_lengths(wrong, folder):
+    with pytest.raises(ConfigError, match="--max-model-len.*1 to 256"):
+        load(folder, max_model_len=wrong)
+
+
+@pytest.mark.parametrize("device", ["tpu", "", "cpu:0", "cuda:-1", "cuda:x", "cuda:²", "cuda:999999", 7])
+def test_bad_devices(device, folder):
+    with pytest.raises(DeviceError, match="device"):
+        Generator.from_pretrained(folder, device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_cuda_without_a_gpu(folder):
+    with pytest.raises(DeviceError, match=r"--device cuda.*--device cpu"):
+        Generator.from_pretrained(folder, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "", "Float32"])
+def test_bad_dtypes(dtype, folder):
+    with pytest.raises(ConfigError, match="--dtype"):
+        load(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("impl", ["foo", "layers.99.*=eager", "=eager", "layers.*=", "", ["eager", "triton"], "eager=head"])
+def test_bad_implementations(impl, folder):
+    with pytest.raises(UnsupportedError):
+        load(folder, impl=impl)
+
+
+def test_unknown_models(tmp_path, folder):
+    for wrong, message in (
+        (tmp_path / "nowhere", "no such folder"), (folder / "config.json", "file, not a folder"), ("no-such-preset", "Qwen2.5-7B"),
+        ("", "empty"), (tmp_path, r"config\.json"), ("a\0b", "no such folder"),
+    ):
+        with pytest.raises((ModelNotFoundError, InputError), match=message):
+            load(wrong)
+
+
+def test_preset_with_random_weights_needs_no_files(monkeypatch):
+    monkeypatch.setattr(choose, "resolve", lambda *_, **__: pytest.fail("looked for files"))
+    with load("smollm2-135m", random_weights=True, max_model_len=64, dtype="bfloat16", kv_cache_memory=1 << 23) as random:
+        assert random.tokenizer is None
+        assert torch.isfinite(random.logits([3, 4, 5])).all()
+        assert random.bytes_read == 0
