@@ -1,7 +1,7 @@
 """How fast does a real sharded checkpoint load, and in how much host memory?
 
-    python -P bench/loading.py write FOLDER [PRESET]    random weights on disk, in Hugging Face's form
-    python -P bench/loading.py measure FOLDER           one load in a fresh process, printed as JSON
+python -P bench/loading.py write FOLDER [PRESET]    random weights on disk, in Hugging Face's form
+python -P bench/loading.py measure FOLDER           one load in a fresh process, printed as JSON
 """
 
 import json
@@ -37,7 +37,7 @@ def write(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw | {"torch_dtype": "bfloat16"}))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         tensors = {n: (torch.randn(s, device=device) * 0.02).bfloat16().cpu() for n, s in shard.items()}

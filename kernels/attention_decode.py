@@ -216,8 +216,8 @@ def paged_attention_decode(
         check_activations("q", q, 3)
         _check(q, k_pages, v_pages, block_tables, seq_lens, q.shape[1], q.shape[2], out, split)
     out = torch.empty_like(q) if out is None else out
-    tensors = (q, None, None, None, k_pages, v_pages, block_tables, seq_lens, out)
-    return _launch(tensors, max_seq_len, scale, 0.0, workspace, split, pdl, config)
+    cache = (k_pages, v_pages, block_tables, seq_lens)
+    return _launch((q, None, None, None), cache, out, max_seq_len, scale, 0.0, workspace, split, pdl, config)
 
 
 def rope_paged_attention_decode(
@@ -258,12 +258,14 @@ def rope_paged_attention_decode(
             if norm is not None:
                 check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
     out = torch.empty(B, Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
-    tensors = (qkv, cos_sin, q_norm, k_norm, k_pages, v_pages, block_tables, seq_lens, out)
-    return _launch(tensors, max_seq_len, scale, eps, workspace, split, pdl, config)
+    cache = (k_pages, v_pages, block_tables, seq_lens)
+    return _launch((qkv, cos_sin, q_norm, k_norm), cache, out, max_seq_len, scale, eps, workspace, split, pdl, config)
 
 
 def _launch(
-    tensors: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor | None, ...],
+    cache: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
     max_seq_len: int,
     scale: float,
     eps: float,
@@ -272,7 +274,7 @@ def _launch(
     pdl: bool,
     config: AttentionConfig | None,
 ) -> Tensor:
-    *_, k_pages, _, block_tables, seq_lens, out = tensors
+    k_pages, _, block_tables, seq_lens = cache
     (B, Nq, D), (page_size, Nkv) = out.shape, k_pages.shape[1:3]
     if B == 0:
         return out
@@ -281,7 +283,7 @@ def _launch(
     sums = workspace.sums(workspace_floats(B, Nq, D, max_seq_len, split))
     peaks = sums[B * Nq * splits * D :] if splits > 1 else sums
     _decode_kernel[(B * Nkv, splits)](
-        *tensors, sums, peaks, block_tables.shape[1], scale * LOG2_E, eps,
+        *inputs, *cache, out, sums, peaks, block_tables.shape[1], scale * LOG2_E, eps,
         NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         **launch_options(config.num_warps, config.num_stages, pdl),
     )  # fmt: skip

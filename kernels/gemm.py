@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minirt.errors import InputError
 from minirt.kernels.common import (
     activate,
     capability,
@@ -66,8 +65,12 @@ def _gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_T: tl.constexpr,
     TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
 ):
-    """out [T, N]; x, weight, residual, out: descriptors with TMA, else pointers. With ACTIVATION weight has 2N rows."""
+    """out [T, N]; x, weight: descriptors with TMA, else pointers; residual and out with TMA_OUT.
+
+    With ACTIVATION weight has 2N rows.
+    """
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP_T * tiles_n)
     rest = tl.program_id(0) % (GROUP_T * tiles_n)
@@ -108,7 +111,7 @@ def _gemm_kernel(
             acc_up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION) * acc_up
-    if TMA:
+    if TMA_OUT:
         if residual is not None:
             acc += residual.load([first_t, first_n]).to(tl.float32)
         out.store([first_t, first_n], acc.to(out.dtype))
@@ -124,12 +127,10 @@ def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, n
     """The largest tile that gives every processor one, of the few that suit the device; N counts the outputs."""
     if itemsize == 4:
         return GemmConfig(64, 64, 32, 8, 1)
-    if shared_limit(cc) > 100 * 1024:
-        tiles = _GATED_TILES if gated else _TILES
-        block_k = 64
-    else:
-        tiles = _SMALL_GATED_TILES if gated else _SMALL_TILES
-        block_k = 32
+    large = shared_limit(cc) > 100 * 1024
+    plain, two = (_TILES, _GATED_TILES) if large else (_SMALL_TILES, _SMALL_GATED_TILES)
+    tiles: tuple[tuple[int, int, int, int], ...] = two if gated else plain
+    block_k = 64 if large else 32
     enough = (tile for tile in tiles if triton.cdiv(T, tile[0]) * triton.cdiv(N, tile[1]) >= num_processors)
     block_t, block_n, num_warps, stages = next(enough, tiles[-1])
     stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
@@ -178,8 +179,6 @@ def _launch(
 ) -> Tensor:
     if check:
         check_linear(x, weight, bias, residual, out, activation)
-        if out is not None and out.dtype != x.dtype:
-            raise InputError("wrong dtype", where="out", expected=x.dtype, found=out.dtype)
     T, K = x.shape
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     if out is None:
@@ -193,19 +192,22 @@ def _launch(
     c = config
     tensors = (x, weight, bias, residual, out)
     tma = c.tma and all(t is None or t.data_ptr() % 16 == 0 for t in (x, weight, residual, out))
+    # A wider output (fp32 logits) would not fit in shared memory beside the tiles: it is stored from registers.
+    tma_out = tma and out.dtype == x.dtype
     if tma:
-        output = [c.block_t, c.block_n]
+        x_tile, weight_tile, output = [c.block_t, c.block_k], [c.block_n, c.block_k], [c.block_t, c.block_n]
         tensors = (
-            TensorDescriptor.from_tensor(x, [c.block_t, c.block_k]),
-            TensorDescriptor.from_tensor(weight, [c.block_n, c.block_k]),
-            bias,
-            None if residual is None else TensorDescriptor.from_tensor(residual, output),
-            TensorDescriptor.from_tensor(out, output),
+            TensorDescriptor.from_tensor(x, x_tile),
+            TensorDescriptor.from_tensor(weight, weight_tile),
+            *tensors[2:],
         )
+    if tma_out:
+        residual = None if residual is None else TensorDescriptor.from_tensor(residual, output)
+        tensors = (*tensors[:3], residual, TensorDescriptor.from_tensor(out, output))
     grid = (triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n),)
     _gemm_kernel[grid](
         *tensors, T, N, K=K, ACTIVATION=activation, BLOCK_T=c.block_t, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_T=8,
-        TMA=tma, num_warps=c.num_warps, num_stages=c.num_stages,
+        TMA=tma, TMA_OUT=tma_out, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
     return out
 

@@ -142,7 +142,10 @@ class Batch:
         seqs = len(seq_lens)
         sizes = [2 * tokens] * 3 + [2 * logits, seqs + 1, seqs, seqs * width]
         *wide, starts, lens, tables = flat.split(sizes)
-        return cls(flat, *(part.view(torch.int64) for part in wide), starts, lens, tables.view(seqs, width), query_lens, seq_lens)
+        ids, positions, slots, logits_indices = (part.view(torch.int64) for part in wide)
+        return cls(
+            flat, ids, positions, slots, logits_indices, starts, lens, tables.view(seqs, width), query_lens, seq_lens
+        )
 
 
 def _length(tokens: int, logits: int, seqs: int, width: int) -> int:

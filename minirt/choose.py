@@ -105,7 +105,8 @@ def check_memory(
 ) -> None:
     """Refuse what will not fit, before anything is allocated."""
     # The rope tables are made on the CPU, where with what they are made from they take four times their size.
-    needed = graph.num_parameters * dtype.itemsize + (16 if device.type == "cpu" else 4) * length * graph.config.head_dim
+    tables = (16 if device.type == "cpu" else 4) * length * graph.config.head_dim
+    needed = graph.num_parameters * dtype.itemsize + tables
     what = f"{graph.num_parameters / 1e9:.2f} G weights and the tables of {length} positions"
     weights.require_memory(needed, device, what, "take a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
@@ -114,7 +115,7 @@ def check_memory(
 
 
 def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
-    """KV pages that `memory` bytes hold (None: as `Generator` says), at most what `max_num_seqs` full sequences need."""
+    """KV pages in `memory` bytes (None: as `Generator` says); at most what `max_num_seqs` full sequences need."""
     one = page_bytes(model.kv_shapes, model.dtype)
     full = max_num_seqs * -(-model.max_model_len // PAGE_SIZE)
     if not one:

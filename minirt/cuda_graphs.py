@@ -4,7 +4,7 @@ A graph is captured for a bucket of batch sizes and a bucket of context lengths,
 buffers. Steps that hold a prompt run as they are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class GraphedModel:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._graphs: dict[tuple[int, int], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of graphs and their static outputs; CUDA graphs of one stream can share it
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:

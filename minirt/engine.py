@@ -1,7 +1,8 @@
 """`Engine`: the loop. Requests of token ids go in, sampled token ids come out, one step at a time."""
 
 import itertools
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -131,7 +132,9 @@ class Engine:
             raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
         needed, allocator = self._cache.pages_for(len(tokens)), self._cache.allocator
         if needed > allocator.num_free:
-            raise ContextLengthError("running requests hold the cache's pages", expected=needed, found=allocator.num_free)
+            raise ContextLengthError(
+                "running requests hold the cache's pages", expected=needed, found=allocator.num_free
+            )
         pages = allocator.allocate(needed)
         try:
             rows = []
@@ -148,6 +151,8 @@ class Engine:
         for position, token in enumerate(tokens):
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
                 raise InputError(
-                    "not a token id of this model", where=f"prompt token {position}",
-                    expected=f"an integer from 0 to {self._vocab_size - 1}", found=repr(token),
+                    "not a token id of this model",
+                    where=f"prompt token {position}",
+                    expected=f"an integer from 0 to {self._vocab_size - 1}",
+                    found=repr(token),
                 )

@@ -31,7 +31,7 @@ class MinirtError(Exception):
         return _rebuild, (type(self), self.what, self.where, self.expected, self.found, self.hint)
 
 
-def _rebuild(cls: type[MinirtError], what: str, where: object, expected: object, found: object, hint: str | None):
+def _rebuild(cls: type[MinirtError], what: str, where: object, expected: object, found: object, hint: str | None) -> MinirtError:
     return cls(what, where=where, expected=expected, found=found, hint=hint)
 
 

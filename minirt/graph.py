@@ -60,7 +60,8 @@ class Model:
         kinds = [layer.kind for layer in self.layers]
         if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
             raise ConfigError(
-                "a model is one embedding, any attention and mlp layers, one head", found=", ".join(kinds) or "no layers"
+                "a model is one embedding, any attention and mlp layers, one head",
+                found=", ".join(kinds) or "no layers",
             )
 
     def unique_layers(self) -> Iterator[Layer]:
@@ -83,7 +84,9 @@ class Model:
     def decode_read_bytes(self) -> int:
         """Weight bytes that a decode step reads: every layer at every place it stands, of the embedding one row only."""
         size = self.dtype.itemsize
-        used = (p.num_parameters for layer in self.layers if not isinstance(layer, Embedding) for p in layer.parameters())
+        used = (
+            p.num_parameters for layer in self.layers if not isinstance(layer, Embedding) for p in layer.parameters()
+        )
         return size * sum(used)
 
     @property
@@ -103,7 +106,9 @@ class Model:
     def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
         """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""
         default, rules = parse_impl(impl)
-        rows, bound, counted = [], {}, set()
+        rows: list[PlanRow] = []
+        bound: dict[int, tuple[str, str]] = {}
+        counted: set[int] = set()
         used = [False] * len(rules)
         for layer in self.layers:
             wanted, why = default, "the default" if default == "auto" else f"--impl {default}"
@@ -120,7 +125,8 @@ class Model:
         for (pattern, name), matched in zip(rules, used, strict=True):
             if not matched:
                 raise UnsupportedError(
-                    f"--impl {pattern}={name} matches no layer", expected="a name or glob such as 'layers.*.mlp'",
+                    f"--impl {pattern}={name} matches no layer",
+                    expected="a name or glob such as 'layers.*.mlp'",
                     found=", ".join(layer.name for layer in self.layers[:4]) + ", …",
                 )
         self.plan = Plan(tuple(rows), str(self.device))
@@ -166,7 +172,9 @@ def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     for item in [impl] if isinstance(impl, str) else impl:
         pattern, equals, name = item.rpartition("=")
         if not name or (equals and not pattern):
-            raise UnsupportedError("not an implementation choice", where=f"--impl {item!r}", expected="NAME or GLOB=NAME")
+            raise UnsupportedError(
+                "not an implementation choice", where=f"--impl {item!r}", expected="NAME or GLOB=NAME"
+            )
         if equals:
             rules.append((pattern, name))
         elif chosen and name != default:
@@ -174,4 +182,3 @@ def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
         else:
             default, chosen = name, True
     return default, rules
-

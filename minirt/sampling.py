@@ -29,7 +29,7 @@ class _Range:
         kind = Integral if self.integer else Real
         if not isinstance(value, bool) and isinstance(value, kind):
             try:
-                number = int(value) if self.integer else float(value)
+                number: float = int(value) if isinstance(value, Integral) and self.integer else float(value)
             except OverflowError:  # an int beyond a float's range
                 number = math.inf
             inside = self.low < number if self.open_low else self.low <= number

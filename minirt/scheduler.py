@@ -51,8 +51,10 @@ class Scheduler:
         """Queue a sequence; refused with the numbers if its prompt and one more token can never fit."""
         if len(sequence.tokens) >= self.max_len:
             raise ContextLengthError(
-                "the prompt is too long", expected=f"at most {self.max_len - 1} tokens, to leave room for one new token",
-                found=f"{len(sequence.tokens)} tokens", hint=f"shorten it or raise {self._limit}",
+                "the prompt is too long",
+                expected=f"at most {self.max_len - 1} tokens, to leave room for one new token",
+                found=f"{len(sequence.tokens)} tokens",
+                hint=f"shorten it or raise {self._limit}",
             )
         self.waiting.append(sequence)
 

@@ -38,7 +38,9 @@ def environment() -> dict[str, str]:
     facts["cuda"] = torch.version.cuda or "torch is built without CUDA"
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)
-        facts[f"cuda:{i}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
+        facts[f"cuda:{i}"] = (
+            f"{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
+        )
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
         if name in os.environ:
             facts[name] = os.environ[name]

@@ -75,7 +75,9 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in entries:
-                    raise CheckpointError("the tensor is in two files", where=name, found=f"{entries[name].file.name}, {path.name}")
+                    raise CheckpointError(
+                        "the tensor is in two files", where=name, found=f"{entries[name].file.name}, {path.name}"
+                    )
                 view = file.get_slice(name)
                 entries[name] = Entry(name, path, tuple(view.get_shape()), view.get_dtype())
     if index is not None:
@@ -85,11 +87,15 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
                 raise CheckpointError("the index and the files disagree", where=name, expected=file_name, found=found)
         extra = sorted(entries.keys() - index.keys())
         if extra:
-            raise CheckpointError(f"{len(extra)} tensors are missing from the index", where=entries[extra[0]].file, found=_some(extra))
+            raise CheckpointError(
+                f"{len(extra)} tensors are missing from the index", where=entries[extra[0]].file, found=_some(extra)
+            )
     return entries
 
 
-def match(model: Model, entries: dict[str, Entry], allow_unused: bool = False) -> tuple[dict[str, Parameter], tuple[str, ...]]:
+def match(
+    model: Model, entries: dict[str, Entry], allow_unused: bool = False
+) -> tuple[dict[str, Parameter], tuple[str, ...]]:
     """Pair the checkpoint's tensors with the model's holders; returns them and the unused names.
 
     Raises:
@@ -105,19 +111,29 @@ def match(model: Model, entries: dict[str, Entry], allow_unused: bool = False) -
     missing = [name for name in wanted if name not in entries]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} of {len(wanted)} tensors are missing", where=_folder(entries), expected=_some(missing),
+            f"{len(missing)} of {len(wanted)} tensors are missing",
+            where=_folder(entries),
+            expected=_some(missing),
             hint="the checkpoint is incomplete, or config.json describes another model",
         )
     for name, (_, shape) in wanted.items():
         entry = entries[name]
         if entry.shape != shape:
-            raise CheckpointError("wrong shape", where=f"{entry.file.name}: {name}", expected=list(shape), found=list(entry.shape))
+            raise CheckpointError(
+                "wrong shape", where=f"{entry.file.name}: {name}", expected=list(shape), found=list(entry.shape)
+            )
         if entry.dtype not in FLOATS:
-            raise CheckpointError("wrong dtype", where=f"{entry.file.name}: {name}", expected=" or ".join(FLOATS), found=entry.dtype)
-    unused = tuple(sorted(n for n in entries if n not in wanted and not n.endswith(DERIVED) and not _tied_copy(model, n)))
+            raise CheckpointError(
+                "wrong dtype", where=f"{entry.file.name}: {name}", expected=" or ".join(FLOATS), found=entry.dtype
+            )
+    unused = tuple(
+        sorted(n for n in entries if n not in wanted and not n.endswith(DERIVED) and not _tied_copy(model, n))
+    )
     if unused and not allow_unused:
         raise CheckpointError(
-            f"{len(unused)} unexpected tensors", where=entries[unused[0]].file, found=_some(unused),
+            f"{len(unused)} unexpected tensors",
+            where=entries[unused[0]].file,
+            found=_some(unused),
             hint="config.json describes another model",
         )
     return {name: parameter for name, (parameter, _) in wanted.items()}, unused
@@ -201,7 +217,8 @@ def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
     if tensor.shape != table.shape or not torch.equal(tensor.to(table.device, table.dtype), table):
         raise CheckpointError(
             "config.json ties the head to the embedding, but the checkpoint has another head",
-            where=f"{entry.file.name}: {entry.name}", hint="set tie_word_embeddings to false in config.json",
+            where=f"{entry.file.name}: {entry.name}",
+            hint="set tie_word_embeddings to false in config.json",
         )
 
 
@@ -217,8 +234,11 @@ def require_memory(needed: int, device: torch.device, what: str, hint: str) -> N
     free = free_memory(device)
     if needed > free:
         raise OutOfMemoryError(
-            f"{what} need more memory than is free", where=str(device), expected=f"{needed / GIB:.2f} GiB",
-            found=f"{free / GIB:.2f} GiB free", hint=hint,
+            f"{what} need more memory than is free",
+            where=str(device),
+            expected=f"{needed / GIB:.2f} GiB",
+            found=f"{free / GIB:.2f} GiB free",
+            hint=hint,
         )
 
 

@@ -4,11 +4,10 @@ Catches pages shared by mistake, positions or slots off by one, stale pages afte
 requests, wrong chunk boundaries.
 """
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import pytest
 
 from minirt.engine import Engine
 from minirt.errors import ContextLengthError, InputError, MinirtError
@@ -35,7 +34,9 @@ class Mock:
                 length = batch.seq_lens[i] - count + j + 1
                 assert batch.positions[start + j] == length - 1
                 where = torch.arange(length)
-                slots = batch.block_tables[i][where // cache.page_size].long() * cache.page_size + where % cache.page_size
+                slots = (
+                    batch.block_tables[i][where // cache.page_size].long() * cache.page_size + where % cache.page_size
+                )
                 rows.append(following(pages[slots].long().tolist()))
         logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()
         return logits[batch.logits_indices]
@@ -60,7 +61,9 @@ def undisturbed(prompt, count, eos=None):
 def engine(pages=64, seqs=8, budget=64, length=64):
     cache = KVCache([(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
-    return Engine(Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget), cache
+    return Engine(
+        Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget
+    ), cache
 
 
 def run(it, requests, aborts=()):
@@ -169,8 +172,10 @@ def test_generation_ends_at_the_context_limit():
 def test_nan_logits_end_the_request_alone():
     it, cache = engine()
     model = it._model
-    it._model = lambda batch, cache: model(batch, cache).masked_fill((batch.seq_lens_device == 3)[:, None], float("nan"))
-    tokens, reasons = run(it, [(0, [50, 51], 4), (0, [50, 51, 52, 53], 4)])
+    it._model = lambda batch, cache: model(batch, cache).masked_fill(
+        (batch.seq_lens_device == 3)[:, None], float("nan")
+    )
+    _, reasons = run(it, [(0, [50, 51], 4), (0, [50, 51, 52, 53], 4)])
     assert reasons == {0: "error", 1: "length"}
     assert cache.allocator.num_free == 64
 
@@ -183,6 +188,10 @@ def test_allocator_counts_references():
     assert allocator.num_free == 2
     allocator.release(pages[:2])
     assert allocator.num_free == 4
-    for misuse in (lambda: allocator.release(pages[:1]), lambda: allocator.share(pages[:1]), lambda: allocator.allocate(5)):
+    for misuse in (
+        lambda: allocator.release(pages[:1]),
+        lambda: allocator.share(pages[:1]),
+        lambda: allocator.allocate(5),
+    ):
         with pytest.raises(MinirtError):
             misuse()

@@ -26,7 +26,12 @@ FORBIDDEN = {"transformers", "gguf", "scipy", "hypothesis", "pytest", "numpy", "
 
 
 def runtime_files():
-    for folder, package in (("minirt", "minirt"), ("models", "minirt.models"), ("kernels", "minirt.kernels"), ("bench", "minirt.bench")):
+    for folder, package in (
+        ("minirt", "minirt"),
+        ("models", "minirt.models"),
+        ("kernels", "minirt.kernels"),
+        ("bench", "minirt.bench"),
+    ):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             yield path, ".".join((package, *parts)).removesuffix(".__init__")
@@ -36,7 +41,9 @@ def imports(path, module):
     """(imported module, whether at the top of the file) for every import outside `if TYPE_CHECKING`."""
     tree = ast.parse(path.read_text())
     skipped = {
-        id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        id(n)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for n in ast.walk(node)
     }
     for node in ast.walk(tree):
@@ -99,7 +106,7 @@ def test_no_guard_is_an_assert():
 @pytest.mark.parametrize("code", ["import minirt", "import minirt.models", "from minirt.cli import cli"])
 def test_light_imports(code):
     """The import and --help must not pay for torch, Triton, tokenizers or the Hub client."""
-    heavy = "torch triton tokenizers huggingface_hub jinja2 rich transformers".split()
+    heavy = ["torch", "triton", "tokenizers", "huggingface_hub", "jinja2", "rich", "transformers"]
     script = f"import sys; {code}; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

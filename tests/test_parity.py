@@ -14,8 +14,14 @@ from minirt import Generator, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["eager", "auto"] if DEVICE == "cuda" else ["eager"]
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 WIDE = {"hidden_size": 128}
@@ -47,7 +53,12 @@ def reference(folder):
 def greedy(model, prompt, count):
     ids = torch.tensor([prompt], device=DEVICE)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -61,7 +72,9 @@ def test_tiny_models(case, impl, hf_folder):
     random = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, 211, (n,), generator=random).tolist() for n in LENGTHS]
     params = SamplingParams(max_tokens=64, ignore_eos=True)
-    with Generator.from_pretrained(folder, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26) as generator:
+    with Generator.from_pretrained(
+        folder, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 26
+    ) as generator:
         expected = []
         for prompt in prompts:
             with torch.no_grad():
@@ -97,10 +110,14 @@ TEXTS = (
 def test_smollm2(impl, smollm2):
     """At least 12 prompts: chat, code, Chinese, emoji, one character, one of 2,000 tokens; alone and all in one batch."""
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
-    with Generator.from_pretrained(smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 29) as generator:
+    with Generator.from_pretrained(
+        smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 29
+    ) as generator:
         prompts = [generator.encode_chat([{"role": "user", "content": text}]) for text in CHATS]
         prompts += [generator.encode(text) for text in TEXTS]
-        prompts.append((generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(400))))[:2000])
+        prompts.append(
+            (generator.encode(" ".join(f"Line {i}: the number is {i * i % 97}." for i in range(400))))[:2000]
+        )
         assert len(prompts) >= 12
         assert len(prompts[-1]) == 2000
         alone = [generator.generate(prompt, params).token_ids for prompt in prompts]

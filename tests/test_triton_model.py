@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tests_support import ROOT, kernel_names, triton_kernel_names
 
 from minirt import Generator, SamplingParams
-from tests_support import ROOT, kernel_names, triton_kernel_names
 
 pytestmark = pytest.mark.gpu
 POSITIONS = 10_240
@@ -34,12 +34,16 @@ def test_bf16_argmax_agrees_with_transformers(smollm2):
     exact, rounded = truth(torch.float32), truth(torch.bfloat16)
     top = exact.topk(2)
     gap = top.values[:, 0] - top.values[:, 1]
-    noise = (rounded - exact).gather(1, top.indices).abs().amax(1)
+    noise = (rounded - exact).abs().amax(1)  # of any logit: whichever token rounding lifts may win
     clear = gap > noise
     agree = ours.argmax(1) == top.indices[:, 0]
-    print(f"{int(clear.sum())} of {POSITIONS} positions are clear; we agree on {int((agree & clear).sum())} of them, "
-          f"transformers bf16 on {int(((rounded.argmax(1) == top.indices[:, 0]) & clear).sum())}; relative error: "
-          f"minirt {(ours - exact).norm() / exact.norm():.2e}, transformers {(rounded - exact).norm() / exact.norm():.2e}")
+    theirs = rounded.argmax(1) == top.indices[:, 0]
+    print(
+        f"{int(clear.sum())} of {POSITIONS} positions are clear; agreement there: minirt {int((agree & clear).sum())}, "
+        f"transformers bf16 {int((theirs & clear).sum())}; everywhere: minirt {int(agree.sum())}, transformers "
+        f"{int(theirs.sum())}; relative error: minirt {(ours - exact).norm() / exact.norm():.2e}, "
+        f"transformers {(rounded - exact).norm() / exact.norm():.2e}"
+    )
     assert clear.float().mean() >= 0.9
     assert (ours - exact).norm() <= 2 * (rounded - exact).norm()
     assert bool(agree[clear].all())
@@ -48,7 +52,10 @@ def test_bf16_argmax_agrees_with_transformers(smollm2):
 def test_only_triton_computes(smollm2):
     """Copies and memsets aside, every kernel of prefill, decode and sampling is one of ours."""
     prompts = [list(range(5, 5 + n)) for n in (300, 3, 17)]
-    for params in (SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1)):
+    for params in (
+        SamplingParams(max_tokens=6),
+        SamplingParams(max_tokens=6, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1),
+    ):
         with Generator.from_pretrained(smollm2, dtype="bfloat16", impl="triton", kv_cache_memory=1 << 28) as generator:
             generator.generate(prompts, params)
             names = kernel_names(lambda generator=generator, params=params: generator.generate(prompts, params))

@@ -28,7 +28,10 @@ FAULTS = {
     "missing": (lambda t: t.pop(DOWN), f"1 of .* missing.*{DOWN}"),
     "half packed": (lambda t: t.pop(K_BIAS), K_BIAS),
     "unexpected": (lambda t: t.update(extra=torch.zeros(3)), "unexpected.*extra"),
-    "misshapen": (lambda t: t.update({DOWN: t[DOWN].T.contiguous()}), rf"{DOWN}: wrong shape; expected \[64, 97\]; found \[97, 64\]"),
+    "misshapen": (
+        lambda t: t.update({DOWN: t[DOWN].T.contiguous()}),
+        rf"{DOWN}: wrong shape; expected \[64, 97\]; found \[97, 64\]",
+    ),
     "a dim too many": (lambda t: t.update({K_BIAS: t[K_BIAS][None]}), "wrong shape"),
     "an integer": (lambda t: t.update({DOWN: t[DOWN].to(torch.int8)}), f"{DOWN}: wrong dtype.*F32.*I8"),
     "a double": (lambda t: t.update({DOWN: t[DOWN].double()}), "wrong dtype.*F64"),

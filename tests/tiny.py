@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny models: byte-level BPE of at most 211 ids, trained on a few lines of ASCII, and a chat template."""
+"""A tokenizer for the tiny models: byte-level BPE of 211 ids, trained on a few lines of ASCII, and a chat template."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,8 @@ def add_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
-    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=211, special_tokens=special, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=211, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

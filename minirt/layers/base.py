@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minirt.kernels.common import Workspace
 
 Forward = Callable[[Tensor, Batch, LayerKV | None], Tensor]
-Factory = Callable[["Layer"], Forward]
+Factory = Callable[[Any], Forward]  # of the registered kind of layer
 
 
 class Shared:
@@ -79,7 +79,9 @@ class Layer:
 
     def __call__(self, x: Tensor, batch: Batch, kv: LayerKV | None = None) -> Tensor:
         if self._forward is None:
-            raise UnsupportedError("the layer has no implementation yet", where=self.name, hint="call Model.resolve first")
+            raise UnsupportedError(
+                "the layer has no implementation yet", where=self.name, hint="call Model.resolve first"
+            )
         return self._forward(x, batch, kv)
 
 
@@ -107,7 +109,9 @@ def register(
         unsupported: called with the layer and the device; returns the reason why this layer cannot run so, or None.
     """
     if kind not in ("embedding", "attention", "mlp", "head"):
-        raise UnsupportedError("unknown layer kind", where="register", expected="embedding, attention, mlp or head", found=kind)
+        raise UnsupportedError(
+            "unknown layer kind", where="register", expected="embedding, attention, mlp or head", found=kind
+        )
     if name == "auto" or (kind, name) in _REGISTRY:
         raise UnsupportedError("this implementation name is taken", where=f"register({kind!r}, {name!r})")
 

@@ -15,7 +15,12 @@ from minirt.linear import NormWeight, PackedLinear
 
 
 def norm_linear(
-    x: Tensor, norm: NormWeight, linear: PackedLinear, eps: float, workspace: Workspace, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    norm: NormWeight,
+    linear: PackedLinear,
+    eps: float,
+    workspace: Workspace,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """linear(rms_norm(x)): x [T, K] → [T, N], in x's dtype or `out_dtype`."""
     if x.shape[0] <= small.MAX_TOKENS:
@@ -30,7 +35,9 @@ def norm_gate_up(x: Tensor, norm: NormWeight, linear: PackedLinear, eps: float, 
     """act(gate) · up of linear(rms_norm(x)): x [T, H] → [T, I]."""
     if x.shape[0] <= small.MAX_TOKENS:
         return small.norm_gate_up(x, norm.weight, eps, linear.weight, activation, bias=linear.bias, check=False)
-    return gemm.gemm_gated(rms_norm(x, norm.weight, eps, check=False), linear.weight, activation, linear.bias, check=False)
+    return gemm.gemm_gated(
+        rms_norm(x, norm.weight, eps, check=False), linear.weight, activation, linear.bias, check=False
+    )
 
 
 def linear_residual(x: Tensor, linear: PackedLinear, residual: Tensor, workspace: Workspace) -> Tensor:

@@ -63,7 +63,8 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
         qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=case["split"]
     )
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(pages.k, k, rtol=eps, atol=max(eps, 1e-5), equal_nan=True)  # the compiler may fuse in another order
+    # The compiler may fuse products and sums otherwise there.
+    torch.testing.assert_close(pages.k, k, rtol=eps, atol=max(eps, 1e-5), equal_nan=True)
     assert torch.equal(pages.v.nan_to_num(9), v.nan_to_num(9))
     for i, n in enumerate(lens):
         if n == 0:

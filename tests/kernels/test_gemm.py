@@ -57,6 +57,15 @@ def test_unaligned_memory_does_not_take_tma(make, agrees):
     agrees(out, reference.linear(x, weight), linear64(x, weight))
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=["chosen", "many-tiles", "tma"])
+def test_output_in_fp32(config, make, nan, agrees):
+    """Logits: rounding them to 16 bits would make ties."""
+    x, weight = make(40, 64, dtype=torch.float16), make(48, 64, dtype=torch.float16)
+    out = kernel.gemm(x, weight, out=nan(40, 48, dtype=torch.float32), config=config)
+    assert not torch.equal(out, out.half().float())
+    agrees(out, reference.linear(x, weight), linear64(x, weight))
+
+
 def test_configurations_fit_the_shape():
     choose = kernel.choose_config
     assert choose(8192, 4608, 3584, 2, False, 90, 132) == kernel.GemmConfig(128, 256, 64, 8, 3, tma=True)
@@ -70,8 +79,8 @@ def test_no_tokens_and_wrong_arguments(make):
     assert kernel.gemm(x[:0], weight).shape == (0, 6)
     with pytest.raises(InputError, match="weight: wrong shape"):
         kernel.gemm(x, weight.t().contiguous())
-    with pytest.raises(InputError, match="out: wrong dtype"):
-        kernel.gemm(x, weight, out=make(3, 6, dtype=torch.float16))
+    with pytest.raises(InputError, match="out: unsupported dtype"):
+        kernel.gemm(x, weight, out=make(3, 6, dtype=torch.float64))
     with pytest.raises(InputError, match="residual: wrong shape"):
         kernel.gemm(x, weight, residual=x)
     with pytest.raises(InputError, match=r"activation: unknown.*tanh"):
