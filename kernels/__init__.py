@@ -1,0 +1,50 @@
+"""The Triton kernels as functions on plain tensors, each usable on its own.
+
+`reference` holds what each must compute, in eager PyTorch. Triton is imported with the first kernel that is used, so that the
+eager layers work without it. Every function checks its arguments and names the one that is wrong (`check=False` skips that in a
+hot loop); `out=` takes the result's place; `cost(...)` in each file gives the bytes and operations that the work needs.
+The two that share their file's name are imported from it: `from minirt.kernels.gemm import gemm`, `…embedding import embedding`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minirt.kernels.attention import paged_attention_prefill
+    from minirt.kernels.attention_decode import paged_attention_decode, rope_paged_attention_decode
+    from minirt.kernels.common import Workspace
+    from minirt.kernels.gemm import gemm_gated
+    from minirt.kernels.kv_write import qk_norm_rope_kv_write
+    from minirt.kernels.linear import linear_residual, norm_gate_up, norm_linear
+    from minirt.kernels.norm import rms_norm
+
+_HOMES = {
+    "Workspace": "common",
+    "gemm_gated": "gemm",
+    "linear_residual": "linear",
+    "norm_gate_up": "linear",
+    "norm_linear": "linear",
+    "paged_attention_decode": "attention_decode",
+    "paged_attention_prefill": "attention",
+    "qk_norm_rope_kv_write": "kv_write",
+    "rms_norm": "norm",
+    "rope_paged_attention_decode": "attention_decode",
+}
+__all__ = [
+    "Workspace",
+    "gemm_gated",
+    "linear_residual",
+    "norm_gate_up",
+    "norm_linear",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "qk_norm_rope_kv_write",
+    "rms_norm",
+    "rope_paged_attention_decode",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'minirt.kernels' has no attribute {name!r}")
+    return getattr(import_module(f"minirt.kernels.{_HOMES[name]}"), name)

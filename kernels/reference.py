@@ -86,16 +86,20 @@ def _attend_single(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lens: list[int], scale: float
 ) -> Tensor:
     longest, page_size = max(lens), k_pages.shape[1]
-    pages = -(-longest // page_size)
-    shape = (len(lens), pages * page_size, *k_pages.shape[2:])
-    k = k_pages[tables[:, :pages]].view(shape)[:, :longest].transpose(1, 2)
-    v = v_pages[tables[:, :pages]].view(shape)[:, :longest].transpose(1, 2)
-    mask = None
-    if min(lens) != longest:
-        mask = torch.arange(longest, device=q.device) < torch.tensor(lens, device=q.device).unsqueeze(1)
-        v = v.masked_fill(~mask[:, None, :, None], 0)  # what a page held before may be NaN, and 0 · NaN is NaN
-        mask = mask[:, None, None, :]
-    return _attention(q.unsqueeze(2), k, v, scale, mask).squeeze(2)
+    if min(lens) == longest:
+        tables = tables[:, : -(-longest // page_size)]
+        k, v = (pages[tables].flatten(1, 2)[:, :longest] for pages in (k_pages, v_pages))
+        mask = None
+    else:
+        # Where a sequence ends before the longest, its last token stands in, masked: what the rest of a page holds from
+        # before may be NaN, which a mask does not stop.
+        ends = torch.tensor(lens, device=q.device).unsqueeze(1)
+        t = torch.arange(longest, device=q.device).unsqueeze(0)
+        mask = (t < ends)[:, None, None, :]
+        t = torch.minimum(t, ends - 1)
+        slots = tables.gather(1, t // page_size).long() * page_size + t % page_size
+        k, v = (pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))
+    return _attention(q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2), scale, mask).squeeze(2)
 
 
 def _attend_prompt(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, total: int, scale: float) -> Tensor:

@@ -1,0 +1,117 @@
+"""The Triton form of each layer against its eager form on the same weights and pages: on a GPU, else in the interpreter.
+
+The planted faults show that the comparison can fail.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported
+
+from minirt import models, weights
+from minirt.batch import Batch, Chunk
+from minirt.graph import Model
+from minirt.kv_cache import KVCache
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 131,
+    "num_hidden_layers": 2,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "head_dim": 64,
+}
+FAMILIES = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_act": "gelu_pytorch_tanh"},
+    "qwen2": {"num_attention_heads": 7, "num_key_value_heads": 1},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "hidden_act": "gelu"},
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 1, "sliding_window": None},
+}
+LENGTHS = (1, 65, 140)  # beyond 128 tokens in a step: the tiled GEMM
+
+
+def build(family, impl):
+    config = models.parse_config({"model_type": family, **SIZES, **FAMILIES[family]})
+    model = Model(config, models.build(config))
+    model.allocate(DEVICE, torch.float32, 512)
+    model.resolve(impl)
+    weights.randomize(model)
+    return model
+
+
+def run(model):
+    """Logits of three prompts in one step, then of one more token each, then of a chunk of two behind them."""
+    cache = KVCache(model.kv_shapes, 9, DEVICE, torch.float32)
+    for layer in cache.layers:
+        layer.k.fill_(float("nan"))
+        layer.v.fill_(float("nan"))
+    random = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 211, (n + 3,), generator=random).tolist() for n in LENGTHS]
+    pages = [[7], [2, 5], [0, 8, 3]]
+    rows = []
+    for first, last in ((0, -3), (-3, -2), (-2, None)):
+        chunks = [
+            Chunk(p[first or 0 : last], 0 if first == 0 else len(p) + first, t)
+            for p, t in zip(prompts, pages, strict=True)
+        ]
+        rows.append(model(Batch.build(chunks, cache.page_size), cache).cpu())
+    return torch.cat(rows)
+
+
+def error(family, impl, plant=lambda model: None):
+    exact = run(build(family, "eager"))
+    model = build(family, impl)
+    plant(model)
+    out = run(model)
+    return float((out - exact).norm() / exact.norm())
+
+
+LIMIT = 3e-6  # fp32, two blocks; measured: up to 8e-7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers(family):
+    assert error(family, "triton") < LIMIT
+
+
+@pytest.mark.parametrize("layer", ["embedding", "layers.1.attention", "layers.0.mlp", "head"])
+def test_one_layer_in_triton(layer):
+    assert error("qwen2", ["eager", f"{layer}=triton"]) < LIMIT
+
+
+def swap_gate_and_up(model):
+    weight = model.layers[2].gate_up.weight
+    weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+
+
+def turn_rope_backwards(model):
+    attention = model.layers[1]
+    attention.cos_sin[:, 32:].neg_()
+
+
+def shift_the_mask(model):
+    """One token too few is seen: what a mask that is off by one does."""
+    attention = model.layers[1]
+    forward = attention._forward
+
+    def shifted(x, batch, kv):
+        true = batch.seq_lens_device.clone()
+        batch.seq_lens_device.copy_((true - 1).clamp(min=1))
+        out = forward(x, batch, kv)
+        batch.seq_lens_device.copy_(true)
+        return out
+
+    attention._forward = shifted
+
+
+def skip_the_bias(model):
+    model.layers[1].qkv.bias.zero_()
+
+
+@pytest.mark.parametrize("plant", [swap_gate_and_up, turn_rope_backwards, shift_the_mask, skip_the_bias])
+def test_planted_faults_are_found(plant):
+    assert not error("qwen2", "triton", plant) < 1000 * LIMIT  # a NaN is found, too
