@@ -23,12 +23,12 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
     c0, c2 = c0 & _MASK, c2 & _MASK
     for _ in range(_ROUNDS):
         # A product may pass 2⁶³ and wrap, which leaves its 64 bits right; the mask removes what the arithmetic shift
-        # drags in from the sign. c1 and c3 enter only through that masked xor, so their high halves may stay.
+        # drags in from the sign. c1, c3 and the key enter only through that masked xor, so their high halves may stay.
         product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2
         c0 = ((product_2 >> 32) ^ (c1 ^ k0)) & _MASK
         c2 = ((product_0 >> 32) ^ (c3 ^ k1)) & _MASK
         c1, c3 = product_2, product_0
-        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+        k0, k1 = k0 + _WEYL_0, k1 + _WEYL_1
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 

@@ -21,7 +21,11 @@ def find(
     name = str(model)
     if not name:
         raise InputError("the model's name is empty", hint="give a folder, a Hub id or a preset")
-    preset = models.preset(name) if not Path(name).expanduser().is_dir() else None
+    try:
+        preset = models.preset(name) if not Path(name).expanduser().is_dir() else None
+    except (OSError, RuntimeError) as error:  # a name that is too long, a folder that is not ours to see, an unknown user
+        what = f"cannot be looked up: {error.strerror if isinstance(error, OSError) else error}"
+        raise ModelNotFoundError(what, where=name[:80]) from error
     if preset is not None and not need_weights and revision is None:
         return None, preset.config
     try:

@@ -282,8 +282,8 @@ def _progress(quiet: bool) -> Any:
 
 
 def _record(prompt: str, completion: Any) -> dict[str, Any]:
-    names = ("prompt_token_ids", "token_ids", "text", "finish_reason")
-    names += ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes")
+    names = ["prompt_token_ids", "token_ids", "text", "finish_reason"]
+    names += ["time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"]
     record = {"prompt": prompt, **{name: getattr(completion, name) for name in names}}
     effective = completion.sampling
     record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
@@ -365,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: runs a command and turns errors into one line on stderr and an exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     # A stream that the shell closed (`>&-`) is None.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop

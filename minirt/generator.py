@@ -119,7 +119,8 @@ class Generator:
         """
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
-        self.load_time_s, self.bytes_read, self.unused_tensors = 0.0, 0, ()
+        self.load_time_s, self.bytes_read = 0.0, 0
+        self.unused_tensors: tuple[str, ...] = ()
         self._model: Model | None = model
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes = model.decode_read_bytes
@@ -182,13 +183,12 @@ class Generator:
         check_memory(graph, length, chosen, target, kv_cache_memory)
         graph.allocate(target, chosen, length)
         graph.resolve(impl)
-        bytes_read, unused = 0, ()
+        report = weights.LoadReport(0, ())
         if checkpoint:
             report = weights.load(
                 graph, checkpoint.weight_files, checkpoint.weight_index, allow_unused=layers is not None,
                 check_weights=check_weights, progress=progress,
             )
-            bytes_read, unused = report.bytes_read, report.unused
         else:
             weights.randomize(graph, seed)
         generation_config = files.generation_config if files else None
@@ -197,7 +197,7 @@ class Generator:
             eos_token_ids=eos_token_ids(generation_config, files.config if files else {}, tokenizer),
             kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
         )
-        generator.bytes_read, generator.unused_tensors = bytes_read, unused
+        generator.bytes_read, generator.unused_tensors = report.bytes_read, report.unused
         generator.load_time_s = time.perf_counter() - started
         return generator
 
@@ -330,9 +330,9 @@ class Generator:
                 streams[request], self._inbox[request] = (index, stream), []
             while streams:
                 for output in self._outputs(streams):
-                    index, stream = streams.get(output.request_id, (0, None))
-                    if stream is None:  # it ended at a stop string; the engine was ahead
+                    if output.request_id not in streams:  # it ended at a stop string; the engine was ahead
                         continue
+                    index, stream = streams[output.request_id]
                     piece = stream.push(output)
                     if piece.finish_reason is not None:
                         self._forget(output.request_id)

@@ -9,17 +9,25 @@ E: hence log(1 - u), computed as log1p(-u), and not log(u).
 u_v is word v mod 4 of Philox with key = the request's seed and counter = (v // 4, step, 0, 0): a draw depends on seed,
 step and v alone, never on the rest of the batch. For the same reason the filters use only exact integer sums and
 elementwise operations, whose result no batch shape can change.
+
+On a GPU the kernels of `minirt.kernels.sampling` draw the same tokens; what is here runs on any device and defines them.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minirt.errors import InputError
+from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.philox import philox, uniform
 from minirt.sampling import EffectiveSampling
+
+if TYPE_CHECKING:
+    from minirt.kernels.sampling import SamplingWorkspace
 
 # Probability masses are summed as integers: a weight (at most 1) times 2⁴⁰, truncated. Sums hold for V up to 2²², and a
 # vocabulary of 2¹⁸ tokens loses at most 2⁻²² of its most probable token's mass.
@@ -74,12 +82,27 @@ class SamplingBatch:
         )
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+@functools.cache
+def _kernels() -> ModuleType:
+    try:
+        from minirt.kernels import sampling
+    except ImportError as error:
+        hint = "install Triton, or sample with impl='eager'"
+        raise UnsupportedError("the Triton sampler cannot be imported", where="sample", found=error, hint=hint) from error
+    return sampling
+
+
+def sample(
+    logits: Tensor, batch: SamplingBatch, impl: str = "auto", workspace: "SamplingWorkspace | None" = None
+) -> Tensor:
     """One token for each row of `logits` [B, V] (fp32; fp16 and bf16 are computed in fp32) → [B] int64.
 
     Greedy: the largest logit, the lowest index among equals. A row with +inf takes one of its +inf tokens: the first if
     greedy, else a uniform draw among them. A row that contains NaN, or nothing but -inf, gives -1, an id no vocabulary
     has: raising here would cost a sync, so the caller, who reads the tokens anyway, turns it into an error.
+
+    `impl`: "eager", "triton", or "auto", which is triton on a CUDA device and eager elsewhere. `workspace`: the scratch
+    of triton, allocated by the call if None.
     """
     rows = batch.step.shape[0]
     if logits.ndim != 2 or logits.shape[0] != rows:
@@ -89,6 +112,15 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
             expected=f"logits of shape ({rows}, V)",
             found=f"{tuple(logits.shape)}",
         )
+    if impl not in ("auto", "eager", "triton"):
+        raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
+    if impl == "triton" or (impl == "auto" and logits.device.type == "cuda"):
+        return _kernels().sample(
+            logits.to(torch.float32).contiguous(),
+            batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,
+            all_greedy=batch.all_greedy, any_top_k=batch.any_top_k, any_top_p=batch.any_top_p,
+            any_min_p=batch.any_min_p, workspace=workspace,
+        )  # fmt: skip
     token = logits.argmax(-1, keepdim=True)
     top = logits.gather(1, token)  # NaN if the row has one: argmax ranks NaN above everything
     if not batch.all_greedy:

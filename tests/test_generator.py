@@ -1,7 +1,7 @@
-"""The public API on tiny models: forms of input and refusals, streams, stop strings, sampling, limits, memory, closing.
+"""The public API on tiny models: forms of input and refusals, streams, stop strings, sampling, limits, closing.
 
 Catches text that differs between generate and stream, requests that leak or disturb each other, raw Python errors where
-a message is due, and memory that is taken before it is known to suffice, or kept after close.
+a message is due, and memory that is kept after close.
 """
 
 import gc
@@ -15,19 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import add_tokenizer
 
-from minirt import Generator, SamplingParams, choose, weights
+from minirt import Generator, SamplingParams
 from minirt.errors import (
     CheckpointError,
     ConfigError,
     ContextLengthError,
-    DeviceError,
     InputError,
     MinirtError,
-    ModelNotFoundError,
     NumericsError,
-    OutOfMemoryError,
     TokenizerError,
-    UnsupportedError,
 )
 
 CACHE = 1 << 22
@@ -343,87 +339,3 @@ def test_close_frees_the_weights_and_the_cache(folder):
     for use in uses:
         with pytest.raises(MinirtError, match="closed"):
             use()
-
-
-# Memory, device, length: before anything is allocated
-
-
-@pytest.fixture
-def no_allocation(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("memory was taken before the check")
-
-    monkeypatch.setattr("minirt.graph.Model.allocate", refuse)
-
-
-@pytest.mark.usefixtures("no_allocation")
-def test_memory_is_checked_first(folder, monkeypatch):
-    monkeypatch.setattr(weights, "free_memory", lambda device: 20 << 30)
-    with pytest.raises(OutOfMemoryError, match=r"72\.71 G .*expected 271\.10 GiB; found 20\.00 GiB free.*smaller"):
-        load("Qwen2.5-72B", random_weights=True)
-    with pytest.raises(OutOfMemoryError, match=r"KV pages.*expected 900\..*GiB; found 20.*--kv-cache-memory"):
-        load(folder, kv_cache_memory=900 << 30)
-    for wrong in (0, -1, 1000, 1e9, True):
-        with pytest.raises(ConfigError, match=r"--kv-cache-memory.*49152 bytes"):
-            load(folder, kv_cache_memory=wrong)
-
-
-@pytest.mark.usefixtures("no_allocation")
-def test_rope_tables_count_as_memory(copy, monkeypatch):
-    path = copy / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 16 << 20}))
-    monkeypatch.setattr(weights, "free_memory", lambda device: 4 << 30)
-    with pytest.raises(OutOfMemoryError, match=r"16777216 positions.*--max-model-len"):
-        load(copy)
-
-
-@pytest.mark.usefixtures("no_allocation")
-@pytest.mark.parametrize("wrong", [0, -5, 257, 2.5, True])
-def test_bad_lengths(wrong, folder):
-    with pytest.raises(ConfigError, match=r"--max-model-len.*1 to 256"):
-        load(folder, max_model_len=wrong)
-
-
-@pytest.mark.parametrize("device", ["tpu", "", "cpu:0", "cuda:-1", "cuda:x", "cuda:²", "cuda:999999", 7])
-def test_bad_devices(device, folder):
-    with pytest.raises(DeviceError, match="device"):
-        Generator.from_pretrained(folder, device=device)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_cuda_without_a_gpu(folder):
-    with pytest.raises(DeviceError, match=r"--device cuda.*--device cpu"):
-        Generator.from_pretrained(folder, device="cuda")
-
-
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "", "Float32"])
-def test_bad_dtypes(dtype, folder):
-    with pytest.raises(ConfigError, match="--dtype"):
-        load(folder, dtype=dtype)
-
-
-BAD_IMPL = ["foo", "layers.99.*=eager", "=eager", "layers.*=", "", ["eager", "triton"], "eager=head"]
-
-
-@pytest.mark.parametrize("impl", BAD_IMPL)
-def test_bad_implementations(impl, folder):
-    with pytest.raises(UnsupportedError):
-        load(folder, impl=impl)
-
-
-def test_unknown_models(tmp_path, folder):
-    for wrong, message in (
-        (tmp_path / "nowhere", "nowhere"), (folder / "config.json", "file, not a folder"), (tmp_path, r"config\.json"),
-        ("no-such-preset", r"Qwen2\.5-7B"), ("a\0b", "folder"), ("", "empty"),
-    ):
-        with pytest.raises((ModelNotFoundError, InputError), match=message):
-            load(wrong)
-
-
-def test_preset_with_random_weights_needs_no_files(monkeypatch):
-    monkeypatch.setattr(choose, "resolve", lambda *_, **__: pytest.fail("looked for files"))
-    small = {"max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory": 1 << 23}
-    with load("smollm2-135m", random_weights=True, **small) as random:
-        assert random.tokenizer is None
-        assert torch.isfinite(random.logits([3, 4, 5])).all()
-        assert random.bytes_read == 0

@@ -118,7 +118,7 @@ AWKWARD = {
     "large": [3e38, -3e38, 2.9e38, 0], "negative": -100 - RNG.random(31) * 5, "prime": RNG.normal(size=1031) * 3,
     "fine": 1 + np.arange(257) * 2.0**-23,
 }  # fmt: skip
-KEEP: list[dict] = [{"top_k": k} for k in (1, 2, 3, 7, 12, 10**12)]
+KEEP: list[dict] = [{"top_k": k} for k in (1, 2, 3, 7, 10, 10**12)]
 KEEP += [{"top_p": p} for p in (1e-50, 1e-6, 0.3, 0.77, 0.999)] + [{"min_p": m} for m in (1e-9, 0.02, 0.5, 1.0)]
 KEEP += [{"temperature": 0.6, "top_k": 5, "top_p": 0.7}, {"temperature": 2.5, "top_k": 40, "min_p": 0.13}]
 KEEP += [{"temperature": 0.9, "top_k": 11, "top_p": 0.93, "min_p": 0.03}, {"top_k": 1, "top_p": 1.0, "min_p": 0.0}]

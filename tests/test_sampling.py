@@ -200,7 +200,7 @@ from minirt.kernels.philox import philox
 @triton.jit
 def kernel(seed, out_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
-    words = tl.philox(seed, i, i * 0 + 77, i * 3, i * 0 - 1)
+    words = tl.philox(seed, i - 9, i * 0 + 77, i * 3 - 100, i * 0 - 1)
     for j in tl.static_range(4):
         tl.store(out_ptr + j * N + i, words[j].to(tl.int64))
 
@@ -208,7 +208,7 @@ for seed in (0, 1, -1, 2**63 - 1, -(2**63) + 12345, 0x1234567890ABCDEF):
     out = torch.full((4, 64), -1, dtype=torch.int64)
     kernel[(1,)](seed, out, N=64)
     i = torch.arange(64)
-    expected = philox(torch.tensor([seed]), i, torch.tensor([77]), i * 3, torch.tensor([-1]))
+    expected = philox(torch.tensor([seed]), i - 9, torch.tensor([77]), i * 3 - 100, torch.tensor([-1]))
     if not torch.equal(out & 0xFFFFFFFF, torch.stack(expected)):
         sys.exit(f"seed {seed}: words differ")
 print("same words")

@@ -97,8 +97,9 @@ def cache(make: Callable[..., Tensor], nan: Callable[..., Tensor], device: torch
 
 def floor(dtype: torch.dtype) -> float:
     """The error to allow where the reference happens to have none: one rounding of the output, half a unit in the last
-    place (bf16 3.9e-3, fp16 4.9e-4), and in fp32, where sums in another order matter more than rounding, 1e-6."""
-    return max(torch.finfo(dtype).eps / 2, 1e-6)
+    place (bf16 3.9e-3, fp16 4.9e-4), and in fp32, where sums in another order and the GPU's exp2 (2 units in the last place,
+    on scores that are rounded themselves) matter more than rounding, 2e-6."""
+    return max(torch.finfo(dtype).eps / 2, 2e-6)
 
 
 def _errors(value: Tensor, truth: Tensor) -> tuple[float, float]:

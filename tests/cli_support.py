@@ -1,0 +1,37 @@
+"""What the tests of the command line share."""
+
+import re
+
+import pytest
+
+from minirt import cli
+
+CACHE = ("--kv-cache-memory", "8MiB", "--device", "cpu")
+
+
+def caller(capfd, monkeypatch):
+    """A function that runs the command line → (exit code, stdout, stderr)."""
+    monkeypatch.delenv("MINIRT_MODEL", raising=False)
+
+    def call(*arguments):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(a) for a in arguments])
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return call
+
+
+def refused(result, *words, code=1):
+    """Fail unless it is a refusal: the exit code, nothing on stdout, no traceback, and a message with all of `words`.
+
+    No `assert`: in a file that holds no tests, python -O removes it.
+    """
+    found, out, err = result
+    good = found == code and out == "" and all(word in err for word in words)
+    good &= "Traceback" not in err and not re.search(r"unexpected \w+(Error|Exception)", err)
+    if code == 1:
+        good &= err.startswith("minirt: ") and err.count("\n") == 1
+    if not good:
+        pytest.fail(f"expected exit code {code} and {words}; found {found}, stdout {out!r}, stderr {err!r}")
