@@ -25,7 +25,7 @@ demo: $(MODEL)/config.json
 
 test: $(MODEL)/config.json
 	$(BIN)/pytest
-	$(BIN)/python -O -P -m pytest -q -m "not slow"
+	$(BIN)/python -O -P -m pytest -q -m "not slow" --ignore=tests/kernels
 
 # mypy sees the package as it is installed, since its folders lie side by side here.
 lint: $(VENV)/installed

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it reads this once
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

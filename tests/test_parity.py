@@ -63,6 +63,7 @@ def greedy(model, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", CASES)
 def test_tiny_models(case, impl, hf_folder):

@@ -3,13 +3,8 @@
 The planted faults show that the comparison can fail.
 """
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported
 
 from minirt import models, weights
 from minirt.batch import Batch, Chunk
