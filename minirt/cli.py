@@ -303,7 +303,8 @@ def _summary(generator: Any, completion: Any) -> None:
         f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "
         f"{rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights · "
         f"peak memory {_bytes(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
-        completion.sampling.describe(),
+        f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
+        f"({completion.sampling.sources.get('max_tokens', 'default')})",
     ]
     if completion.sampling.not_applied:
         ignored = ", ".join(completion.sampling.not_applied)

@@ -54,7 +54,7 @@ class Scheduler:
                 "the prompt is too long",
                 expected=f"at most {self.max_len - 1} tokens, to leave room for one new token",
                 found=f"{len(sequence.tokens)} tokens",
-                hint=f"shorten it or raise {self._limit}",
+                hint=f"shorten it, or raise {self._limit} if the model and the memory allow",
             )
         self.waiting.append(sequence)
 
