@@ -3,6 +3,8 @@
 import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Generator as Generation
+from contextlib import closing
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -230,15 +232,17 @@ class Generator:
 
         Several streams may be open at once: they share the engine's steps.
         """
-        for _, piece in self._run([prompt], [params]):
-            yield piece[0]
+        with closing(self.stream_completion(prompt, params)) as pieces:  # with this iterator, not when it is collected
+            for piece, _ in pieces:
+                yield piece
 
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[tuple[Piece, Completion]]:
+    ) -> Generation[tuple[Piece, Completion], None, None]:
         """As `stream`, with the completion as it stands after each piece."""
-        for _, piece in self._run([prompt], [params]):
-            yield piece
+        with closing(self._run([prompt], [params])) as pieces:
+            for _, piece in pieces:
+                yield piece
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1."""
@@ -317,7 +321,7 @@ class Generator:
 
     def _run(
         self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]
-    ) -> Iterator[tuple[int, tuple[Piece, Completion]]]:
+    ) -> Generation[tuple[int, tuple[Piece, Completion]], None, None]:
         """Run requests to their ends, yielding (prompt's index, (piece, completion so far)); left early, it aborts."""
         work = [(self.encode(p), self.effective_sampling(q)) for p, q in zip(prompts, params, strict=True)]
         streams: dict[int, tuple[int, _Stream]] = {}
