@@ -30,7 +30,7 @@ test: $(MODEL)/config.json
 # mypy sees the package as it is installed, since its folders lie side by side here.
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
-	rm -rf build/lint && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/lint .
+	rm -rf build && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/lint .
 	cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p minirt
 
 clean:
