@@ -59,7 +59,6 @@ class Engine:
         self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len)
         self._requests: dict[int, _Request] = {}
         self._ids = itertools.count()
-        self.num_steps = 0
 
     @property
     def max_len(self) -> int:
@@ -98,7 +97,6 @@ class Engine:
             return []
         batch = Batch.build([chunk for _, chunk in work], self._cache.page_size)
         logits = self._model(batch, self._cache)
-        self.num_steps += 1
         ends = []
         for sequence, chunk in work:
             sequence.num_computed += len(chunk.tokens)
