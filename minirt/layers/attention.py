@@ -97,7 +97,7 @@ def triton(layer: Attention) -> Forward:
     from minirt.kernels.attention import paged_attention_prefill
     from minirt.kernels.attention_decode import rope_paged_attention_decode, split_size
     from minirt.kernels.kv_write import qk_norm_rope_kv_write
-    from minirt.layers.regimes import linear_residual, norm_linear
+    from minirt.kernels.linear import linear_residual, norm_linear
 
     config, workspace = layer.config, layer.shared.workspace
     eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
@@ -108,7 +108,7 @@ def triton(layer: Attention) -> Forward:
         kv = layer.require(kv)
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
-        qkv = norm_linear(x, layer.norm, layer.qkv, eps, workspace)
+        qkv = norm_linear(x, layer.norm.weight, eps, layer.qkv.weight, layer.qkv.bias, workspace=workspace, check=False)
         if batch.max_query_len == 1:
             a = rope_paged_attention_decode(
                 qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.max_seq_len, layer.scale,
@@ -122,6 +122,6 @@ def triton(layer: Attention) -> Forward:
                 q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device,
                 batch.max_query_len, layer.scale, check=False,
             )  # fmt: skip
-        return linear_residual(a.view(-1, nq * d), layer.o, x, workspace)
+        return linear_residual(a.view(-1, nq * d), layer.o.weight, x, layer.o.bias, workspace=workspace, check=False)
 
     return forward

@@ -39,7 +39,7 @@ def eager(layer: Head) -> Forward:
 def triton(layer: Head) -> Forward:
     """Norm + LM head, after a gather of the rows unless all are wanted."""
     from minirt.kernels.embedding import embedding
-    from minirt.layers.regimes import norm_linear
+    from minirt.kernels.linear import norm_linear
 
     eps, workspace = layer.config.rms_norm_eps, layer.shared.workspace
 
@@ -47,6 +47,14 @@ def triton(layer: Head) -> Forward:
         rows = x
         if batch.logits_indices.shape[0] != batch.num_tokens:
             rows = embedding(batch.logits_indices, x, check=False)
-        return norm_linear(rows, layer.norm, layer.lm_head, eps, workspace, out_dtype=torch.float32)
+        return norm_linear(
+            rows,
+            layer.norm.weight,
+            eps,
+            layer.lm_head.weight,
+            workspace=workspace,
+            out_dtype=torch.float32,
+            check=False,
+        )
 
     return forward

@@ -39,11 +39,14 @@ def eager(layer: MLP) -> Forward:
 @register("mlp", "triton", unsupported=triton_unsupported)
 def triton(layer: MLP) -> Forward:
     """Norm + gate/up + activation · down + residual."""
-    from minirt.layers.regimes import linear_residual, norm_gate_up
+    from minirt.kernels.linear import linear_residual, norm_gate_up
 
     eps, activation, workspace = layer.config.rms_norm_eps, layer.config.hidden_act, layer.shared.workspace
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        return linear_residual(norm_gate_up(x, layer.norm, layer.gate_up, eps, activation), layer.down, x, workspace)
+        h = norm_gate_up(
+            x, layer.norm.weight, eps, layer.gate_up.weight, activation, bias=layer.gate_up.bias, check=False
+        )
+        return linear_residual(h, layer.down.weight, x, layer.down.bias, workspace=workspace, check=False)
 
     return forward

@@ -14,7 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from minirt.kernels import attention, attention_decode, common, embedding, gemm, kv_write, linear, norm
+from minirt.kernels import (
+    attention,
+    attention_decode,
+    common,
+    embedding,
+    gemm,
+    gemm_small,
+    gemv,
+    kv_write,
+    linear,
+    norm,
+)
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 
@@ -59,7 +70,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         )
 
     jit.JITFunction.run = warm_up
-    for module in (linear, gemm):
+    for module in (gemv, gemm_small, gemm):
         module.capability = lambda device: cc
 
 
