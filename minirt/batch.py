@@ -1,17 +1,23 @@
 """`Batch`: one step's work for the model, any mix of prefill and decode, flat and ragged."""
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+KV_SPLIT = 256  # cached tokens that one program of decode attention reads: constant, so that no batch changes a result
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of one sequence that a step computes: `tokens` at positions start, start + 1, …, in `pages`."""
+    """The part of one sequence that a step computes: `tokens` at positions start, start + 1, …, in `pages`.
+
+    A token is an id, or ~r for the token that the step before sampled in row r, which only the device knows yet.
+    """
 
     tokens: Sequence[int]
     start: int
@@ -21,26 +27,68 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Where a batch's tensors lie in its one flat int32 tensor: each at a multiple of 16 bytes, so that kernels are compiled for
+    one alignment, and the block tables last, so that a batch smaller than its layout is a prefix."""
+
+    tokens: int
+    logits: int
+    seqs: int
+    width: int
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """int32 words: tokens, positions, slots, logits_indices (int64), query_starts, seq_lens, split_starts."""
+        return [2 * self.tokens] * 3 + [2 * self.logits, self.seqs + 1, self.seqs, self.seqs + 1]
+
+    @cached_property
+    def before_tables(self) -> int:
+        return sum(_aligned(size) for size in self._sizes)
+
+    @property
+    def words(self) -> int:
+        return self.before_tables + self.seqs * self.width
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """tokens, positions, slots, logits_indices, query_starts, seq_lens, split_starts, block_tables."""
+        starts = accumulate((_aligned(size) for size in self._sizes), initial=0)
+        parts = [flat[start : start + size] for start, size in zip(starts, self._sizes, strict=False)]
+        tables = flat[self.before_tables : self.words].view(self.seqs, self.width)
+        return *(part.view(torch.int64) for part in parts[:4]), *parts[4:], tables
+
+
+def _aligned(words: int) -> int:
+    return -(-words // 4) * 4
+
+
+@dataclass(frozen=True)
 class Batch:
     """T tokens of B sequences, sequence after sequence.
 
-    Tensors: `tokens` [T] int64, `positions` [T] int64, `slots` [T] int64 (page · page_size + offset: where a token's K and V
-    go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits), `query_starts_device` [B + 1] int32,
-    `seq_lens_device` [B] int32 (cached tokens, the new ones included), `block_tables` [B, pages] int32 (padded with page 0).
-    They are views of `flat`, so that a batch built on the host reaches the device in one copy.
-    Host tuples: `query_lens`, `seq_lens`, for what the eager layers and the kernels' grids need.
+    Tensors: `tokens` [T] int64 (see `input_ids`), `positions` [T] int64, `slots` [T] int64 (page · page_size + offset: where
+    a token's K and V go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits), `query_starts_device`
+    [B + 1] int32, `seq_lens_device` [B] int32 (cached tokens, the new ones included), `split_starts_device` [B + 1] int32
+    (number of the first KV_SPLIT tokens of each sequence among those of all), `block_tables` [B, pages] int32. They are
+    views of `flat`, so that a batch built on the host reaches the device in one copy. `previous` [≥ R] int64: what the step
+    before sampled.
+    Host values: `query_lens`, `seq_lens`, and bounds that size the kernels' grids, `max_seq_len` and `max_splits`.
     """
 
     flat: Tensor
+    layout: Layout
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     logits_indices: Tensor
     query_starts_device: Tensor
     seq_lens_device: Tensor
+    split_starts_device: Tensor
     block_tables: Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    max_seq_len: int
+    max_splits: int
+    previous: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +97,14 @@ class Batch:
     @property
     def num_seqs(self) -> int:
         return len(self.seq_lens)
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Token ids [T] int64, those that the step before sampled filled in; what has no id (a failed row) becomes 0."""
+        if self.previous is None:
+            return self.tokens
+        sampled = self.previous[(~self.tokens).clamp(min=0)].clamp(min=0)
+        return torch.where(self.tokens < 0, sampled, self.tokens)
 
     @cached_property
     def query_starts(self) -> list[int]:
@@ -59,95 +115,91 @@ class Batch:
     def max_query_len(self) -> int:
         return max(self.query_lens, default=0)
 
-    @cached_property
-    def max_seq_len(self) -> int:
-        return max(self.seq_lens, default=0)
-
     @classmethod
     def build(cls, chunks: Sequence[Chunk], page_size: int) -> "Batch":
         """Lay the chunks out flat, on the host."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts: list[int] = [0]
-        logits: list[int] = []
-        for chunk in chunks:
-            stop, first = chunk.start + len(chunk.tokens), len(tokens)
-            tokens.extend(chunk.tokens)
-            positions.extend(range(chunk.start, stop))
-            slots.extend(chunk.pages[p // page_size] * page_size + p % page_size for p in range(chunk.start, stop))
-            starts.append(len(tokens))
-            if chunk.all_logits:
-                logits.extend(range(first, len(tokens)))
-            elif chunk.wants_logits:
-                logits.append(len(tokens) - 1)
-        seq_lens = tuple(c.start + len(c.tokens) for c in chunks)
+        seq_lens = [c.start + len(c.tokens) for c in chunks]
         width = max((-(-n // page_size) for n in seq_lens), default=0)
-        batch = cls._over(
-            torch.zeros(_length(len(tokens), len(logits), len(chunks), width), dtype=torch.int32),
-            len(tokens), len(logits), width, tuple(len(c.tokens) for c in chunks), seq_lens,
-        )  # fmt: skip
-        batch.tokens.copy_(torch.tensor(tokens))
-        batch.positions.copy_(torch.tensor(positions))
-        batch.slots.copy_(torch.tensor(slots))
-        batch.logits_indices.copy_(torch.tensor(logits))
-        batch.query_starts_device.copy_(torch.tensor(starts))
-        batch.seq_lens_device.copy_(torch.tensor(seq_lens))
-        for row, chunk in zip(batch.block_tables, chunks, strict=True):
-            pages = chunk.pages[:width]
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        return batch
+        logits = sum(len(c.tokens) if c.all_logits else c.wants_logits for c in chunks)
+        layout = Layout(sum(len(c.tokens) for c in chunks), logits, len(chunks), width)
+        flat = torch.empty(layout.words, dtype=torch.int32)
+        _write(layout, flat, chunks, page_size)
+        splits = sum(-(-n // KV_SPLIT) for n in seq_lens)
+        return cls._over(flat, layout, tuple(len(c.tokens) for c in chunks), tuple(seq_lens), max(seq_lens, default=0), splits)
 
     @classmethod
-    def padding(cls, size: int, context: int, page_size: int) -> "Batch":
-        """A decode batch of `size` padding rows (slot −1, length 0) that `fill` can overwrite, on the host.
-
-        The host tuples hold the largest values that `fill` may bring: sequences of `context` tokens.
-        """
-        width = -(-context // page_size)
-        flat = torch.zeros(_length(size, size, size, width), dtype=torch.int32)
-        batch = cls._over(flat, size, size, width, (1,) * size, (context,) * size)
-        batch.slots.fill_(-1)
-        batch.logits_indices.copy_(torch.arange(size))
-        batch.query_starts_device.copy_(torch.arange(size + 1))
-        return batch
-
-    def fill(self, other: "Batch") -> None:
-        """Take over a decode batch of at most this size and context, both on the host; the rows behind it become padding."""
-        count = other.num_seqs
-        self.tokens[:count] = other.tokens
-        self.positions[:count] = other.positions
-        self.slots[:count] = other.slots
-        self.slots[count:] = -1
-        self.seq_lens_device[:count] = other.seq_lens_device
-        self.seq_lens_device[count:] = 0
-        self.block_tables[:count, : other.block_tables.shape[1]] = other.block_tables
+    def static(cls, flat: Tensor, size: int, max_seq_len: int, max_splits: int, page_size: int) -> "Batch":
+        """A decode batch of `size` rows over a buffer that `write_decode` fills anew for each step; the bounds are the largest
+        that a step may bring."""
+        layout = Layout(size, size, size, -(-max_seq_len // page_size))
+        return cls._over(flat, layout, (1,) * size, (max_seq_len,) * size, max_seq_len, max_splits)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`, in one copy."""
         if self.flat.device == device:
             return self
         flat = self.flat.pin_memory() if device.type == "cuda" else self.flat
-        return self.over(flat.to(device, non_blocking=True))
+        return self._over(
+            flat.to(device, non_blocking=True), self.layout, self.query_lens, self.seq_lens, self.max_seq_len,
+            self.max_splits, self.previous,
+        )  # fmt: skip
 
-    def over(self, flat: Tensor) -> "Batch":
-        """A batch of this layout whose tensors are views of `flat`."""
-        width = self.block_tables.shape[1]
-        return self._over(flat, self.num_tokens, self.logits_indices.shape[0], width, self.query_lens, self.seq_lens)
+    def after(self, previous: Tensor) -> "Batch":
+        """The same batch, its tokens ~r taken from `previous`."""
+        return replace(self, previous=previous)
 
     @classmethod
     def _over(
-        cls, flat: Tensor, tokens: int, logits: int, width: int, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
-    ) -> "Batch":
-        seqs = len(seq_lens)
-        sizes = [2 * tokens] * 3 + [2 * logits, seqs + 1, seqs, seqs * width]
-        *wide, starts, lens, tables = flat.split(sizes)
-        ids, positions, slots, logits_indices = (part.view(torch.int64) for part in wide)
-        return cls(
-            flat, ids, positions, slots, logits_indices, starts, lens, tables.view(seqs, width), query_lens, seq_lens
-        )
+        cls, flat: Tensor, layout: Layout, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int,
+        max_splits: int, previous: Tensor | None = None,
+    ) -> "Batch":  # fmt: skip
+        return cls(flat, layout, *layout.views(flat), query_lens, seq_lens, max_seq_len, max_splits, previous)
 
 
-def _length(tokens: int, logits: int, seqs: int, width: int) -> int:
-    """int32 words of a batch: the int64 parts come first, so that they are aligned."""
-    return 6 * tokens + 2 * logits + 2 * seqs + 1 + seqs * width
+def write_decode(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int) -> int:
+    """Write decode chunks, at most `layout.seqs`, to a host buffer of that layout, and padding (slot −1, length 0) behind
+    them. → the words that matter, from the buffer's start."""
+    _write(layout, flat, chunks, page_size)
+    return layout.before_tables + len(chunks) * layout.width
+
+
+def _write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int) -> None:
+    tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
+    starts, lens, splits, tables = array("i", [0]), array("i"), array("i", [0]), array("i")
+    blank = array("i", bytes(4 * layout.width))
+    for chunk in chunks:
+        start, count, pages = chunk.start, len(chunk.tokens), chunk.pages
+        stop, first = start + count, len(tokens)
+        tokens.extend(chunk.tokens)
+        if count == 1:
+            positions.append(start)
+            slots.append(pages[start // page_size] * page_size + start % page_size)
+        else:
+            positions.extend(range(start, stop))
+            slots.extend(pages[p // page_size] * page_size + p % page_size for p in range(start, stop))
+        starts.append(first + count)
+        lens.append(stop)
+        splits.append(splits[-1] - (-stop // KV_SPLIT))
+        if chunk.all_logits:
+            logits.extend(range(first, stop - start + first))
+        elif chunk.wants_logits:
+            logits.append(first + count - 1)
+        used = min(len(pages), layout.width)
+        tables.extend(pages[:used])
+        tables.extend(blank[used:])
+    padding = layout.seqs - len(chunks)
+    if padding:  # of decode rows: one token each
+        first = len(tokens)
+        tokens.extend([0] * padding)
+        positions.extend([0] * padding)
+        slots.extend([-1] * padding)
+        logits.extend(range(first, first + padding))
+        starts.extend(range(first + 1, first + padding + 1))
+        lens.extend([0] * padding)
+        splits.extend([splits[-1]] * padding)
+    parts = layout.views(flat)
+    for view, values in zip(parts, (tokens, positions, slots, logits, starts, lens, splits), strict=False):
+        if values:
+            view.copy_(torch.frombuffer(values, dtype=view.dtype))
+    if tables:
+        parts[-1].view(-1)[: len(tables)].copy_(torch.frombuffer(tables, dtype=torch.int32))

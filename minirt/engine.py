@@ -1,17 +1,23 @@
-"""`Engine`: the loop. Requests of token ids go in, sampled token ids come out, one step at a time."""
+"""`Engine`: the loop. Requests of token ids go in, sampled token ids come out, one step at a time.
+
+On a GPU the host is one step ahead: a step is queued before the tokens of the one before it are known, so the GPU never waits
+for Python. What it costs is a row computed in vain when a request ends at an EOS token or a stop string.
+"""
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minirt.batch import Batch, Chunk
-from minirt.errors import ContextLengthError, InputError
+from minirt.errors import ContextLengthError, DeviceError, InputError, MinirtError, NumericsError, OutOfMemoryError
 from minirt.kv_cache import KVCache
-from minirt.sampler import SamplingBatch, sample
+from minirt.runner import Progress, Runner, Step
 from minirt.sampling import EffectiveSampling
 from minirt.scheduler import Scheduler, Sequence
 
@@ -20,11 +26,13 @@ EVALUATION_CHUNK = 512  # tokens whose logits are computed at once by `Engine.lo
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One new token of one request. `finish_reason` is None while the request goes on, then "stop", "length" or "error"."""
+    """One new token of one request. `finish_reason` is None while the request goes on, then "stop", "length" or "error": then
+    there is no token (−1), and `error` says what happened."""
 
     request_id: int
     token: int
     finish_reason: str | None
+    error: MinirtError | None = None
 
 
 @dataclass(eq=False)
@@ -32,7 +40,11 @@ class _Request:
     sequence: Sequence
     sampling: EffectiveSampling
     eos: frozenset[int]
-    max_tokens: int = field(default=0)
+
+
+class _InFlight(NamedTuple):
+    step: Step
+    sampled: list[Sequence]  # whose rows it samples, in their order
 
 
 class Engine:
@@ -41,6 +53,8 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]; a `Model`, or anything with this signature.
         vocab_size: ids at or above it are refused.
+        graphs: run decode steps as CUDA graphs (a `Model` on a GPU, all of whose layers can be captured).
+        lookahead: steps that are started before the tokens of an earlier one are read: 0, or 1; None: 1 on a GPU.
     """
 
     def __init__(
@@ -53,12 +67,20 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
         device: torch.device | str = "cpu",
+        graphs: bool = False,
+        lookahead: int | None = None,
     ) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
-        self._device = torch.device(device)
+        device = torch.device(device)
         self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._runner = Runner(
+            model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len, graphs=graphs
+        )
+        self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
+        self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _Request] = {}
         self._ids = itertools.count()
+        self._failure: DeviceError | None = None
 
     @property
     def max_len(self) -> int:
@@ -66,8 +88,20 @@ class Engine:
         return self._scheduler.max_len
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._scheduler.max_num_seqs
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every kernel and capture every graph that a step can need; without it that happens when one does."""
+        self._runner.warm_up(self._scheduler.max_num_batched_tokens, progress)
+
+    def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
+        """Seconds that the bare CUDA graph of a decode step takes, `repeats` times; see `Generator.replay_times`."""
+        return self._runner.replay_times(batch_size, context_len, repeats)
 
     def add(self, prompt: Seq[int], sampling: EffectiveSampling, eos_token_ids: Seq[int] = ()) -> int:
         """Queue a request and return its id.
@@ -77,11 +111,11 @@ class Engine:
             ContextLengthError: a prompt that can never fit.
         """
         self.check_tokens(prompt)
-        sequence = Sequence(next(self._ids), list(prompt), len(prompt))
+        final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
+        sequence = Sequence(next(self._ids), list(prompt), len(prompt), final_len)
         self._scheduler.add(sequence)
         eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        max_tokens = min(sampling.max_tokens, self.max_len - len(prompt))
-        self._requests[sequence.id] = _Request(sequence, sampling, eos, max_tokens)
+        self._requests[sequence.id] = _Request(sequence, sampling, eos)
         return sequence.id
 
     def abort(self, request_id: int) -> None:
@@ -91,37 +125,72 @@ class Engine:
             self._scheduler.remove(request.sequence)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step and return its new tokens. No token comes of a step that ends in the middle of a prompt."""
-        work = self._scheduler.schedule()
-        if not work:
-            return []
-        batch = Batch.build([chunk for _, chunk in work], self._cache.page_size)
-        logits = self._model(batch, self._cache)
-        ends = []
+        """Start the next step and return the tokens of one that has ended, if any.
+
+        No token comes of a step that ends in the middle of a prompt. A step that runs out of memory ends the requests it was to
+        compute, with an error in their output.
+
+        Raises:
+            DeviceError: the GPU has failed; the engine cannot be used any more.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            work = self._scheduler.schedule()
+            outputs = self._start(work) if work else []
+            while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
+                outputs += self._collect(self._in_flight.popleft())
+            return outputs
+        except RuntimeError as error:
+            if "CUDA" not in str(error):
+                raise
+            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
+            self._failure = DeviceError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            raise self._failure from error
+
+    def _start(self, work: list[tuple[Sequence, Chunk]]) -> list[TokenOutput]:
+        sampled = [sequence for sequence, chunk in work if chunk.wants_logits]
+        settings = [(self._requests[s.id].sampling, s.num_generated) for s in sampled]
+        try:
+            step = self._runner.start([chunk for _, chunk in work], settings)
+        except torch.OutOfMemoryError as error:
+            tokens = sum(len(chunk.tokens) for _, chunk in work)
+            failure = OutOfMemoryError(
+                f"no memory left for a step of {len(work)} sequences and {tokens} tokens",
+                found=str(error).strip().splitlines()[0],
+                hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
+            )
+            return [self._fail(sequence.id, failure) for sequence, _ in work]
         for sequence, chunk in work:
             sequence.num_computed += len(chunk.tokens)
-            if chunk.wants_logits:
-                ends.append(self._requests[sequence.id])
-        if not ends:
-            return []
-        settings = [(r.sampling, r.sequence.num_generated) for r in ends]
-        tokens = sample(logits, SamplingBatch.build(settings, self._device)).tolist()
-        return [self._deliver(request, token) for request, token in zip(ends, tokens, strict=True)]
+        for row, sequence in enumerate(sampled):
+            sequence.row = row
+            sequence.pending += 1
+        self._in_flight.append(_InFlight(step, sampled))
+        return []
 
-    def _deliver(self, request: _Request, token: int) -> TokenOutput:
-        sequence = request.sequence
-        reason = None
-        if token < 0:  # the sampler's mark for logits that hold no number
-            reason = "error"
-        else:
+    def _collect(self, ended: _InFlight) -> list[TokenOutput]:
+        outputs = []
+        for sequence, token in zip(ended.sampled, ended.step.tokens(), strict=True):
+            request = self._requests.get(sequence.id)
+            if request is None:  # it ended, or was aborted, after this step had started
+                continue
+            sequence.pending -= 1
+            if token < 0:  # the sampler's mark for logits that hold no number
+                where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
+                hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
+                outputs.append(self._fail(sequence.id, NumericsError("the logits are NaN or infinite", where=where, hint=hint)))
+                continue
             sequence.tokens.append(token)
-            if token in request.eos:
-                reason = "stop"
-            elif sequence.num_generated >= request.max_tokens:
-                reason = "length"
-        if reason is not None:
-            self.abort(sequence.id)
-        return TokenOutput(sequence.id, token, reason)
+            ends = "stop" if token in request.eos else "length" if len(sequence.tokens) >= sequence.final_len else None
+            if ends is not None:
+                self.abort(sequence.id)
+            outputs.append(TokenOutput(sequence.id, token, ends))
+        return outputs
+
+    def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
+        self.abort(request_id)
+        return TokenOutput(request_id, -1, "error", error)
 
     def logits(self, tokens: Seq[int]) -> Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU, for evaluation. The cache must have room for the tokens."""

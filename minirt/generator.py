@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
-from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -14,92 +14,29 @@ import torch
 
 from minirt import models, weights
 from minirt.choose import check_memory, check_vocabulary, find, page_count, pick_device, pick_dtype, pick_length
+from minirt.completion import Completion, Piece, Stream
 from minirt.config import ModelConfig
-from minirt.cuda_graphs import GraphedModel
 from minirt.engine import Engine, TokenOutput
-from minirt.errors import InputError, MinirtError, NumericsError, TokenizerError
+from minirt.errors import InputError, MinirtError, TokenizerError
 from minirt.graph import Model
-from minirt.kv_cache import KVCache
+from minirt.kv_cache import KVCache, page_bytes
 from minirt.layers import Layer
+from minirt.progress import prompt_bar
 from minirt.sampling import EffectiveSampling, SamplingParams
 from minirt.sampling import resolve as resolve_sampling
 from minirt.tokenizer import IncrementalDecoder, StopStrings, Tokenizer, eos_token_ids
-from minirt.usage import peak_memory
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A step of a stream: new text (empty while a character or a stop string is incomplete) and its token ids."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-
-
-@dataclass
-class Completion:
-    """The result of one prompt. Times in seconds; `decode_tokens_per_s` counts the tokens after the first."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str | None
-    sampling: EffectiveSampling
-    time_to_first_token_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
-    peak_memory_bytes: int = 0
-
-
-@dataclass
-class _Stream:
-    """One request on its way from tokens to text."""
-
-    completion: Completion
-    decoder: IncrementalDecoder | None
-    stops: StopStrings
-    started: float
-    first: float = 0.0
-    parts: list[str] = field(default_factory=list)
-
-    def push(self, output: TokenOutput) -> Piece:
-        now = time.perf_counter()
-        done = self.completion
-        if not done.token_ids:
-            self.first = now
-            done.time_to_first_token_s = now - self.started
-        if output.finish_reason == "error":
-            raise NumericsError(
-                "the logits are NaN or infinite", where=f"generated token {len(done.token_ids)}",
-                hint="--check-weights finds damaged weights; --dtype float32 rules out overflow",
-            )
-        done.token_ids.append(output.token)
-        done.finish_reason = output.finish_reason
-        text, stopped = "", False
-        if self.decoder is not None:
-            text, stopped = self.stops.push(self.decoder.push(output.token))
-            if not stopped and output.finish_reason is not None:
-                tail, stopped = self.stops.push(self.decoder.flush())
-                text += tail if stopped else tail + self.stops.flush()
-            if stopped:
-                done.finish_reason = "stop"
-        self.parts.append(text)
-        if done.finish_reason is not None:
-            done.text = "".join(self.parts)
-            done.peak_memory_bytes = peak_memory()
-            if len(done.token_ids) > 1 and now > self.first:
-                done.decode_tokens_per_s = (len(done.token_ids) - 1) / (now - self.first)
-        return Piece(text, (output.token,), done.finish_reason)
 
 
 class Generator:
     """A loaded model that generates. Make one with `from_pretrained`; use it as a context manager to free the device.
 
     Attributes:
-        config, plan, tokenizer, eos_token_ids: what was loaded.
-        load_time_s, bytes_read: how long loading took, and how much it read.
+        config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
+        load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
+        decode_read_bytes, kv_bytes_per_token: what a decode step reads of the weights, and for each cached token.
     """
 
     def __init__(
@@ -121,17 +58,17 @@ class Generator:
         """
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
-        self.load_time_s, self.bytes_read = 0.0, 0
+        self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
         self.unused_tensors: tuple[str, ...] = ()
         self._model: Model | None = model
         self.config, self.plan = model.config, model.plan
-        self.decode_read_bytes = model.decode_read_bytes
+        self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
+        self.kv_bytes_per_token = page_bytes(model.kv_shapes, model.dtype, 1)
         pages = page_count(model, kv_cache_memory, max_num_seqs)
         self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.dtype)
-        runnable = GraphedModel(model) if model.graphable else model
         self._engine = Engine(
-            runnable, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
-            max_num_seqs=max_num_seqs, device=model.device,
+            model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
+            max_num_seqs=max_num_seqs, device=model.device, graphs=model.graphable,
         )
         self._inbox: dict[int, list[TokenOutput]] = {}  # by open request: what its stream has not taken yet
 
@@ -151,7 +88,8 @@ class Generator:
         layers: Callable[[ModelConfig], list[Layer]] | None = None,
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
-        progress: Callable[[int, int], None] | None = None,
+        enforce_eager: bool = False,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> "Generator":
         """Load a model.
 
@@ -165,7 +103,10 @@ class Generator:
             check_weights: refuse NaN and Inf in the checkpoint.
             layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. Checkpoint
                 tensors that it leaves out are listed in `unused_tensors` instead of refused.
-            progress: called with (bytes read, bytes in all).
+            max_num_seqs: requests computed in one step at most; more wait.
+            enforce_eager: start at once: on a GPU, kernels are compiled and CUDA graphs captured when first needed, in the
+                middle of generation, instead of before it.
+            progress: called with ("weights", bytes read, bytes in all), then ("warm-up", steps done, steps in all).
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -189,7 +130,7 @@ class Generator:
         if checkpoint:
             report = weights.load(
                 graph, checkpoint.weight_files, checkpoint.weight_index, allow_unused=layers is not None,
-                check_weights=check_weights, progress=progress,
+                check_weights=check_weights, progress=progress and partial(progress, "weights"),
             )
         else:
             weights.randomize(graph, seed)
@@ -201,27 +142,49 @@ class Generator:
         )
         generator.bytes_read, generator.unused_tensors = report.bytes_read, report.unused
         generator.load_time_s = time.perf_counter() - started
+        if not enforce_eager:
+            generator._engine.warm_up(progress and partial(progress, "warm-up"))
+            generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         return generator
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> Any:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: one for all, or one for each prompt; None takes the model's own defaults.
+            progress: draw a bar on stderr, if that is a terminal.
+        Raises:
+            MinirtError: a request failed. `completions` keeps the others.
         """
-        if _is_single(prompts):
-            return self._complete([prompts], [_one(params)])[0]
+        single = _is_single(prompts)
+        running = self.completions([prompts], [_one(params)]) if single else self.completions(prompts, params)
+        with closing(running), prompt_bar(len(running.all), progress) as advance:
+            for _, completion in running:
+                advance(n_finished=1, n_tokens=len(completion.token_ids))
+        for completion in running.all:
+            if completion.error is not None:
+                raise completion.error
+        return running.all[0] if single else running.all
+
+    def completions(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams | None] | None = None
+    ) -> "Completions":
+        """Complete many prompts at once: an iterator of (index of the prompt, its `Completion`) in the order of finishing."""
         if not isinstance(prompts, list | tuple):
             raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
         if isinstance(params, SamplingParams) or params is None:
-            return self._complete(list(prompts), [params] * len(prompts))
+            params = [params] * len(prompts)
         if not isinstance(params, list | tuple) or len(params) != len(prompts):
             what, found = "one SamplingParams for each prompt", repr(params)[:80]
             raise InputError(what, where="params", expected=len(prompts), found=found)
-        return self._complete(list(prompts), list(params))
+        return Completions(self, prompts, params)
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
@@ -240,9 +203,12 @@ class Generator:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """As `stream`, with the completion as it stands after each piece."""
-        with closing(self._run([prompt], [params])) as pieces:
+        streams = self._streams([prompt], [params])
+        with closing(self._run(streams)) as pieces:
             for _, piece in pieces:
-                yield piece
+                if streams[0].completion.error is not None:
+                    raise streams[0].completion.error
+                yield piece, streams[0].completion
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1."""
@@ -279,6 +245,20 @@ class Generator:
         return self._live.max_len
 
     @property
+    def max_num_seqs(self) -> int:
+        """Requests that one step computes at most."""
+        return self._live.max_num_seqs
+
+    def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
+        """Seconds of `repeats` bare replays of a decode step's CUDA graph, each sequence having `context_len` cached tokens.
+
+        Raises:
+            UnsupportedError: there is no graph: on a CPU, or with a layer that is not on Triton.
+            ContextLengthError: the cache has no room for that many tokens.
+        """
+        return self._live.replay_times(batch_size, context_len, repeats)
+
+    @property
     def kv_cache_bytes(self) -> int:
         return self._cache.nbytes if self._cache else 0
 
@@ -308,42 +288,40 @@ class Generator:
             raise TokenizerError("the model has no tokenizer", where=self.name, hint="give token ids instead of text")
         return self.tokenizer
 
-    def _complete(self, prompts: list, params: list[SamplingParams | None]) -> list[Completion]:
-        results: dict[int, Completion] = {}
-        for index, (_, completion) in self._run(prompts, params):
-            results[index] = completion
-        return [results[i] for i in range(len(prompts))]
-
     def _add(self, tokens: Sequence[int], sampling: EffectiveSampling) -> int:
         if sampling.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer", where=self.name)
         return self._live.add(tokens, sampling, self.eos_token_ids)
 
-    def _run(
-        self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]
-    ) -> Generation[tuple[int, tuple[Piece, Completion]], None, None]:
-        """Run requests to their ends, yielding (prompt's index, (piece, completion so far)); left early, it aborts."""
-        work = [(self.encode(p), self.effective_sampling(q)) for p, q in zip(prompts, params, strict=True)]
-        streams: dict[int, tuple[int, _Stream]] = {}
+    def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[Stream]:
+        """Encoded and checked requests, not in the engine yet."""
+        streams = []
+        for prompt, own in zip(prompts, params, strict=True):
+            tokens, sampling = self.encode(prompt), self.effective_sampling(own)
+            decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
+            streams.append(Stream(Completion(tokens, [], "", None, sampling), decoder, StopStrings(sampling.stop)))
+        return streams
+
+    def _run(self, streams: Sequence[Stream]) -> Generation[tuple[int, Piece], None, None]:
+        """Run requests to their ends, yielding (its index, piece); left early, it aborts."""
+        running: dict[int, int] = {}
         try:
-            for index, (tokens, sampling) in enumerate(work):
-                request = self._add(tokens, sampling)
-                decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
-                completion = Completion(tokens, [], "", None, sampling)
-                stream = _Stream(completion, decoder, StopStrings(sampling.stop), time.perf_counter())
-                streams[request], self._inbox[request] = (index, stream), []
-            while streams:
-                for output in self._outputs(streams):
-                    if output.request_id not in streams:  # it ended at a stop string; the engine was ahead
+            for index, stream in enumerate(streams):
+                stream.started = time.perf_counter()
+                request = self._add(stream.completion.prompt_token_ids, stream.completion.sampling)
+                running[request], self._inbox[request] = index, []
+            while running:
+                for output in self._outputs(running):
+                    if output.request_id not in running:  # it ended at a stop string; the engine was ahead
                         continue
-                    index, stream = streams[output.request_id]
-                    piece = stream.push(output)
+                    index = running[output.request_id]
+                    piece = streams[index].push(output)
                     if piece.finish_reason is not None:
                         self._forget(output.request_id)
-                        del streams[output.request_id]
-                    yield index, (piece, stream.completion)
+                        del running[output.request_id]
+                    yield index, piece
         finally:
-            for request in streams:
+            for request in running:
                 self._forget(request)
 
     def _outputs(self, requests: Collection[int]) -> list[TokenOutput]:
@@ -359,6 +337,31 @@ class Generator:
         del self._inbox[request]
         if self._model is not None:
             self._engine.abort(request)
+
+
+class Completions:
+    """Many prompts on their way: iterate for (index of the prompt, `Completion`) in the order of finishing.
+
+    `all` holds every completion as it stands, in the order of the prompts: what was generated so far, with a `finish_reason` of
+    None where it is not over. `close` aborts the rest. One that fails has `error` set and does not stop the others.
+    """
+
+    def __init__(self, generator: Generator, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> None:
+        streams = generator._streams(prompts, params)
+        self.all = [stream.completion for stream in streams]
+        self._pieces = generator._run(streams)
+
+    def __iter__(self) -> Iterator[tuple[int, Completion]]:
+        return self
+
+    def __next__(self) -> tuple[int, Completion]:
+        for index, piece in self._pieces:
+            if piece.finish_reason is not None:
+                return index, self.all[index]
+        raise StopIteration
+
+    def close(self) -> None:
+        self._pieces.close()
 
 
 def _is_single(prompts: Any) -> bool:

@@ -59,27 +59,63 @@ class SamplingBatch:
         cls, requests: Sequence[tuple[EffectiveSampling, int]], device: torch.device | str = "cpu"
     ) -> "SamplingBatch":
         """`requests`: for each row its settings and the step of its next token."""
-        settings = [s for s, _ in requests]
-        sampled = [s for s in settings if s.temperature > 0]
-        limits = torch.finfo(torch.float32)
+        columns = zip(_columns(requests), _DTYPES, strict=True)
+        return cls(*(torch.tensor(values, dtype=dtype).to(device) for values, dtype in columns), **_flags(requests))
 
-        def put(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
+_DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)  # in the order of the fields
+
+
+def _columns(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[list, ...]:
+    """The values of `SamplingBatch`'s tensors, in the order of its fields."""
+    limits = torch.finfo(torch.float32)
+    settings = [s for s, _ in requests]
+    return (
         # What fp32 cannot hold: a temperature under its smallest normal number is greedy, one above its range is flat.
-        temperatures = [0.0 if s.temperature < limits.tiny else min(s.temperature, limits.max) for s in settings]
-        return cls(
-            temperature=put(temperatures, torch.float32),
-            top_k=put([min(s.top_k, 2**31 - 1) for s in settings], torch.int32),
-            top_p=put([s.top_p for s in settings], torch.float32),
-            min_p=put([s.min_p for s in settings], torch.float32),
-            seed=put([s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in settings], torch.int64),
-            step=put([step for _, step in requests], torch.int64),
-            all_greedy=not sampled,
-            any_top_k=any(s.top_k > 0 for s in sampled),
-            any_top_p=any(s.top_p < 1 for s in sampled),
-            any_min_p=any(s.min_p > 0 for s in sampled),
-        )
+        [0.0 if s.temperature < limits.tiny else min(s.temperature, limits.max) for s in settings],
+        [min(s.top_k, 2**31 - 1) for s in settings],
+        [s.top_p for s in settings],
+        [s.min_p for s in settings],
+        [s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in settings],
+        [step for _, step in requests],
+    )
+
+
+def _flags(requests: Sequence[tuple[EffectiveSampling, int]]) -> dict[str, bool]:
+    sampled = [s for s, _ in requests if s.temperature > 0]
+    return {
+        "all_greedy": not sampled,
+        "any_top_k": any(s.top_k > 0 for s in sampled),
+        "any_top_p": any(s.top_p < 1 for s in sampled),
+        "any_min_p": any(s.min_p > 0 for s in sampled),
+    }
+
+
+class SamplingBuffers:
+    """Static device buffers of up to `max_batch` rows' settings and the kernels' scratch: `fill` allocates and waits for
+    nothing. What it returns holds until the next fill, in the order of the stream."""
+
+    def __init__(self, max_batch: int, vocab: int, device: torch.device) -> None:
+        self.workspace = _kernels().SamplingWorkspace(max_batch, vocab, device)
+        rows = -(-max_batch // 4) * 4  # so that every part is aligned to 16 bytes
+        self._device = torch.zeros(8, rows, dtype=torch.int32, device=device)
+        # Two, since the copy of one may still be to come when the next is written.
+        self._host = [torch.zeros(8, rows, dtype=torch.int32).pin_memory() for _ in range(2)]
+
+    def fill(self, requests: Sequence[tuple[EffectiveSampling, int]]) -> SamplingBatch:
+        flags, count = _flags(requests), len(requests)
+        if not flags["all_greedy"]:  # else nothing reads them
+            self._host.reverse()
+            for view, values in zip(_views(self._host[0], count), _columns(requests), strict=True):
+                view.copy_(torch.tensor(values, dtype=view.dtype))
+            self._device.copy_(self._host[0], non_blocking=True)
+        return SamplingBatch(*_views(self._device, count), **flags)
+
+
+def _views(buffer: Tensor, count: int) -> list[Tensor]:
+    """The tensors of `SamplingBatch` in a buffer [8, rows] int32; an int64 one takes two of its rows."""
+    narrow = [row[:count].view(dtype) for row, dtype in zip(buffer[:4], _DTYPES, strict=False)]
+    return narrow + [buffer[i : i + 2].view(-1).view(torch.int64)[:count] for i in (4, 6)]
 
 
 @functools.cache
@@ -93,7 +129,11 @@ def _kernels() -> ModuleType:
 
 
 def sample(
-    logits: Tensor, batch: SamplingBatch, impl: str = "auto", workspace: "SamplingWorkspace | None" = None
+    logits: Tensor,
+    batch: SamplingBatch,
+    impl: str = "auto",
+    workspace: "SamplingWorkspace | None" = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One token for each row of `logits` [B, V] (fp32; fp16 and bf16 are computed in fp32) → [B] int64.
 
@@ -102,7 +142,7 @@ def sample(
     has: raising here would cost a sync, so the caller, who reads the tokens anyway, turns it into an error.
 
     `impl`: "eager", "triton", or "auto", which is triton on a CUDA device and eager elsewhere. `workspace`: the scratch
-    of triton, allocated by the call if None.
+    of triton, allocated by the call if None. `out` [B] int64 takes the tokens.
     """
     rows = batch.step.shape[0]
     if logits.ndim != 2 or logits.shape[0] != rows:
@@ -119,14 +159,15 @@ def sample(
             logits.to(torch.float32).contiguous(),
             batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,
             all_greedy=batch.all_greedy, any_top_k=batch.any_top_k, any_top_p=batch.any_top_p,
-            any_min_p=batch.any_min_p, workspace=workspace,
+            any_min_p=batch.any_min_p, workspace=workspace, out=out,
         )  # fmt: skip
     token = logits.argmax(-1, keepdim=True)
     top = logits.gather(1, token)  # NaN if the row has one: argmax ranks NaN above everything
     if not batch.all_greedy:
         race = filtered_weights(logits, batch).div_(exponential_noise(batch.seed, batch.step, logits.shape[1]))
         token = torch.where(batch.temperature.unsqueeze(1) > 0, race.argmax(-1, keepdim=True), token)
-    return torch.where(top > -torch.inf, token, -1).squeeze(1)
+    tokens = torch.where(top > -torch.inf, token, -1).squeeze(1)
+    return tokens if out is None else out.copy_(tokens)
 
 
 def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -1,9 +1,11 @@
 """`Scheduler`: which sequences run in the next step, on which KV pages. Knows token ids and pages, no tensors.
 
-There is no separate prefill and decode: a sequence has `tokens`, of which the cache holds the first `num_computed`; a step
+There is no separate prefill and decode: a sequence has tokens, of which the cache holds the first `num_computed`; a step
 computes the next ones, all that the token budget allows (vLLM's v1 scheduler and Sarathi-Serve's chunked prefill do the same).
+A step may be planned before the tokens of the one before it are known: a token that is still on the device counts as `pending`.
 """
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,17 +16,25 @@ from minirt.kv_cache import KVCache
 
 @dataclass(eq=False)
 class Sequence:
-    """One request on its way. `tokens` is the prompt and what was generated so far."""
+    """One request on its way. `tokens` is the prompt and what was generated so far; it ends at `final_len` tokens."""
 
     id: int
     tokens: list[int]
     prompt_len: int
+    final_len: int
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pending: int = 0  # tokens sampled in a step whose results the host has not seen: 0 or 1
+    row: int = 0  # of the last step's sampled tokens: where a pending one lies
+    pages: array = field(default_factory=lambda: array("i"))
+
+    @property
+    def length(self) -> int:
+        """Tokens, those pending included."""
+        return len(self.tokens) + self.pending
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.prompt_len
+        return self.length - self.prompt_len
 
 
 class Scheduler:
@@ -59,7 +69,10 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished or aborted sequence out and free its pages."""
+        """Take a finished or aborted sequence out and free its pages.
+
+        A step in flight may still write to them: whoever gets them next writes later, in the order of the device's stream.
+        """
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -67,13 +80,16 @@ class Scheduler:
         self._free(sequence)
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
-        """The next step's chunks, with their pages reserved; empty when nothing is left to do."""
+        """The next step's chunks, with their pages reserved; empty when there is nothing to compute (yet)."""
         budget = self.max_num_batched_tokens
         chosen: list[tuple[Sequence, Chunk]] = []
         index, preempted = 0, False
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            count = min(len(sequence.tokens) - sequence.num_computed, budget)
+            if sequence.length >= sequence.final_len:  # its last token is pending
+                index += 1
+                continue
+            count = min(sequence.length - sequence.num_computed, budget)
             while not self._reserve(sequence, count):
                 victim = self.running.pop()  # the youngest; it may be this very sequence
                 self._free(victim)
@@ -88,9 +104,9 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
             sequence = self.waiting[0]
             # Room for all of it, though chunks take their pages as they come: an early start would only be preempted.
-            if self._cache.pages_for(len(sequence.tokens) + 1) > self._cache.allocator.num_free:
+            if self._cache.pages_for(sequence.length + 1) > self._cache.allocator.num_free:
                 break
-            count = min(len(sequence.tokens), budget)
+            count = min(sequence.length, budget)
             self._reserve(sequence, count)
             self.running.append(self.waiting.popleft())
             chosen.append((sequence, _chunk(sequence, count)))
@@ -101,15 +117,19 @@ class Scheduler:
         needed = self._cache.pages_for(sequence.num_computed + count) - len(sequence.pages)
         if needed > self._cache.allocator.num_free:
             return False
-        sequence.pages += self._cache.allocator.allocate(max(needed, 0))
+        if needed > 0:
+            sequence.pages.extend(self._cache.allocator.allocate(needed))
         return True
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.allocator.release(sequence.pages)
-        sequence.pages, sequence.num_computed = [], 0
+        sequence.pages, sequence.num_computed = array("i"), 0
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
     start = sequence.num_computed
     stop = start + count
-    return Chunk(sequence.tokens[start:stop], start, sequence.pages, wants_logits=stop == len(sequence.tokens))
+    tokens = sequence.tokens[start:stop]
+    if stop > len(sequence.tokens):
+        tokens.append(~sequence.row)
+    return Chunk(tokens, start, sequence.pages, wants_logits=stop == sequence.length)

@@ -26,7 +26,7 @@ class Mock:
 
     def __call__(self, batch, cache):
         pages = cache.layers[0].k.view(-1)
-        pages[batch.slots] = batch.tokens.float()
+        pages[batch.slots] = batch.input_ids.float()
         self.tokens_per_step.append(batch.num_tokens)
         rows = []
         for i, (start, count) in enumerate(zip(batch.query_starts, batch.query_lens, strict=True)):
@@ -58,12 +58,13 @@ def undisturbed(prompt, count, eos=None):
     return tokens[len(prompt) :]
 
 
-def engine(pages=64, seqs=8, budget=64, length=64):
+def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1):
     cache = KVCache([(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
     return Engine(
-        Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget
-    ), cache
+        Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget,
+        lookahead=lookahead,
+    ), cache  # fmt: skip
 
 
 def run(it, requests, aborts=()):
@@ -100,9 +101,10 @@ PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
     seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
     aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11)), max_size=4),
+    lookahead=st.integers(0, 1),
 )
-def test_any_schedule_gives_the_undisturbed_tokens(requests, pages, seqs, budget, aborts):
-    it, cache = engine(pages, seqs, budget)
+def test_any_schedule_gives_the_undisturbed_tokens(requests, pages, seqs, budget, aborts, lookahead):
+    it, cache = engine(pages, seqs, budget, lookahead=lookahead)
     tokens, reasons = run(it, requests, aborts)
     for i, (_, prompt, count) in enumerate(requests):
         expected = undisturbed(prompt, min(count, 64 - len(prompt)), eos=5)
@@ -172,7 +174,7 @@ def test_generation_ends_at_the_context_limit():
 def test_nan_logits_end_the_request_alone():
     it, cache = engine()
     model = it._model
-    it._model = lambda batch, cache: model(batch, cache).masked_fill(
+    it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
         (batch.seq_lens_device == 3)[:, None], float("nan")
     )
     _, reasons = run(it, [(0, [50, 51], 4), (0, [50, 51, 52, 53], 4)])

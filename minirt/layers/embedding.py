@@ -11,7 +11,7 @@ from minirt.linear import PackedLinear, Part
 
 
 class Embedding(Layer):
-    """Gathers rows of the table [V, H] for batch.tokens [T] → [T, H]. Its input is ignored."""
+    """Gathers rows of the table [V, H] for batch.input_ids [T] → [T, H]. Its input is ignored."""
 
     kind = "embedding"
 
@@ -23,7 +23,7 @@ class Embedding(Layer):
 @register("embedding", "eager")
 def eager(layer: Embedding) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        return reference.embedding(batch.tokens, layer.table.weight)
+        return reference.embedding(batch.input_ids, layer.table.weight)
 
     return forward
 
@@ -33,6 +33,6 @@ def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        return embedding(batch.tokens, layer.table.weight, check=False)
+        return embedding(batch.tokens, layer.table.weight, previous=batch.previous, check=False)
 
     return forward

@@ -1,0 +1,81 @@
+"""Progress bars on stderr: of loading, and of many prompts. Nothing is drawn where stderr is no terminal."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LoadProgress = Callable[[str, int, int], None]  # (stage, done, in all); "weights" counts bytes, any other stage steps
+
+
+@contextmanager
+def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
+    """Yield `progress(stage, done, total)`, which draws a bar for each stage, or None where nothing is drawn."""
+    if not enabled or not sys.stderr.isatty():
+        yield None
+        return
+    tasks: dict[str, Any] = {}
+    with _bars() as bars:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, amount="")
+            amount = f"{done}/{total}"
+            if stage == "weights":
+                amount = f"{done / 1e9:.1f}/{total / 1e9:.1f} GB"
+                speed = next(task.speed for task in bars.tasks if task.id == tasks[stage])
+                amount += f" {speed / 1e9:.1f} GB/s" if speed else ""
+            bars.update(tasks[stage], completed=done, total=total, amount=amount)
+
+        yield progress
+
+
+class PromptBar:
+    """Counts finished prompts and new tokens, and draws both with the rate and the time that remains."""
+
+    def __init__(self, bars: Any, total: int) -> None:
+        """`bars`: Rich's, or None to draw nothing."""
+        self._bars, self._total = bars, total
+        self._finished, self._tokens, self._started = 0, 0, time.perf_counter()
+        self._task = bars.add_task("prompts", total=total, amount=f"0/{total}") if bars is not None else None
+
+    def __call__(self, n_finished: int = 1, n_tokens: int = 0) -> None:
+        """Add finished prompts and new tokens."""
+        self._finished += n_finished
+        self._tokens += n_tokens
+        if self._bars is not None:
+            rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
+            amount = f"{self._finished}/{self._total} {rate:,.0f} tokens/s"
+            self._bars.update(self._task, completed=self._finished, amount=amount)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Takes the bar off the terminal while a result is written, if that goes to a terminal too."""
+        drawn = self._bars is not None and sys.stdout.isatty()
+        if drawn:
+            self._bars.stop()
+        try:
+            yield
+        finally:
+            if drawn:
+                self._bars.start()
+
+
+@contextmanager
+def prompt_bar(total: int, enabled: bool = True) -> Iterator[PromptBar]:
+    """Yield `advance(n_finished=1, n_tokens=k)`: draws prompts done of `total`, tokens/s and the time that remains."""
+    if not enabled or not sys.stderr.isatty():
+        yield PromptBar(None, total)
+        return
+    with _bars() as bars:
+        yield PromptBar(bars, total)
+
+
+def _bars() -> Any:
+    """Rich's bars on stderr. It must not redirect stdout: results would go to stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)

@@ -1,0 +1,159 @@
+"""`Runner`: a step on the device. Input buffers, the model or its CUDA graph, the sampler, and the tokens' way to the host.
+
+On a GPU nothing here waits: a step is queued behind the one before, whose tokens it takes from where the sampler left them, and
+the host reads them from pinned memory once the copy's event has passed. On a CPU a step is over when `start` returns.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.batch import Batch, Chunk
+from minirt.cuda_graphs import DecodeGraphs, batch_bucket
+from minirt.errors import ContextLengthError, UnsupportedError
+from minirt.graph import Model
+from minirt.kv_cache import KVCache
+from minirt.sampler import SamplingBatch, SamplingBuffers, sample
+from minirt.sampling import EffectiveSampling, SamplingParams, resolve
+
+Settings = Sequence[tuple[EffectiveSampling, int]]  # of each row that is sampled: its values, and the index of its token
+ModelLike = Callable[[Batch, KVCache], Tensor]
+Progress = Callable[[int, int], None]  # (done, in all)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was started."""
+
+    _tokens: Tensor
+    _copied: "torch.cuda.Event | None" = None
+
+    def tokens(self) -> list[int]:
+        """The sampled tokens, one for each row that wanted logits; waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tokens.tolist()
+
+
+class Runner:
+    """Runs the steps of one model on one cache, in order.
+
+    Args:
+        model: `model(batch, cache)` → logits [R, V] fp32.
+        graphs: decode steps as CUDA graphs; needs a `Model` whose layers all can be captured.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        cache: KVCache,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_seq_len: int,
+        graphs: bool,
+    ) -> None:
+        self._model, self._cache, self._device, self._vocab_size = model, cache, device, vocab_size
+        self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.graphs: DecodeGraphs | None = None
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
+            self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
+        if graphs and isinstance(model, Model):
+            self.graphs = DecodeGraphs(model, cache, self._previous, max_seq_len)
+
+    @torch.inference_mode()
+    def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
+        """Queue a step; `settings` has a row for each chunk that wants logits. Raises torch.OutOfMemoryError."""
+        if self.graphs is not None and all(len(c.tokens) == 1 and c.wants_logits for c in chunks):
+            logits = self.graphs.run(chunks)
+        else:
+            logits = self._model(Batch.build(chunks, self._cache.page_size).after(self._previous), self._cache)
+        count = len(settings)
+        if not count:
+            return Step(torch.empty(0, dtype=torch.int64))
+        if not self._cuda:
+            tokens = sample(logits, SamplingBatch.build(settings), out=self._previous[:count])
+            return Step(tokens.clone())
+        batch, workspace = self._sampling.fill(settings), self._sampling.workspace
+        sample(logits, batch, workspace=workspace, out=self._previous[:count])
+        self._host.reverse()  # two, since the other's tokens may not have been read yet
+        tokens = self._host[0][:count]
+        tokens.copy_(self._previous[:count], non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Step(tokens, copied)
+
+    def warm_up(self, max_num_batched_tokens: int, progress: Progress | None = None) -> None:
+        """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
+
+        Kernels are compiled by running steps of each kind, in threads: the compiler leaves Python's lock free most of the time.
+        The steps overwrite the cache's pages, which must not be in use.
+        """
+        if not self._cuda:
+            return
+        prompts = [n for n in _token_counts(max_num_batched_tokens) if n <= self._cache.capacity]
+        sizes = self.graphs.buckets if self.graphs else [batch_bucket(self._previous.shape[0])]
+        jobs: list[tuple[Callable, Any]] = [(self._run, [Chunk([0] * n, 0, range(self._cache.num_pages))]) for n in prompts]
+        jobs += [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
+        jobs += [(self._sample, kind) for kind in _sampling_kinds()]
+        total = len(jobs) + (len(sizes) if self.graphs else 0)
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            futures = [pool.submit(job, argument) for job, argument in jobs]
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if progress is not None:
+                    progress(done, total)
+        if self.graphs:
+            for done, size in enumerate(sizes, len(jobs) + 1):
+                self.graphs.capture(size)
+                if progress is not None:
+                    progress(done, total)
+        torch.cuda.synchronize(self._device)
+
+    def _run(self, chunks: Sequence[Chunk]) -> None:
+        batch = Batch.build(chunks, self._cache.page_size).after(self._previous)
+        self._model(batch, self._cache)
+
+    @torch.inference_mode()
+    def _sample(self, params: SamplingParams) -> None:
+        logits = torch.zeros(1, self._vocab_size, device=self._device)
+        sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device))
+
+    def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
+        """Seconds of the CUDA graph of one decode step, alone: no sampler, no copies, the cached values arbitrary."""
+        if self.graphs is None:
+            what = "there is no CUDA graph to time: it takes a GPU and Triton for every layer"
+            raise UnsupportedError(what, where="replay_times", found=f"device {self._device}")
+        cache, needed = self._cache, self._cache.pages_for(context_len)
+        if batch_size * needed > cache.allocator.num_free:
+            expected = f"{batch_size * needed} free pages"
+            raise ContextLengthError("too few KV pages", expected=expected, found=cache.allocator.num_free)
+        pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
+        try:
+            return self.graphs.replay_times([Chunk([1], context_len - 1, own) for own in pages], repeats)
+        finally:
+            for own in pages:
+                cache.allocator.release(own)
+
+
+def _token_counts(limit: int) -> list[int]:
+    """Tokens of the steps that together run every configuration of the kernels: by regime, then ever more sparsely."""
+    counts = [16, 32, 64, 128, *range(256, 2048, 128), *(2048 << i for i in range(8))]
+    return [n for n in counts if n < limit] + [limit]
+
+
+def _sampling_kinds() -> list[SamplingParams]:
+    """Every combination of what the sampling kernels are compiled for."""
+    kinds = [SamplingParams(temperature=0.0)]
+    for top_k, top_p, min_p in product((0, 5), (1.0, 0.9), (0.0, 0.1)):
+        kinds.append(SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p, seed=0))
+    return kinds
