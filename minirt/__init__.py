@@ -7,17 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minirt.completion import Completion, Piece
     from minirt.errors import MinirtError
-    from minirt.generator import Completion, Generator, Piece
+    from minirt.generator import Generator
     from minirt.sampling import SamplingParams
 
 __all__ = ["Completion", "Generator", "MinirtError", "Piece", "SamplingParams"]
 
 _HOMES = {
-    "Completion": "minirt.generator",
+    "Completion": "minirt.completion",
     "Generator": "minirt.generator",
     "MinirtError": "minirt.errors",
-    "Piece": "minirt.generator",
+    "Piece": "minirt.completion",
     "SamplingParams": "minirt.sampling",
 }
 

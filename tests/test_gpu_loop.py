@@ -1,0 +1,130 @@
+"""The loop on a GPU: nothing compiles after warm-up, decode steps neither wait nor allocate, and faults end as they should.
+
+Catches a `.item()` or a copy from pageable memory that crept in, kernels specialized on a token count or an alignment, a
+request that hangs on a dead GPU.
+"""
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minirt import Generator, SamplingParams
+from minirt.errors import OutOfMemoryError
+from minirt.layers import register
+from minirt.layers.base import implementation
+
+pytestmark = pytest.mark.gpu
+SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
+
+
+@pytest.fixture(scope="module")
+def warm(smollm2):
+    with Generator.from_pretrained(
+        smollm2, dtype="bfloat16", impl="triton", kv_cache_memory=1 << 30, max_model_len=2048, max_num_seqs=40
+    ) as generator:
+        yield generator
+
+
+def test_nothing_compiles_after_warm_up(warm):
+    import triton
+
+    compiled = []
+
+    def hook(*args, **kwargs):
+        compiled.append(kwargs.get("repr") or args)
+
+    draw = random.Random(0)
+    triton.knobs.runtime.jit_cache_hook = hook
+    try:
+        for count in (1, 2, 3, 7, 18, 33, 40, 60):
+            prompts = [[draw.randrange(1000) for _ in range(draw.choice((1, 2, 5, 64, 129, 500, 1100)))] for _ in range(count)]
+            options = SAMPLED if count % 2 else {"temperature": 0.0}
+            warm.generate(prompts, [SamplingParams(max_tokens=draw.randrange(1, 30), **options) for _ in prompts])
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
+    assert not compiled, f"{len(compiled)} compilations: {compiled[:3]}"
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_decode_steps_neither_wait_nor_allocate(warm, count, options):
+    engine = warm._engine
+    sampling = warm.effective_sampling(SamplingParams(max_tokens=200, ignore_eos=True, **options))
+    ids = [engine.add([5 + i] * (i + 1), sampling) for i in range(count)]
+    for _ in range(10):
+        engine.step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [output for _ in range(40) for output in engine.step()]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert len(outputs) == 40 * count
+    for request in ids:
+        engine.abort(request)
+
+
+def test_the_sync_check_can_fail():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.ones(1, device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_that_runs_out_in_a_step(smollm2):
+    """A real allocation of 64 TiB, in the one step that computes 77 tokens."""
+
+    @register("mlp", "greedy_for_memory")
+    def factory(layer):
+        inner = implementation("mlp", "triton").factory(layer)
+
+        def forward(x, batch, kv):
+            if batch.num_tokens == 77:
+                torch.empty(1 << 46, dtype=torch.uint8, device=x.device)
+            return inner(x, batch, kv)
+
+        return forward
+
+    impl = ["triton", "layers.3.mlp=greedy_for_memory"]
+    with Generator.from_pretrained(smollm2, dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28) as generator:
+        params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        expected = generator.generate([1, 2, 3], params).token_ids
+        with pytest.raises(OutOfMemoryError, match=r"step of 1 sequences and 77 tokens.*CUDA out of memory"):
+            generator.generate([4] * 77, params)
+        assert generator.generate([1, 2, 3], params).token_ids == expected
+
+
+BROKEN = """
+import sys, torch
+from minirt.cli import main
+from minirt.layers import register
+from minirt.layers.base import implementation
+
+@register("mlp", "broken")
+def factory(layer):
+    inner, calls = implementation("mlp", "triton").factory(layer), []
+    def forward(x, batch, kv):
+        calls.append(1)
+        if len(calls) == 6:
+            x = x[torch.full((len(x),), 1 << 40, device=x.device)]
+        return inner(x, batch, kv)
+    return forward
+
+sys.exit(main(["generate", "--model", sys.argv[1], "--dtype", "bfloat16", "--enforce-eager", "--ignore-eos",
+               "--impl", "layers.0.mlp=broken", "--kv-cache-memory", "256MiB", "Once upon a time"]))
+"""
+
+
+def test_a_broken_kernel_ends_the_process_with_its_cause(smollm2):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BROKEN, str(smollm2)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "the GPU failed" in done.stderr
+    assert "device-side assert" in done.stderr or "illegal memory access" in done.stderr
