@@ -26,9 +26,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]. With `scale` [N] fp32 the weights are fp8 and stand for weight · scale."""
+    if scale is None:
+        return F.linear(x, weight, bias)
+    y = (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)  # e4m3 is exact in any of the dtypes
+    return y if bias is None else y + bias
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

@@ -11,6 +11,7 @@ from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundErr
 from minirt.graph import Model
 from minirt.hub import ModelFiles, resolve
 from minirt.kv_cache import PAGE_SIZE, page_bytes
+from minirt.quantize import Quantization
 from minirt.tokenizer import Tokenizer
 
 
@@ -47,11 +48,12 @@ def plan_model(
     dtype: str = "auto",
     impl: str | Sequence[str] = "auto",
     revision: str | None = None,
+    quantization: Quantization | None = None,
 ) -> tuple[ModelConfig, Model]:
     """The model's config and its resolved graph, without reading or allocating any weight."""
     target = pick_device(device)
     _, config = find(model, revision, need_weights=False)
-    graph = Model(config, models.build(config))
+    graph = Model(config, models.build(config), quantization)
     graph.device, graph.dtype = target, pick_dtype(dtype, config, target)
     graph.resolve(impl)
     return config, graph
@@ -110,9 +112,9 @@ def check_memory(
     """Refuse what will not fit, before anything is allocated."""
     # The rope tables are made on the CPU, where with what they are made from they take four times their size.
     tables = (16 if device.type == "cpu" else 4) * length * graph.config.head_dim
-    needed = graph.num_parameters * dtype.itemsize + tables
+    needed = graph.weight_bytes(dtype) + tables
     what = f"{graph.num_parameters / 1e9:.2f} G weights and the tables of {length} positions"
-    weights.require_memory(needed, device, what, "take a smaller model, a 16-bit --dtype or a lower --max-model-len")
+    weights.require_memory(needed, device, what, "take --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
         _pages_in(kv_cache_memory, page_bytes(graph.kv_shapes, dtype))
         weights.require_memory(needed + kv_cache_memory, device, f"{what}, and KV pages,", "lower --kv-cache-memory")

@@ -22,6 +22,7 @@ from minirt.graph import Model
 from minirt.kv_cache import KVCache, page_bytes
 from minirt.layers import Layer
 from minirt.progress import prompt_bar
+from minirt.quantize import Quantization
 from minirt.sampling import EffectiveSampling, SamplingParams
 from minirt.sampling import resolve as resolve_sampling
 from minirt.tokenizer import IncrementalDecoder, StopStrings, Tokenizer, eos_token_ids
@@ -80,6 +81,8 @@ class Generator:
         device: str = "auto",
         dtype: str = "auto",
         impl: str | Sequence[str] = "auto",
+        quantization: str | None = None,
+        quantize_head: bool = True,
         max_model_len: int | None = None,
         revision: str | None = None,
         random_weights: bool = False,
@@ -98,6 +101,9 @@ class Generator:
             device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
             dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
             impl: see `minirt.graph.parse_impl`.
+            quantization: None, or "fp8": the weights of all linears as e4m3 with a scale for each output channel, quantized
+                while they are loaded; activations and the embedding keep the dtype.
+            quantize_head: quantize the LM head too.
             max_model_len: positions to serve; None: all that the model has.
             random_weights: skip the weights (and for a preset any download); `seed` fixes them.
             check_weights: refuse NaN and Inf in the checkpoint.
@@ -115,7 +121,8 @@ class Generator:
         target = pick_device(device)
         files, config = find(model, revision, need_weights=not random_weights, progress=progress is not None)
         length = pick_length(config, max_model_len)
-        graph = Model(config, layers(config) if layers else models.build(config))
+        formats = None if quantization is None else Quantization(quantization, quantize_head)
+        graph = Model(config, layers(config) if layers else models.build(config), formats)
         chosen = pick_dtype(dtype, config, target)
         tokenizer = Tokenizer.load(files.folder) if files else None
         check_vocabulary(tokenizer, config)

@@ -12,12 +12,14 @@ from minirt.config import ModelConfig
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.kv_cache import KVCache
 from minirt.layers import Attention, Embedding, Layer, Shared, has_implementation, implementation
-from minirt.linear import Parameter
+from minirt.linear import PackedLinear, Parameter
+from minirt.quantize import Quantization
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """How one layer runs. `bytes` counts its own weights; a shared holder counts where it stands first."""
+    """How one layer runs. `dtype` is the activations', with the format of quantized weights; `bytes` counts the layer's own
+    weights; a shared holder counts where it stands first."""
 
     layer: str
     kind: str
@@ -43,16 +45,24 @@ class Model:
     """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
 
     A layer object may stand in the list more than once: its weights exist once, its KV pages once for each place.
+    `quantization` sets the format of the linears; a tied head that is quantized has a copy of its own.
     """
 
-    def __init__(self, config: ModelConfig, layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[Layer], quantization: Quantization | None = None
+    ) -> None:
         self.config, self.layers = config, list(layers)
         self._check_order()
-        seen: dict[str, Parameter] = {}
+        if quantization is not None:
+            for layer in self.layers if quantization.head else self.layers[:-1]:
+                for linear in layer.linears():
+                    linear.format = quantization.format
+        seen: dict[tuple[str, str | None], Parameter] = {}
         for layer in self.unique_layers():
             for parameter in list(layer.parameters()):
                 name = next(parameter.expected())[0]
-                layer.share(seen.setdefault(name, parameter))
+                format = parameter.format if isinstance(parameter, PackedLinear) else None
+                layer.share(seen.setdefault((name, format), parameter))
         self.device, self.dtype, self.max_model_len = torch.device("meta"), torch.float32, 0
         self.plan = Plan((), "meta")
 
@@ -83,11 +93,12 @@ class Model:
     @property
     def decode_read_bytes(self) -> int:
         """Weight bytes that a decode step reads: every layer at every place it stands, of the embedding one row only."""
-        size = self.dtype.itemsize
-        used = (
-            p.num_parameters for layer in self.layers if not isinstance(layer, Embedding) for p in layer.parameters()
-        )
-        return size * sum(used)
+        read = (layer for layer in self.layers if not isinstance(layer, Embedding))
+        return sum(p.nbytes(self.dtype) for layer in read for p in layer.parameters())
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights in a model of this dtype."""
+        return sum(p.nbytes(dtype) for p in self.parameters())
 
     @property
     def graphable(self) -> bool:
@@ -119,8 +130,9 @@ class Model:
                 bound[id(layer)] = self._bind(layer, wanted, why)
             own = [p for p in layer.parameters() if id(p) not in counted]
             counted.update(map(id, own))
-            size = sum(p.num_parameters for p in own) * self.dtype.itemsize
-            dtype = str(self.dtype).removeprefix("torch.")
+            size = sum(p.nbytes(self.dtype) for p in own)
+            formats = {linear.format for linear in layer.linears() if linear.format}
+            dtype = " · ".join([str(self.dtype).removeprefix("torch."), *sorted(formats)])
             rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], dtype, size))
         for (pattern, name), matched in zip(rules, used, strict=True):
             if not matched:

@@ -1,7 +1,7 @@
 """Weights as layers hold them: `PackedLinear` (stacked logical parts) and `NormWeight`.
 
-A holder knows the checkpoint tensors that fill it, so loading, random weights, byte counts and later formats (FP8, shards)
-meet in one place.
+A holder knows the checkpoint tensors that fill it and the format it keeps them in, so that loading, random weights and byte
+counts meet in one place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from minirt.quantize import CHUNK, FP8, quantize_fp8
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,17 @@ class Part:
 class PackedLinear:
     """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
 
-    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None.
+    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. Quantized (`format` "fp8"), the weights
+    are e4m3 and stand for weight · scale, `scale` [N] fp32; else `scale` is None.
     """
 
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
         self.parts = tuple(parts)
         self.in_features = in_features
         self.has_bias = bias
+        self.format: str | None = None  # None: the model's dtype
         self.weight: Tensor = torch.empty(0)
+        self.scale: Tensor | None = None
         self.bias: Tensor | None = None
 
     @property
@@ -40,6 +45,12 @@ class PackedLinear:
     def num_parameters(self) -> int:
         return self.out_features * (self.in_features + self.has_bias)
 
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a model of this dtype keeps here."""
+        if self.format is None:
+            return self.num_parameters * dtype.itemsize
+        return self.out_features * (self.in_features + 4 + self.has_bias * dtype.itemsize)
+
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(checkpoint tensor, shape) for each tensor that fills this holder."""
         for part in self.parts:
@@ -48,7 +59,9 @@ class PackedLinear:
                 yield f"{part.name}.bias", (part.rows,)
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
+        stored = dtype if self.format is None else FP8
+        self.weight = torch.empty(self.out_features, self.in_features, device=device, dtype=stored)
+        self.scale = None if self.format is None else torch.empty(self.out_features, device=device)
         self.bias = torch.empty(self.out_features, device=device, dtype=dtype) if self.has_bias else None
 
     def load(self, name: str, source: Tensor) -> None:
@@ -57,17 +70,39 @@ class PackedLinear:
         start = 0
         for part in self.parts:
             if part.name == prefix:
-                target = self.bias if what == "bias" else self.weight
-                if target is not None:
-                    target[start : start + part.rows].copy_(source)
+                rows = slice(start, start + part.rows)
+                if what == "bias" and self.bias is not None:
+                    self.bias[rows].copy_(source)
+                elif self.scale is None:
+                    self.weight[rows].copy_(source)
+                else:
+                    _quantize(source, self.weight[rows], self.scale[rows])
                 return
             start += part.rows
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
-        self.weight.normal_(0.0, (0.5 / self.in_features) ** 0.5, generator=generator)
+        deviation = (0.5 / self.in_features) ** 0.5
+        if self.scale is None:
+            self.weight.normal_(0.0, deviation, generator=generator)
+        else:
+            for rows in _chunks(self.weight):
+                values = torch.empty(self.weight[rows].shape, device=self.weight.device)
+                _quantize(values.normal_(0.0, deviation, generator=generator), self.weight[rows], self.scale[rows])
         if self.bias is not None:
             self.bias.normal_(0.0, 0.1, generator=generator)
+
+
+def _quantize(source: Tensor, weight: Tensor, scale: Tensor) -> None:
+    """Quantize `source` [N, K], on any device, into `weight` and `scale`, chunk by chunk."""
+    for rows in _chunks(source):
+        weight[rows], scale[rows] = quantize_fp8(source[rows].to(weight.device))
+
+
+def _chunks(matrix: Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK // matrix.shape[1])
+    for start in range(0, matrix.shape[0], step):
+        yield slice(start, start + step)
 
 
 class NormWeight:
@@ -76,6 +111,10 @@ class NormWeight:
     def __init__(self, name: str, size: int) -> None:
         self.name, self.num_parameters = name, size
         self.weight: Tensor = torch.empty(0)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a model of this dtype keeps here."""
+        return self.num_parameters * dtype.itemsize
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{self.name}.weight", (self.num_parameters,)

@@ -95,19 +95,21 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
 
 def match(
     model: Model, entries: dict[str, Entry], allow_unused: bool = False
-) -> tuple[dict[str, Parameter], tuple[str, ...]]:
-    """Pair the checkpoint's tensors with the model's holders; returns them and the unused names.
+) -> tuple[dict[str, list[Parameter]], tuple[str, ...]]:
+    """Pair the checkpoint's tensors with the model's holders (two for a tied head that is quantized); returns them and the
+    unused names.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen or of a dtype that is no float, or (unless `allow_unused`, for a
             model composed of part of a checkpoint) unexpected.
     """
-    wanted: dict[str, tuple[Parameter, tuple[int, ...]]] = {}
+    wanted: dict[str, tuple[list[Parameter], tuple[int, ...]]] = {}
     for parameter in model.parameters():
         for name, shape in parameter.expected():
-            if name in wanted:
+            holders = wanted.setdefault(name, ([], shape))[0]
+            if holders and list(holders[0].expected()) != list(parameter.expected()):
                 raise CheckpointError("two layers hold this tensor, packed differently", where=name)
-            wanted[name] = parameter, shape
+            holders.append(parameter)
     missing = [name for name in wanted if name not in entries]
     if missing:
         raise CheckpointError(
@@ -136,7 +138,7 @@ def match(
             found=_some(unused),
             hint="config.json describes another model",
         )
-    return {name: parameter for name, (parameter, _) in wanted.items()}, unused
+    return {name: holders for name, (holders, _) in wanted.items()}, unused
 
 
 def _tied_copy(model: Model, name: str) -> bool:
@@ -169,7 +171,8 @@ def load(
         if check_weights and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file.name}: {entry.name}")
-        targets[entry.name].load(entry.name, tensor)
+        for holder in targets[entry.name]:
+            holder.load(entry.name, tensor)
 
     threads = THREADS if model.device.type == "cuda" else 1
     pool = ThreadPoolExecutor(threads)

@@ -66,7 +66,7 @@ def eager(layer: Attention) -> Forward:
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         kv = layer.require(kv)
         h = reference.rms_norm(x, norm.weight, eps)
-        heads = reference.linear(h, qkv.weight, qkv.bias).view(-1, nq + 2 * nkv, d)
+        heads = reference.linear(h, qkv.weight, qkv.bias, qkv.scale).view(-1, nq + 2 * nkv, d)
         qk, v = heads[:, : nq + nkv], heads[:, nq + nkv :]
         if q_norm is not None and k_norm is not None:
             q = reference.rms_norm(qk[:, :nq], q_norm.weight, eps)
@@ -77,7 +77,7 @@ def eager(layer: Attention) -> Forward:
         a = reference.paged_attention(
             qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale
         )
-        return x + reference.linear(a.view(-1, nq * d), o.weight, o.bias)
+        return x + reference.linear(a.view(-1, nq * d), o.weight, o.bias, o.scale)
 
     return forward
 

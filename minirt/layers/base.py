@@ -19,7 +19,7 @@ from minirt.batch import Batch
 from minirt.config import ModelConfig, RopeConfig
 from minirt.errors import UnsupportedError
 from minirt.kv_cache import LayerKV
-from minirt.linear import Parameter
+from minirt.linear import PackedLinear, Parameter
 from minirt.rope import rope_table
 
 if TYPE_CHECKING:
@@ -65,6 +65,12 @@ class Layer:
         """The layer's weight holders."""
         for value in vars(self).values():
             if isinstance(value, Parameter):
+                yield value
+
+    def linears(self) -> Iterator[PackedLinear]:
+        """The weights that are multiplied, and so may be quantized."""
+        for value in self.parameters():
+            if isinstance(value, PackedLinear):
                 yield value
 
     def share(self, parameter: Parameter) -> None:
@@ -141,5 +147,6 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
         return "triton is not installed"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+        lowest, why = (8.9, " for fp8 weights") if any(p.format for p in layer.linears()) else (8.0, "")
+        return None if major + minor / 10 >= lowest else f"compute capability {major}.{minor} is below {lowest}{why}"
     return None if os.environ.get("TRITON_INTERPRET") == "1" else f"Triton has no {device.type} backend"

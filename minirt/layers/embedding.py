@@ -1,5 +1,7 @@
 """`Embedding`: token ids to the residual stream."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from minirt.batch import Batch
@@ -18,6 +20,10 @@ class Embedding(Layer):
     def __init__(self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens") -> None:
         super().__init__(config, name)
         self.table = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
+
+    def linears(self) -> Iterator[PackedLinear]:
+        """None: the table is looked up, not multiplied."""
+        return iter(())
 
 
 @register("embedding", "eager")

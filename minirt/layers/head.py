@@ -30,7 +30,7 @@ def eager(layer: Head) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         rows = x[batch.logits_indices]
-        return reference.linear(reference.rms_norm(rows, norm.weight, eps), lm_head.weight).float()
+        return reference.linear(reference.rms_norm(rows, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
 
     return forward
 

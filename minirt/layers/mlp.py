@@ -30,8 +30,8 @@ def eager(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         h = reference.rms_norm(x, norm.weight, eps)
-        h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias), activation)
-        return x + reference.linear(h, down.weight, down.bias)
+        h = reference.gated(reference.linear(h, gate_up.weight, gate_up.bias, gate_up.scale), activation)
+        return x + reference.linear(h, down.weight, down.bias, down.scale)
 
     return forward
 
