@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FP8_MAX = 448.0  # the largest finite e4m3 value; the format has NaN and no infinity
+
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     """Rows of `table` [V, H] for `tokens` [T] → [T, H]."""
@@ -49,10 +51,37 @@ def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Store k, v [T, Nkv, D] at `slots` [T] of the pages [P, page_size, Nkv, D]."""
-    k_pages.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K], any float → values [..., K] e4m3 and scales [...] fp32, so that values · scale ≈ x.
+
+    The scale maps a row's largest finite magnitude to 448 and is 1 for a row of zeros. NaN and infinities become NaN (and do not
+    count for the scale), so that they show instead of turning into numbers. Nothing syncs.
+    """
+    wide = x.float()
+    finite = torch.isfinite(wide)
+    peak = torch.where(finite, wide, 0).abs().amax(-1)
+    scale = torch.where(peak > 0, peak / FP8_MAX, 1.0).clamp(min=torch.finfo(torch.float32).tiny)
+    # Rounding may carry the quotient past 448, which the cast would turn into NaN.
+    values = (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
+    return torch.where(finite, values, torch.nan).to(torch.float8_e4m3fn), scale
+
+
+def write_kv(x: Tensor, pages: Tensor, slots: Tensor, scales: Tensor | None = None) -> None:
+    """Store x [T, Nkv, D], of K or of V, at `slots` [T] of the pages [P, page_size, Nkv, D]; those of fp8 take a scale for each
+    token and head, `scales` [P, page_size, Nkv] fp32."""
+    if scales is not None:
+        x, own = quantize_fp8(x)
+        scales.view(-1, scales.shape[-1]).index_copy_(0, slots, own)
+        x, pages = x.view(torch.uint8), pages.view(torch.uint8)  # bytes: not every operation knows the type
+    pages.view(-1, *x.shape[1:]).index_copy_(0, slots, x)
+
+
+def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the pages hold at `slots` [...] → [..., Nkv, D] in `dtype`."""
+    if scales is None:
+        return pages.flatten(0, 1)[slots]
+    values = pages.view(torch.uint8).flatten(0, 1)[slots].view(pages.dtype)
+    return (values.float() * scales.flatten(0, 1)[slots].unsqueeze(-1)).to(dtype)
 
 
 def paged_attention(
@@ -63,57 +92,52 @@ def paged_attention(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     scale: float,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens on all that it has cached, themselves included.
 
     q [T, Nq, D] holds `query_lens` [B] new tokens, sequence after sequence; pages are [P, page_size, Nkv, D];
     `block_tables` [B, pages]; `seq_lens` [B] counts the cached tokens, new ones included → [T, Nq, D]. Sequences with one
-    new token are computed together over their padded contexts, the others one by one.
+    new token are computed together over their padded contexts, the others one by one. Pages of fp8 have scales, see `write_kv`.
     """
     out = torch.empty_like(q)
     starts = list(accumulate(query_lens, initial=0))
+    cached = (k_pages, k_scales), (v_pages, v_scales)
     single = [i for i, n in enumerate(query_lens) if n == 1]
     if single:
         everyone = len(single) == len(seq_lens)
         rows = slice(None) if everyone else [starts[i] for i in single]
         tables = block_tables if everyone else block_tables[single]
-        out[rows] = _attend_single(q[rows], k_pages, v_pages, tables, [seq_lens[i] for i in single], scale)
+        slots, mask = _slots(tables, [seq_lens[i] for i in single], k_pages.shape[1])
+        k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
+        out[rows] = _attention(q[rows].unsqueeze(2), k, v, scale, mask).squeeze(2)
     for i, new in enumerate(query_lens):
         if new > 1:
-            rows = slice(starts[i], starts[i] + new)
-            out[rows] = _attend_prompt(q[rows], k_pages, v_pages, block_tables[i], seq_lens[i], scale)
+            rows, total = slice(starts[i], starts[i] + new), seq_lens[i]
+            slots, _ = _slots(block_tables[i : i + 1], [total], k_pages.shape[1])
+            k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
+            mask = None if new == total else torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+            own = q[rows].transpose(0, 1).unsqueeze(0)
+            out[rows] = _attention(own, k, v, scale, mask, causal=mask is None)[0].transpose(0, 1)
     return out
 
 
-def _attend_single(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lens: list[int], scale: float
-) -> Tensor:
-    longest, page_size = max(lens), k_pages.shape[1]
-    if min(lens) == longest:
-        tables = tables[:, : -(-longest // page_size)]
-        k, v = (pages[tables].flatten(1, 2)[:, :longest] for pages in (k_pages, v_pages))
-        mask = None
-    else:
-        # Where a sequence ends before the longest, its last token stands in, masked: what the rest of a page holds from
-        # before may be NaN, which a mask does not stop.
-        ends = torch.tensor(lens, device=q.device).unsqueeze(1)
-        t = torch.arange(longest, device=q.device).unsqueeze(0)
+def _slots(tables: Tensor, lens: list[int], page_size: int) -> tuple[Tensor, Tensor | None]:
+    """Slots [B, longest] of each sequence's tokens, and the mask [B, 1, 1, longest] of those that are there; None: all.
+
+    Where a sequence ends before the longest, its last token stands in, masked: what the rest of a page holds from before may be
+    NaN, which a mask does not stop.
+    """
+    longest = max(lens)
+    t, mask = torch.arange(longest, device=tables.device).unsqueeze(0), None
+    if min(lens) < longest:
+        ends = torch.tensor(lens, device=tables.device).unsqueeze(1)
         mask = (t < ends)[:, None, None, :]
         t = torch.minimum(t, ends - 1)
-        slots = tables.gather(1, t // page_size).long() * page_size + t % page_size
-        k, v = (pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))
-    return _attention(q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2), scale, mask).squeeze(2)
-
-
-def _attend_prompt(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, total: int, scale: float) -> Tensor:
-    new = q.shape[0]
-    pages = table[: -(-total // k_pages.shape[1])]
-    k = k_pages[pages].flatten(0, 1)[:total].transpose(0, 1).unsqueeze(0)
-    v = v_pages[pages].flatten(0, 1)[:total].transpose(0, 1).unsqueeze(0)
-    mask = None
-    if new != total:
-        mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-    return _attention(q.transpose(0, 1).unsqueeze(0), k, v, scale, mask, causal=mask is None)[0].transpose(0, 1)
+    else:
+        t = t.expand(len(lens), -1)
+    return tables.gather(1, t // page_size).long() * page_size + t % page_size, mask
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool = False) -> Tensor:

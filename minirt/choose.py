@@ -11,7 +11,7 @@ from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundErr
 from minirt.graph import Model
 from minirt.hub import ModelFiles, resolve
 from minirt.kv_cache import PAGE_SIZE, page_bytes
-from minirt.quantize import Quantization
+from minirt.quantize import FP8, Quantization
 from minirt.tokenizer import Tokenizer
 
 
@@ -87,6 +87,13 @@ def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.d
     return known[dtype]
 
 
+def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
+    """"auto" → the model's; "fp8" → e4m3 with a scale for each token and head."""
+    if dtype not in ("auto", "fp8"):
+        raise ConfigError("unknown dtype", where="--kv-cache-dtype", expected="auto or fp8", found=dtype)
+    return FP8 if dtype == "fp8" else model
+
+
 def pick_length(config: ModelConfig, asked: int | None) -> int:
     """Positions to serve: those asked for, else all that the model has."""
     if asked is None:
@@ -107,7 +114,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
 
 
 def check_memory(
-    graph: Model, length: int, dtype: torch.dtype, device: torch.device, kv_cache_memory: int | None
+    graph: Model, length: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype, kv_cache_memory: int | None
 ) -> None:
     """Refuse what will not fit, before anything is allocated."""
     # The rope tables are made on the CPU, where with what they are made from they take four times their size.
@@ -116,13 +123,13 @@ def check_memory(
     what = f"{graph.num_parameters / 1e9:.2f} G weights and the tables of {length} positions"
     weights.require_memory(needed, device, what, "take --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
-        _pages_in(kv_cache_memory, page_bytes(graph.kv_shapes, dtype))
+        _pages_in(kv_cache_memory, page_bytes(graph.kv_shapes, kv_dtype))
         weights.require_memory(needed + kv_cache_memory, device, f"{what}, and KV pages,", "lower --kv-cache-memory")
 
 
 def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
     """KV pages in `memory` bytes (None: as `Generator` says); at most what `max_num_seqs` full sequences need."""
-    one = page_bytes(model.kv_shapes, model.dtype)
+    one = page_bytes(model.kv_shapes, model.kv_dtype)
     full = max_num_seqs * -(-model.max_model_len // PAGE_SIZE)
     if not one:
         return full

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from minirt import models, weights
-from minirt.choose import check_memory, check_vocabulary, find, page_count, pick_device, pick_dtype, pick_length
+from minirt.choose import (
+    check_memory,
+    check_vocabulary,
+    find,
+    page_count,
+    pick_device,
+    pick_dtype,
+    pick_kv_dtype,
+    pick_length,
+)
 from minirt.completion import Completion, Piece, Stream
 from minirt.config import ModelConfig
 from minirt.engine import Engine, TokenOutput
@@ -64,9 +73,9 @@ class Generator:
         self._model: Model | None = model
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
-        self.kv_bytes_per_token = page_bytes(model.kv_shapes, model.dtype, 1)
+        self.kv_bytes_per_token = page_bytes(model.kv_shapes, model.kv_dtype, 1)
         pages = page_count(model, kv_cache_memory, max_num_seqs)
-        self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.dtype)
+        self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.kv_dtype)
         self._engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, device=model.device, graphs=model.graphable,
@@ -89,6 +98,7 @@ class Generator:
         seed: int = 0,
         check_weights: bool = False,
         layers: Callable[[ModelConfig], list[Layer]] | None = None,
+        kv_cache_dtype: str = "auto",
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         enforce_eager: bool = False,
@@ -109,6 +119,7 @@ class Generator:
             check_weights: refuse NaN and Inf in the checkpoint.
             layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. Checkpoint
                 tensors that it leaves out are listed in `unused_tensors` instead of refused.
+            kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
             max_num_seqs: requests computed in one step at most; more wait.
             enforce_eager: start at once: on a GPU, kernels are compiled and CUDA graphs captured when first needed, in the
                 middle of generation, instead of before it.
@@ -124,14 +135,15 @@ class Generator:
         formats = None if quantization is None else Quantization(quantization, quantize_head)
         graph = Model(config, layers(config) if layers else models.build(config), formats)
         chosen = pick_dtype(dtype, config, target)
+        kv_dtype = pick_kv_dtype(kv_cache_dtype, chosen)
         tokenizer = Tokenizer.load(files.folder) if files else None
         check_vocabulary(tokenizer, config)
         checkpoint = files if not random_weights else None
         if checkpoint:
             entries = weights.read_headers(checkpoint.weight_files, checkpoint.weight_index)
             weights.match(graph, entries, layers is not None)
-        check_memory(graph, length, chosen, target, kv_cache_memory)
-        graph.allocate(target, chosen, length)
+        check_memory(graph, length, chosen, target, kv_dtype, kv_cache_memory)
+        graph.allocate(target, chosen, length, kv_dtype)
         graph.resolve(impl)
         report = weights.LoadReport(0, ())
         if checkpoint:

@@ -63,7 +63,7 @@ class Model:
                 name = next(parameter.expected())[0]
                 format = parameter.format if isinstance(parameter, PackedLinear) else None
                 layer.share(seen.setdefault((name, format), parameter))
-        self.device, self.dtype, self.max_model_len = torch.device("meta"), torch.float32, 0
+        self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
         self.plan = Plan((), "meta")
 
     def _check_order(self) -> None:
@@ -105,12 +105,15 @@ class Model:
         """Whether a decode step can be captured in a CUDA graph: every layer runs on Triton, on a GPU."""
         return self.device.type == "cuda" and all(row.implementation == "triton" for row in self.plan.rows)
 
-    def allocate(self, device: torch.device, dtype: torch.dtype, max_model_len: int) -> None:
-        """Reserve all weights and the rope tables for positions below `max_model_len`."""
-        self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
+    def allocate(
+        self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        """Reserve all weights and the rope tables for positions below `max_model_len`; KV pages will be of `kv_dtype`, by
+        default the model's."""
+        self.device, self.dtype, self.kv_dtype, self.max_model_len = device, dtype, kv_dtype or dtype, max_model_len
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
-        shared = Shared(max_model_len, device)
+        shared = Shared(max_model_len, device, self.kv_dtype)
         for layer in self.unique_layers():
             layer.shared = shared
 

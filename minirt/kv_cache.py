@@ -7,20 +7,25 @@ import torch
 from torch import Tensor
 
 from minirt.errors import MinirtError
+from minirt.quantize import FP8
 
 PAGE_SIZE = 64  # tokens; a multiple of every attention tile's context block
 
 
 class LayerKV(NamedTuple):
-    """One attention layer's pages: k and v, each [num_pages, page_size, Nkv, D]."""
+    """One attention layer's pages: k and v, each [num_pages, page_size, Nkv, D]; those of fp8 have a scale for each token and
+    head, [num_pages, page_size, Nkv] fp32."""
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def page_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
     """Bytes of one page over all attention layers, whose (Nkv, D) are `shapes`."""
-    return sum(2 * page_size * heads * dim * dtype.itemsize for heads, dim in shapes)
+    scale = 4 if dtype == FP8 else 0
+    return sum(2 * page_size * heads * (dim * dtype.itemsize + scale) for heads, dim in shapes)
 
 
 class KVCache:
@@ -38,10 +43,12 @@ class KVCache:
         page_size: int = PAGE_SIZE,
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
-        self.layers = [
-            LayerKV(*(torch.empty(num_pages, page_size, *shape, device=device, dtype=dtype) for _ in range(2)))
-            for shape in shapes
-        ]
+        self.layers = []
+        for heads, dim in shapes:
+            size = (num_pages, page_size, heads)
+            k, v = (torch.empty(*size, dim, device=device, dtype=dtype) for _ in range(2))
+            scales = [torch.empty(size, device=device) for _ in range(2)] if dtype == FP8 else []
+            self.layers.append(LayerKV(k, v, *scales))
         self.allocator = PageAllocator(num_pages)
 
     @property
@@ -51,7 +58,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for layer in self.layers for t in layer)
+        return sum(t.nbytes for layer in self.layers for t in layer if t is not None)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

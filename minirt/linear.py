@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minirt.quantize import CHUNK, FP8, quantize_fp8
+from minirt.kernels.reference import quantize_fp8
+from minirt.quantize import CHUNK, FP8
 
 
 @dataclass(frozen=True)

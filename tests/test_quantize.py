@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minirt import Generator, SamplingParams, quantize
+from minirt import Generator, SamplingParams
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError
 from minirt.graph import Model
+from minirt.kernels.reference import FP8_MAX, quantize_fp8
 from minirt.linear import PackedLinear, Part
-from minirt.quantize import FP8, Quantization, quantize_fp8
+from minirt.quantize import FP8, Quantization
 
 TOKENS = list(range(3, 43))
 
@@ -147,4 +148,36 @@ def test_the_model_knows_its_bytes():
     assert 8.15e9 < model.weight_bytes(torch.bfloat16) < 8.25e9  # with a bf16 embedding of 1.09 GB
     model.dtype = torch.bfloat16
     assert 7.0e9 < model.decode_read_bytes < 7.15e9
-    assert torch.finfo(FP8).max == quantize.FP8_MAX
+    assert torch.finfo(FP8).max == FP8_MAX
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_fp8_pages(family, hf_folder):
+    """Near the exact cache; half its bytes; and however a prompt is chunked or batched, the same values are cached."""
+    folder = hf_folder(family, seed=9)
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
+        exact, bytes_exact = generator.logits(TOKENS), generator.kv_bytes_per_token
+    options = {"device": "cpu", "kv_cache_dtype": "fp8", "kv_cache_memory": 1 << 22}
+    with Generator.from_pretrained(folder, **options) as generator:
+        found, kv = generator.logits(TOKENS), generator._cache.layers[0]
+        error = ((found - exact).norm() / exact.norm()).item()
+        assert 1e-4 < error < 0.2
+        assert kv.k.dtype == FP8
+        assert kv.k_scale.shape == kv.k.shape[:3]
+        assert generator.kv_bytes_per_token < 0.35 * bytes_exact
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        prompts = [TOKENS, TOKENS[:7], TOKENS[3:20]]
+        alone = [generator.generate(p, params).token_ids for p in prompts]
+        assert [c.token_ids for c in generator.generate(prompts, params)] == alone
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype.*auto or fp8.*int8"):
+        Generator.from_pretrained(folder, device="cpu", kv_cache_dtype="int8")
+
+
+def test_fp8_heads_of_zeros_and_outliers():
+    x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
+    x[1, 0], x[2, 1, 3] = 0.0, 5000.0
+    values, scale = quantize_fp8(x)
+    assert scale.shape == (5, 2)
+    assert not values[1, 0].float().any()
+    assert scale[2, 1] == pytest.approx(5000 / 448)
+    assert scale[2, 0] < 0.02, "an outlier concerns its own head alone"

@@ -10,6 +10,7 @@ from minirt.kernels import reference
 from minirt.kv_cache import LayerKV
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.linear import NormWeight, PackedLinear, Part
+from minirt.quantize import FP8
 
 
 class Attention(Layer):
@@ -73,9 +74,10 @@ def eager(layer: Attention) -> Forward:
             k = reference.rms_norm(qk[:, nq:], k_norm.weight, eps)
             qk = torch.cat((q, k), dim=1)
         qk = reference.rope(qk, layer.cos_sin[batch.positions])
-        reference.write_kv(qk[:, nq:], v, kv.k, kv.v, batch.slots)
+        reference.write_kv(qk[:, nq:], kv.k, batch.slots, kv.k_scale)
+        reference.write_kv(v, kv.v, batch.slots, kv.v_scale)
         a = reference.paged_attention(
-            qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale
+            qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale, kv.k_scale, kv.v_scale
         )
         return x + reference.linear(a.view(-1, nq * d), o.weight, o.bias, o.scale)
 
@@ -88,6 +90,8 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
         return f"head_dim {config.head_dim} is neither 64 nor 128"
     if config.num_heads // config.num_kv_heads > 16:
         return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than 16"
+    if layer.shared.kv_dtype == FP8:
+        return "its KV pages are fp8"
     return triton_unsupported(layer, device)
 
 

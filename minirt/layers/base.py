@@ -30,10 +30,11 @@ Factory = Callable[[Any], Forward]  # of the registered kind of layer
 
 
 class Shared:
-    """What the layers of one model share on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace."""
+    """What the layers of one model share on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace, and the
+    dtype of the KV pages."""
 
-    def __init__(self, max_model_len: int, device: torch.device) -> None:
-        self.max_model_len, self.device = max_model_len, device
+    def __init__(self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32) -> None:
+        self.max_model_len, self.device, self.kv_dtype = max_model_len, device, kv_dtype
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
 
     def rope(self, rope: RopeConfig, head_dim: int) -> Tensor:
