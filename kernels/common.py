@@ -113,6 +113,11 @@ class Workspace:
         self._sums = torch.empty(num_floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
 
+    def reserve(self, num_floats: int) -> None:
+        """Make room for `num_floats`. Graphs that were captured before keep the old buffer's address: call it before."""
+        if self._sums.numel() < num_floats:
+            self._sums = self._sums.new_empty(num_floats)
+
     def sums(self, need: int) -> Tensor:
         """The fp32 buffer; InputError if it holds less than `need` values."""
         return _large_enough(self._sums, need, "num_floats")

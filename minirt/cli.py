@@ -1,120 +1,109 @@
-"""The command line: `minirt generate | chat | plan | env`.
+"""The command line: `minirt generate | chat | plan | bench | eval | env`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failure, 2 usage, 130 Ctrl-C. Heavy imports wait
-until a command needs them.
+until a command needs them. Options shared by commands are in cli_options.py, printing is in cli_output.py, the many prompts of
+`generate --prompts` in cli_many.py, `bench` in cli_bench.py, `eval` in cli_eval.py.
 """
 
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
 
+from minirt.cli_bench import bench
+from minirt.cli_eval import evaluate
+from minirt.cli_many import generate_many
+from minirt.cli_options import (
+    debug_option,
+    encode_prompt,
+    graph_options,
+    load_options,
+    model_name,
+    open_generator,
+    plan_graph,
+    quiet_option,
+    read_prompt,
+    sampling_options,
+    sampling_params,
+)
+from minirt.cli_output import completion_record, completion_summary, format_bytes, note, write
 from minirt.errors import InputError, MinirtError, OutOfMemoryError
-
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # the demo: small enough for any machine
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def _options(*groups: Callable) -> Callable:
-    def decorate(command: Callable) -> Callable:
-        for group in reversed(groups):
-            command = group(command)
-        return command
-
-    return decorate
-
-
-_GRAPH_OPTIONS = _options(
-    click.option(
-        "--model", "-m", envvar="MINIRT_MODEL",
-        help=f"Folder, Hub id or preset. Also from MINIRT_MODEL. Default: a demo model, {DEFAULT_MODEL}.",
-    ),
-    click.option("--revision", help="Branch, tag or commit of a Hub model."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
-    click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
-)
-_LOAD_OPTIONS = _options(
-    _GRAPH_OPTIONS,
-    click.option("--max-model-len", type=int, help="Positions to serve; default: the model's own."),
-    click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
-    click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
-    click.option(
-        "--kv-cache-memory", metavar="SIZE", callback=lambda c, p, v: parse_size(v),
-        help="Memory for KV pages, e.g. 4GiB.",
-    ),
-)
-_SAMPLING_OPTIONS = _options(
-    click.option("--max-tokens", type=int, help="New tokens at most."),
-    click.option("--temperature", type=float, help="0 is greedy."),
-    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
-    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
-    click.option("--seed", type=int, help="Seed of the draws (and of random weights)."),
-    click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
-)
-_DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-_QUIET = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="minirt")
 def cli() -> None:
-    """Run decoder models layer by layer: generate text, chat, or print how a model runs."""
+    """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""
+
+
+cli.add_command(bench)
+cli.add_command(evaluate)
 
 
 @cli.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@_LOAD_OPTIONS
+@load_options
 @click.option("--prompt-file", "files", multiple=True, help="Take a file verbatim as prompt; - is stdin (repeatable).")
+@click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Each prompt is a user's message: apply the chat template.")
-@_SAMPLING_OPTIONS
+@sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt, each on its line.")
-@_QUIET
-@_DEBUG
+@quiet_option
+@debug_option
 def generate(
-    prompts: tuple[str, ...], files: tuple[str, ...], chat: bool, as_json: bool, quiet: bool, **options: Any
+    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, as_json: bool, quiet: bool,
+    **options: Any,
 ) -> None:
     """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it comes.
 
     Every text ends with a newline of its own; the prompt is not repeated. A model without a tokenizer takes token ids
     ("1 2 3") and prints token ids.
+
+    --prompts runs many requests through the engine at once, for throughput. Each line of its FILE is a JSON text, or an
+    object with "prompt", "messages" (a conversation) or "prompt_token_ids", its own max_tokens, temperature, top_k,
+    top_p, min_p, seed, stop and ignore_eos where they differ from the command line's, and an "id" to be copied to the
+    result. Results come in the order of the lines, each text followed by one newline; a text may hold newlines itself,
+    so programs should read --json, whose objects also name their "line". After Ctrl-C all that is finished is printed,
+    and what is unfinished with the finish_reason "abort"; a request that has no token yet is left out. A request that fails
+    has the finish_reason "error"; the others go on, and the exit code is 1.
     """
+    if many is not None:
+        if prompts or files:
+            raise click.UsageError("--prompts goes without PROMPT and --prompt-file")
+        generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
+        return
     texts = [*prompts, *(read_prompt(name) for name in files)]
     if not texts:
-        raise click.UsageError("no prompt: give PROMPT or --prompt-file")
-    params = _sampling(options)
-    with _load(options, quiet) as generator:
-        inputs = [_encode(generator, text, chat) for text in texts]
+        raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")
+    params = sampling_params(options)
+    with open_generator(options, quiet) as generator:
+        inputs = [encode_prompt(generator, text, chat) for text in texts]
         for tokens in inputs:
             generator.check(tokens, params)  # all of them, before the first text is out
         for text, tokens in zip(texts, inputs, strict=True):
-            completion = None
             for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (the last one counts)
                 if not as_json:
-                    _write(piece.text if generator.tokenizer else f"{piece.token_ids[0]} ")
-            _write(json.dumps(_record(text, completion), ensure_ascii=False) + "\n" if as_json else "\n")
+                    write(piece.text if generator.tokenizer else f"{piece.token_ids[0]} ")
+            record = {"prompt": text, **completion_record(completion)}
+            write(json.dumps(record, ensure_ascii=False) + "\n" if as_json else "\n")
             if not quiet:
-                _summary(generator, completion)
+                note(completion_summary(generator, completion))
 
 
 @cli.command()
-@_LOAD_OPTIONS
+@load_options
 @click.option("--system", help="A system message to begin with; an empty one replaces the template's own.")
-@_SAMPLING_OPTIONS
-@_QUIET
-@_DEBUG
+@sampling_options
+@quiet_option
+@debug_option
 def chat(system: str | None, quiet: bool, **options: Any) -> None:
     """Talk with the model, a line a message. /clear starts anew; /exit or Ctrl-D ends; Ctrl-C stops an answer."""
-    params = _sampling(options)
+    params = sampling_params(options)
     opening = [] if system is None else [{"role": "system", "content": system}]
-    with _load(options, quiet) as generator:
+    with open_generator(options, quiet) as generator:
         generator.encode_chat([*opening, {"role": "user", "content": "?"}])  # no template: say so before anybody types
         messages = list(opening)
         while (line := _ask()) is not None:
@@ -127,189 +116,20 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
                 tokens = generator.encode_chat([*messages, asked])
                 for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (the last one counts)
                     answer += piece.text
-                    _write(piece.text)
+                    write(piece.text)
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
-                _note("(stopped)")
+                note("(stopped)")
             except InputError as error:
                 if not sys.stdin.isatty():
                     raise
-                _note(f"minirt: {error}; /clear starts anew")
+                note(f"minirt: {error}; /clear starts anew")
                 continue
-            _write("\n")
+            write("\n")
             messages += [asked, {"role": "assistant", "content": answer}]
             if completion is not None and not quiet:
-                _summary(generator, completion)
-
-
-@cli.command()
-@_GRAPH_OPTIONS
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_DEBUG
-def plan(as_json: bool, **options: Any) -> None:
-    """Print the graph: each layer, its implementation and why, its weights. Reads no weights."""
-    from minirt.choose import plan_model
-
-    name = _model_name(options)
-    config, model = plan_model(
-        name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
-        revision=options["revision"],
-    )
-    if as_json:
-        rows = [vars(row) for row in model.plan.rows]
-        record = {"device": model.plan.device, "weight_bytes": model.plan.weight_bytes, "layers": rows}
-        _write(json.dumps(record) + "\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    size = f"{model.num_parameters / 1e6:,.1f} M parameters"
-    table = Table(title=f"{name} · {config.model_type} · {size} · {model.plan.device}")
-    for column in ("layer", "implementation", "why", "dtype"):
-        table.add_column(column)
-    table.add_column("weights", justify="right")
-    for row in model.plan.rows:
-        table.add_row(row.layer, row.implementation, row.reason, row.dtype, _bytes(row.bytes))
-    table.add_row("total", "", "", "", _bytes(model.plan.weight_bytes))
-    console = Console(width=None if sys.stdout.isatty() else 110, markup=False, emoji=False, highlight=False)
-    with console.capture() as printed:
-        console.print(table)
-    _write(printed.get())
-
-
-@cli.command()
-def env() -> None:
-    """Print what a bug report needs: versions, devices, memory."""
-    from minirt.usage import environment
-
-    for name, value in environment().items():
-        _write(f"{name:<16} {value}\n")
-
-
-def parse_size(text: str | None) -> int | None:
-    """"512MiB", "4GB", "1000000" → bytes; KiB, MiB, GiB are powers of 1024, kB, MB, GB (and k, M, G) of 1000."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
-    value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
-    if value < 1:
-        raise click.BadParameter(f"{text!r} is no size; write for example 4GiB")
-    return value
-
-
-def read_prompt(name: str) -> str:
-    """A prompt file's text, nothing stripped; "-" is stdin."""
-    try:
-        if name == "-":
-            data = sys.stdin.buffer.read()
-        else:
-            with open(name, "rb") as file:
-                data = file.read()
-        return data.decode("utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read the prompt file: {error.strerror}", where=name) from error
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise InputError("not valid UTF-8", where=name, found=byte) from error
-
-
-def _encode(generator: Any, text: str, chat: bool) -> list[int]:
-    """Token ids of a prompt as the command line takes it."""
-    if chat:
-        return generator.encode_chat([{"role": "user", "content": text}])
-    if generator.tokenizer is not None:
-        return generator.encode(text)
-    words = text.replace(",", " ").split()
-    if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-        raise InputError(
-            "the model has no tokenizer, so that a prompt must be token ids", where=generator.name,
-            expected="integers, as in '1 2 3'", found=ascii(text[:80]),
-        )
-    return [int(word) for word in words]
-
-
-def _sampling(options: dict[str, Any]) -> Any:
-    from minirt.sampling import SamplingParams
-
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-    try:
-        return SamplingParams(stop=options["stop"] or None, **{name: options[name] for name in names})
-    except InputError as error:  # name the flag, not the field
-        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
-        raise InputError(error.what, where=flag, expected=error.expected, found=error.found) from error
-
-
-def _model_name(options: dict[str, Any], quiet: bool = False) -> str:
-    if options["model"] is not None:
-        return options["model"]
-    if not quiet:
-        _note(f"no --model: this is the demo model, {DEFAULT_MODEL} from the Hub")
-    return DEFAULT_MODEL
-
-
-@contextmanager
-def _load(options: dict[str, Any], quiet: bool) -> Any:
-    if options["random_weights"] and options["check_weights"]:
-        raise click.UsageError("--check-weights checks a checkpoint, and --random-weights reads none")
-    name = _model_name(options, quiet)
-    from minirt.generator import Generator
-
-    with _progress(quiet) as progress:
-        generator = Generator.from_pretrained(
-            name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
-            max_model_len=options["max_model_len"], revision=options["revision"], seed=options["seed"] or 0,
-            random_weights=options["random_weights"], check_weights=options["check_weights"],
-            kv_cache_memory=options["kv_cache_memory"], progress=progress,
-        )
-    with generator:
-        yield generator
-
-
-@contextmanager
-def _progress(quiet: bool) -> Any:
-    """A bar of bytes on stderr, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("weights", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _record(prompt: str, completion: Any) -> dict[str, Any]:
-    names = ["prompt_token_ids", "token_ids", "text", "finish_reason"]
-    names += ["time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"]
-    record = {"prompt": prompt, **{name: getattr(completion, name) for name in names}}
-    effective = completion.sampling
-    record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
-    record["sampling_sources"] = effective.sources
-    return record
-
-
-def _summary(generator: Any, completion: Any) -> None:
-    """What the run took, on stderr. The bandwidth counts weight bytes only."""
-    first, rate = completion.time_to_first_token_s, completion.decode_tokens_per_s
-    loaded = f"load {generator.load_time_s:.2f} s"
-    if generator.bytes_read:
-        loaded += f" ({_bytes(generator.bytes_read)} at {generator.bytes_read / generator.load_time_s / 1e9:.2f} GB/s)"
-    lines = [
-        f"{loaded} · first token {first:.3f} s · prompt {len(completion.prompt_token_ids)} tokens, "
-        f"{len(completion.prompt_token_ids) / first:.1f} tokens/s",
-        f"decode {len(completion.token_ids)} tokens, {rate:.1f} tokens/s, "
-        f"{rate * generator.decode_read_bytes / 1e9:.1f} GB/s of weights · "
-        f"peak memory {_bytes(completion.peak_memory_bytes)} · finished: {completion.finish_reason}",
-        f"{completion.sampling.describe()} · at most {completion.sampling.max_tokens} new tokens "
-        f"({completion.sampling.sources.get('max_tokens', 'default')})",
-    ]
-    if completion.sampling.not_applied:
-        ignored = ", ".join(completion.sampling.not_applied)
-        lines.append(f"generation_config.json asks for, and minirt does not do: {ignored}")
-    _note("\n".join(lines))
+                note(completion_summary(generator, completion))
 
 
 def _ask() -> str | None:
@@ -329,28 +149,43 @@ def _ask() -> str | None:
             return line.strip() if line.strip() == "/clear" else line
 
 
-def _write(text: str) -> None:
-    """Send results on at once; a reader that has gone away (`| head`) ends the program without a word."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left fails once more at exit
-        if isinstance(error, BrokenPipeError):
-            sys.exit(1)
-        raise MinirtError(f"cannot write the output: {error.strerror}", where="stdout") from error
+@cli.command()
+@graph_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@debug_option
+def plan(as_json: bool, **options: Any) -> None:
+    """Print the graph: each layer, its implementation and why, its weights. Reads no weights."""
+    name = model_name(options)
+    config, model = plan_graph(options, name)
+    if as_json:
+        rows = [vars(row) for row in model.plan.rows]
+        record = {"device": model.plan.device, "weight_bytes": model.plan.weight_bytes, "layers": rows}
+        write(json.dumps(record) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    size = f"{model.num_parameters / 1e6:,.1f} M parameters"
+    table = Table(title=f"{name} · {config.model_type} · {size} · {model.plan.device}")
+    for column in ("layer", "implementation", "why", "dtype"):
+        table.add_column(column)
+    table.add_column("weights", justify="right")
+    for row in model.plan.rows:
+        table.add_row(row.layer, row.implementation, row.reason, row.dtype, format_bytes(row.bytes))
+    table.add_row("total", "", "", "", format_bytes(model.plan.weight_bytes))
+    console = Console(width=None if sys.stdout.isatty() else 110, markup=False, emoji=False, highlight=False)
+    with console.capture() as printed:
+        console.print(table)
+    write(printed.get())
 
 
-def _note(text: str) -> None:
-    click.secho(text, err=True, dim=sys.stderr.isatty())
+@cli.command()
+def env() -> None:
+    """Print what a bug report needs: versions, devices, memory."""
+    from minirt.usage import environment
 
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return ""
+    for name, value in environment().items():
+        write(f"{name:<16} {value}\n")
 
 
 def _named(error: Exception) -> MinirtError:
@@ -371,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
-        cli.main(arguments, standalone_mode=False)
+        cli.main(arguments, standalone_mode=False, obj=arguments)  # a benchmark records its command line
         sys.exit(0)
     except click.ClickException as error:
         error.show()

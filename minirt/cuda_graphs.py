@@ -24,6 +24,11 @@ def batch_bucket(count: int) -> int:
     return -(-count // step) * step
 
 
+def max_splits(count: int, max_seq_len: int, cache: KVCache) -> int:
+    """KV splits that `count` sequences of the cache can have, together."""
+    return min(count * -(-max_seq_len // KV_SPLIT), cache.capacity // KV_SPLIT + count)
+
+
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     layout: Layout
@@ -87,8 +92,7 @@ class DecodeGraphs:
 
     def batch(self, size: int) -> Batch:
         """The static decode batch of `size` rows over the device buffer."""
-        pages = min(size * self._cache.pages_for(self._max_seq_len), self._cache.num_pages)
-        splits = min(size * -(-self._max_seq_len // KV_SPLIT), pages * self._cache.page_size // KV_SPLIT + size)
+        splits = max_splits(size, self._max_seq_len, self._cache)
         batch = Batch.static(self._device, size, self._max_seq_len, splits, self._cache.page_size)
         return batch.after(self._previous)
 

@@ -117,6 +117,15 @@ class Model:
         for layer in self.unique_layers():
             layer.shared = shared
 
+    def reserve_splits(self, max_splits: int) -> None:
+        """Make room for the partial results of decode steps with up to this many KV splits; before graphs are captured."""
+        for layer, row in zip(self.layers, self.plan.rows, strict=True):
+            if isinstance(layer, Attention) and row.implementation == "triton":
+                from minirt.kernels.attention_decode import workspace_floats
+
+                need = workspace_floats(max_splits, layer.config.num_heads, layer.config.head_dim)
+                layer.shared.workspace.reserve(need)
+
     def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
         """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""
         default, rules = parse_impl(impl)

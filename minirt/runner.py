@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.batch import Batch, Chunk
-from minirt.cuda_graphs import DecodeGraphs, batch_bucket
+from minirt.cuda_graphs import DecodeGraphs, batch_bucket, max_splits
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.graph import Model
 from minirt.kv_cache import KVCache
@@ -67,6 +67,8 @@ class Runner:
         if self._cuda:
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
+        if isinstance(model, Model):
+            model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache))
         if graphs and isinstance(model, Model):
             self.graphs = DecodeGraphs(model, cache, self._previous, max_seq_len)
 

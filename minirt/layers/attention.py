@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minirt.batch import Batch
+from minirt.batch import KV_SPLIT, Batch
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError
 from minirt.kernels import reference
@@ -99,13 +99,12 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 def triton(layer: Attention) -> Forward:
     """Norm + QKV + bias · QK-norm + RoPE + KV write (+ attention, when every sequence has one token) · O + residual."""
     from minirt.kernels.attention import paged_attention_prefill
-    from minirt.kernels.attention_decode import rope_paged_attention_decode, split_size
+    from minirt.kernels.attention_decode import rope_paged_attention_decode
     from minirt.kernels.kv_write import qk_norm_rope_kv_write
     from minirt.kernels.linear import linear_residual, norm_linear
 
     config, workspace = layer.config, layer.shared.workspace
     eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
-    split = split_size(layer.shared.max_model_len)
     cos_sin = layer.cos_sin
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
@@ -115,8 +114,8 @@ def triton(layer: Attention) -> Forward:
         qkv = norm_linear(x, layer.norm.weight, eps, layer.qkv.weight, layer.qkv.bias, workspace=workspace, check=False)
         if batch.max_query_len == 1:
             a = rope_paged_attention_decode(
-                qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.max_seq_len, layer.scale,
-                workspace, nq, q_norm, k_norm, eps, split=split, check=False,
+                qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device,
+                batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, split=KV_SPLIT, check=False,
             )  # fmt: skip
         else:
             q = qk_norm_rope_kv_write(
