@@ -92,6 +92,10 @@ class Engine:
         return self._scheduler.max_num_seqs
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        return self._scheduler.max_num_batched_tokens
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 

@@ -268,6 +268,11 @@ class Generator:
         """Requests that one step computes at most."""
         return self._live.max_num_seqs
 
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens that one step computes at most."""
+        return self._live.max_num_batched_tokens
+
     def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
         """Seconds of `repeats` bare replays of a decode step's CUDA graph, each sequence having `context_len` cached tokens.
 
