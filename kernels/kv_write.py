@@ -18,7 +18,7 @@ CASES = [
 ]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _kv_write_kernel(
     qkv_ptr,
     cos_sin_ptr,

@@ -2,7 +2,7 @@
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failure, 2 usage, 130 Ctrl-C. Heavy imports wait
 until a command needs them. Options shared by commands are in cli_options.py, printing is in cli_output.py, the many prompts of
-`generate --prompts` in cli_many.py, `bench` in cli_bench.py, `eval` in cli_eval.py.
+`generate --prompts` in cli_many.py and cli_prompts.py, `bench` in cli_bench.py, `eval` in cli_eval.py.
 """
 
 import json

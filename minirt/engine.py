@@ -96,6 +96,11 @@ class Engine:
         return self._scheduler.max_num_batched_tokens
 
     @property
+    def failed(self) -> bool:
+        """Whether the GPU has failed, so that nothing can be asked of it any more."""
+        return self._failure is not None
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 

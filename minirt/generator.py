@@ -288,7 +288,7 @@ class Generator:
 
     def close(self) -> None:
         """Free the model and the cache. The generator cannot be used afterwards."""
-        cuda = self._model is not None and self._model.device.type == "cuda"
+        cuda = self._model is not None and self.device.type == "cuda" and not self._engine.failed
         self._model = self._cache = None
         self.__dict__.pop("_engine", None)
         gc.collect()  # a layer and its bound implementation refer to each other

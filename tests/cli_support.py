@@ -1,6 +1,10 @@
 """What the tests of the command line share."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -35,3 +39,12 @@ def refused(result, *words, code=1):
         good &= err.startswith("minirt: ") and err.count("\n") == 1
     if not good:
         pytest.fail(f"expected exit code {code} and {words}; found {found}, stdout {out!r}, stderr {err!r}")
+
+
+def start(*arguments, **options):
+    """`python -m minirt.cli …`, Ctrl-C not ignored even if it is here (as under nohup)."""
+    command = [sys.executable, "-P", "-m", "minirt.cli", *map(str, arguments)]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, preexec_fn=default, env=environment, **{**streams, **options})

@@ -16,11 +16,11 @@ import termios
 
 import psutil
 import pytest
-from cli_support import CACHE, caller, refused
+from cli_support import CACHE, caller, refused, start
 from safetensors.torch import load_file
 from tiny import add_tokenizer
 
-from minirt import Generator, SamplingParams, cli
+from minirt import Generator, SamplingParams, cli, cli_options
 from minirt.generator import Generator as Loaded
 
 
@@ -154,8 +154,8 @@ def test_token_ids_without_a_tokenizer(run, bare, expected):
 
 
 def test_the_demo_model(run, folder, monkeypatch):
-    assert cli.DEFAULT_MODEL == "SmolLM2-135M-Instruct"
-    monkeypatch.setattr(cli, "DEFAULT_MODEL", str(folder))
+    assert cli_options.DEFAULT_MODEL == "SmolLM2-135M-Instruct"
+    monkeypatch.setattr(cli_options, "DEFAULT_MODEL", str(folder))
     code, _, err = run("generate", *CACHE, "--max-tokens", 1, "hello")
     assert code == 0
     assert f"demo model, {folder}" in err
@@ -232,7 +232,7 @@ def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
 
 
 def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
-    original, calls = cli._write, []
+    original, calls = cli.write, []
 
     def interrupted(text):
         calls.append(text)
@@ -240,7 +240,7 @@ def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
             raise KeyboardInterrupt
         original(text)
 
-    monkeypatch.setattr(cli, "_write", interrupted)
+    monkeypatch.setattr(cli, "write", interrupted)
     monkeypatch.setattr(sys, "stdin", Keyboard("hello\nthe fox\n"))
     code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
     assert code == 0
@@ -277,6 +277,22 @@ def test_plan(run, folder):
     assert "cpu" in reasons["layers.0.mlp"]
 
 
+def test_fp8_reaches_the_model(run, folder):
+    def answers(*flags):
+        return json.loads(run("generate", "-m", folder, *CACHE, *flags, "--json", "-q", "--max-tokens", 9, "hello")[1])
+
+    values = {"quantization": "fp8", "quantize_head": False, "kv_cache_dtype": "fp8"}
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20, **values) as generator:
+        tokens, size = generator.generate("hello", SamplingParams(max_tokens=9)).token_ids, generator.plan.weight_bytes
+    assert answers("--fp8", "--keep-head", "--kv-cache-dtype", "fp8")["token_ids"] == tokens
+    assert answers()["token_ids"] != tokens
+    plan = ("plan", "-m", folder, "--device", "cpu", "--json", "--fp8")
+    assert json.loads(run(*plan, "--keep-head")[1])["weight_bytes"] == size
+    assert json.loads(run(*plan)[1])["weight_bytes"] < size
+    refused(run("generate", "-m", folder, "--keep-head", "hello"), "--keep-head goes with --fp8", code=2)
+    refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8")
+
+
 def test_plan_of_a_folder_with_a_strange_name(run, folder, tmp_path):
     strange = shutil.copytree(folder, tmp_path / "[bold]x[/nothing] :smile:")
     assert "[bold]x[/nothing] :smile:" in " ".join(run("plan", "-m", strange, "--device", "cpu")[1].split())
@@ -290,15 +306,6 @@ def test_env(run):
 
 
 # Processes
-
-
-def start(*arguments, **options):
-    """`python -m minirt.cli …`, Ctrl-C not ignored even if it is here (as under nohup)."""
-    command = [sys.executable, "-P", "-m", "minirt.cli", *map(str, arguments)]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, preexec_fn=default, env=environment, **{**streams, **options})
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import add_tokenizer
 
 from minirt import cli, weights
+from minirt.cli_options import parse_size
 from minirt.generator import Generator
 
 
@@ -44,13 +45,13 @@ def test_usage(run, folder):
      (" 1TiB ", 1 << 40)],
 )  # fmt: skip
 def test_sizes(text, value):
-    assert cli.parse_size(text) == value
+    assert parse_size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "4XB", "GiB", "4 4", "1" * 99, "0.1", "٣"])
 def test_bad_sizes(text):
     with pytest.raises(click.BadParameter, match="4GiB"):
-        cli.parse_size(text)
+        parse_size(text)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels import sampling as kernel
+from minirt.kernels.sampling_select import select
 from minirt.sampler import SamplingBatch, filtered_weights, sample
 from minirt.sampling import EffectiveSampling, SamplingParams, resolve
 
@@ -110,6 +111,10 @@ def test_filters_stop_where_eager_does(name, device):
     workspace = garbage(kernel.SamplingWorkspace(len(KEEP), row.numel(), device), 3)
     tokens = run(logits, batch, workspace=workspace)
     assert tokens.tolist() == sample(logits, batch, "eager").tolist()
+    workspace.sums.zero_()
+    workspace.checks[:, 0] = 2**62  # no row is settled
+    for by_mass in (False, True):
+        select(logits, (batch.temperature, batch.top_k, batch.top_p), workspace, True, by_mass)
     for options, limits in zip(KEEP, workspace.limits.cpu().numpy(), strict=True):
         only_k = {k: v for k, v in options.items() if k != "top_p"}
         for limit, used in zip(limits, (only_k, options), strict=True):
@@ -225,7 +230,7 @@ print(json.dumps(results))
 @pytest.mark.parametrize("cc", [80, 90, 100])
 def test_compiles(cc):
     results = json.loads(python(COMPILE, str(cc), str(Path(__file__).parent)).splitlines()[-1])
-    assert len({r["kernel"] for r in results}) == 6
+    assert len({r["kernel"] for r in results}) == 7
     assert all(r["shared"] <= 16 * 1024 for r in results)
 
 

@@ -1,0 +1,93 @@
+"""How fast the memory can be read: measured here and now, and what the GPU's datasheet says."""
+
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minirt.weights import require_memory
+
+BUFFER_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than the caches hold
+REPEATS = 20
+
+# Bytes a second by the name that the driver reports: NVIDIA's datasheets.
+DATASHEET = {
+    "NVIDIA B200": 8.0e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H100 NVL": 3.9e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA A100 80GB PCIe": 1.935e12,
+    "NVIDIA A100-SXM4-40GB": 1.555e12,
+    "NVIDIA A100-PCIE-40GB": 1.555e12,
+    "NVIDIA L40S": 0.864e12,
+    "NVIDIA L4": 0.3e12,
+    "NVIDIA GeForce RTX 5090": 1.792e12,
+    "NVIDIA GeForce RTX 4090": 1.008e12,
+    "NVIDIA GeForce RTX 3090": 0.936e12,
+}
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Bytes a second that reading alone reaches, and how that was found."""
+
+    bytes_per_s: float
+    how: str
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU as its driver calls it; of a CPU the model, where the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"CPU {named or platform.processor() or platform.machine()}"
+
+
+def datasheet_bandwidth(device: torch.device) -> float | None:
+    """Bytes a second of the datasheet; None for a CPU, a part of a GPU, or a GPU that `DATASHEET` lacks."""
+    return DATASHEET.get(device_name(device)) if device.type == "cuda" else None
+
+
+def read_ceiling(device: torch.device, nbytes: int | None = None, repeats: int = REPEATS) -> Ceiling:
+    """Median speed of summing a buffer of `nbytes` (None: see BUFFER_BYTES): Triton's loads on a GPU, torch.sum on a CPU."""
+    nbytes = nbytes or BUFFER_BYTES[device.type]
+    require_memory(2 * nbytes, device, "buffers for the read ceiling", "free some memory")
+    if device.type == "cuda":
+        seconds, how = _read_gpu(device, nbytes, repeats), "Triton kernel that only reads"
+    else:
+        seconds, how = _read_cpu(nbytes, repeats), f"torch.sum, {torch.get_num_threads()} threads"
+    return Ceiling(nbytes / statistics.median(seconds), f"{how}, over {nbytes / 1e9:.2f} GB, median of {repeats}")
+
+
+def _read_gpu(device: torch.device, nbytes: int, repeats: int) -> list[float]:
+    from minirt.kernels.bandwidth import read_sums
+
+    with torch.cuda.device(device):
+        buffer = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device).normal_()
+        out = read_sums(buffer)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for start, end in events:
+            start.record()
+            read_sums(buffer, out, check=False)
+            end.record()
+        torch.cuda.synchronize()
+        del buffer
+        torch.cuda.empty_cache()  # or it would count as used when the KV cache is sized
+    return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+
+def _read_cpu(nbytes: int, repeats: int) -> list[float]:
+    buffer = torch.rand(1 << 18).repeat(nbytes >> 20)
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        buffer.sum().item()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]

@@ -1,0 +1,94 @@
+"""Before anything is timed: does the build that is measured compute what the eager layers compute on the same weights?"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.bench.measure import random_prompts
+from minirt.errors import NumericsError
+from minirt.generator import Generator
+from minirt.sampling import SamplingParams
+
+LENGTHS = range(9, 17)  # of the prompts: all different, so that rows which change places show
+NEW_TOKENS = 16
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the eager layers say: greedy tokens of each prompt, and the logits [NEW_TOKENS, V] that they were taken from."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logits: list[Tensor]
+
+
+def reference(generator: Generator) -> Reference:
+    """Ask a generator whose layers are all eager. It may be closed afterwards: both need not fit the memory at once."""
+    prompts = random_prompts(random.Random(0), LENGTHS, generator.config.vocab_size)
+    tokens = [completion.token_ids for completion in generator.generate(prompts, _GREEDY)]
+    return Reference(prompts, tokens, [_logits(generator, *pair) for pair in zip(prompts, tokens, strict=True)])
+
+
+def compare(generator: Generator, expected: Reference, batch_sizes: Sequence[int]) -> dict[str, Any]:
+    """Compare teacher-forced logits, and the greedy tokens of each batch size, in which the prompts take turns.
+
+    Two implementations round differently. In the activation dtype's eps (the distance of two neighbours at 1; bf16 2⁻⁷)
+    the same-dtype eager layers err by 2 of fp32 (bench/LOG.md: 1.7e-2 in bf16), and two such by 3. So the logits' relative
+    error may be 8 eps, and a token that differs is a near-tie if its logit lies within 16 eps of the row's root mean square
+    under the largest: four deviations of a difference of two logits. After a near-tie a text goes its own way.
+
+    Raises:
+        NumericsError: one of the two does not hold; then there is nothing to time.
+    """
+    dtype = getattr(torch, generator.plan.rows[0].dtype)  # the embedding's is that of the activations
+    eps = max(torch.finfo(dtype).eps, 1.2e-5)  # in fp32 sums in another order come to more than roundings
+    pairs = zip(expected.prompts, expected.tokens, strict=True)
+    found = torch.cat([_logits(generator, prompt, tokens) for prompt, tokens in pairs])
+    truth = torch.cat(expected.logits)
+    error = ((found - truth).norm() / truth.norm()).item()
+    if not error <= 8 * eps:
+        what = "the logits are not those of the eager layers, so there is nothing to time"
+        raise NumericsError(what, expected=f"a relative error of {8 * eps:.1e} at most", found=f"{error:.1e}")
+    compared = near_ties = 0
+    for batch_size in sorted(set(batch_sizes)):
+        rows = [i % len(expected.prompts) for i in range(batch_size)]
+        completions = generator.generate([expected.prompts[row] for row in rows], _GREEDY)
+        for row, completion in zip(rows, completions, strict=True):
+            same, tie = _agreement(completion.token_ids, expected.tokens[row], expected.logits[row], 16 * eps)
+            compared += same
+            near_ties += tie
+    return {
+        "checked": True,
+        "against": "the eager layers on the same weights: logits, and greedy tokens up to the first near-tie of a text",
+        "logits_relative_error": error,
+        "batch_sizes": sorted(set(batch_sizes)),
+        "tokens_equal": compared,
+        "near_ties": near_ties,
+    }
+
+
+def _logits(generator: Generator, prompt: list[int], tokens: list[int]) -> Tensor:
+    """The rows that predict `tokens`."""
+    return generator.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
+
+
+def _agreement(found: list[int], expected: list[int], logits: Tensor, tolerance: float) -> tuple[int, bool]:
+    """(equal tokens before the first difference, whether there is one: a near-tie)."""
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        if mine == theirs:
+            continue
+        row = logits[i]
+        gap, scale = (row.max() - row[mine]).item(), row.square().mean().sqrt().item()
+        if not gap <= tolerance * scale:
+            raise NumericsError(
+                "a greedy token is not that of the eager layers, and no near-tie, so there is nothing to time",
+                where=f"generated token {i}", expected=f"token {theirs}, or one within {tolerance * scale:.2e} of its logit",
+                found=f"token {mine}, {gap:.2e} below",
+            )
+        return i, True
+    return len(expected), False

@@ -1,0 +1,49 @@
+"""`minirt bench latency`: seconds from a batch of prompts to the last token of all, as `vllm bench latency` states them."""
+
+import random
+import statistics
+import time
+from typing import Any
+
+from minirt.bench.measure import Clock, percentile, random_prompts, summarize, timed_run
+from minirt.generator import Generator
+from minirt.sampling import SamplingParams
+from minirt.usage import peak_memory
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def run(
+    generator: Generator,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    *,
+    repeats: int,
+    sampling: dict[str, Any],
+    seed: int,
+    clock: Clock = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """One result; times in seconds, one value for each of `repeats` runs, after a run that is not counted."""
+    rng = random.Random(seed)
+    params = [SamplingParams(max_tokens=output_len, ignore_eos=True, **sampling)] * batch_size
+    times, first_tokens = [], []
+    for _ in range(repeats + 1):
+        prompts = random_prompts(rng, [input_len] * batch_size, generator.config.vocab_size)
+        seconds, completions = timed_run(generator, prompts, params, clock)
+        times.append(seconds)
+        first_tokens.append(max(completion.time_to_first_token_s for completion in completions))
+    times, first_tokens = times[1:], first_tokens[1:]
+    mean = statistics.fmean(times)
+    return [
+        {
+            "test": f"latency b{batch_size} in{input_len} out{output_len}",
+            "batch_size": batch_size,
+            "input_len": input_len,
+            "output_len": output_len,
+            "latency_s": summarize(times) | {"mean": mean} | {f"p{p}": percentile(times, p) for p in PERCENTILES},
+            "output_tokens_per_s": batch_size * output_len / mean,
+            "time_to_first_token_s": statistics.median(first_tokens),
+            "peak_memory_bytes": peak_memory(),
+        }
+    ]

@@ -1,0 +1,88 @@
+"""Prompts of random token ids, timed runs of them through `Generator.generate`, and the statistics of the times."""
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from minirt.completion import Completion
+from minirt.errors import ContextLengthError, InputError, MinirtError
+from minirt.generator import Generator
+from minirt.kv_cache import PAGE_SIZE
+from minirt.sampling import SamplingParams
+
+Clock = Callable[[], float]  # seconds, as time.perf_counter
+
+
+def random_prompts(rng: random.Random, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """A prompt of uniform token ids for each length. Others at each call, so that no prefix can be shared with a run before."""
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def timed_run(
+    generator: Generator, prompts: Sequence[list[int]], params: Sequence[SamplingParams], clock: Clock = time.perf_counter
+) -> tuple[float, list[Completion]]:
+    """Seconds from the call until the last token of the last prompt is in Python, and the completions.
+
+    Raises:
+        MinirtError: a completion has not as many tokens as were asked for; its time would be that of something else.
+    """
+    started = clock()
+    completions = generator.generate(list(prompts), list(params))
+    seconds = clock() - started
+    for completion, asked in zip(completions, params, strict=True):
+        if len(completion.token_ids) != asked.max_tokens:
+            raise MinirtError(
+                "a measured run ended early", where=f"a prompt of {len(completion.prompt_token_ids)} tokens",
+                expected=f"{asked.max_tokens} tokens", found=f"{len(completion.token_ids)} ({completion.finish_reason})",
+            )
+    return seconds, completions
+
+
+def check_room(generator: Generator, batch_size: int, length: int) -> None:
+    """Refuse, before anything is measured, a batch that cannot run as one.
+
+    Args:
+        batch_size: sequences at once, each of `length` tokens, prompt and completion together.
+    Raises:
+        InputError: more sequences than --max-num-seqs. ContextLengthError: too long, or more than the KV pages hold.
+    """
+    what = f"a batch of {batch_size} sequences of {length} tokens"
+    if batch_size > generator.max_num_seqs:
+        hint = f"raise --max-num-seqs to {batch_size}"
+        expected = f"at most {generator.max_num_seqs} sequences"
+        raise InputError(f"{what} is too large", expected=expected, found=batch_size, hint=hint)
+    if length > generator.max_len:
+        hint = "raise --max-model-len or --kv-cache-memory if the model and the memory allow"
+        expected = f"at most {generator.max_len} tokens in a sequence"
+        raise ContextLengthError(f"{what} is too long", expected=expected, found=length, hint=hint)
+    page = generator.kv_bytes_per_token * PAGE_SIZE
+    needed, there = batch_size * math.ceil(length / PAGE_SIZE), generator.kv_cache_bytes // page if page else math.inf
+    if needed > there:
+        hint = f"--kv-cache-memory {needed * page} would do, or take a smaller batch"
+        what += " does not fit the KV cache"
+        raise ContextLengthError(what, expected=f"at most {there} pages of {PAGE_SIZE} tokens", found=needed, hint=hint)
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """What was allocated and freed before (the reference, a ceiling's buffer) shall not count. Of a CPU it cannot be undone."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def summarize(values: Sequence[float]) -> dict[str, float | list[float] | None]:
+    """Median, minimum and standard deviation (of a sample; None of a single value), and the values themselves."""
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return {"median": statistics.median(values), "min": min(values), "stddev": spread, "all": list(values)}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the values lie, linear between neighbours (NumPy's default; Hyndman & Fan type 7)."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -1,0 +1,198 @@
+"""Results with all that a reader needs to judge them, as Markdown, CSV, JSON or JSON lines."""
+
+import csv
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minirt import models
+from minirt.bench.ceiling import Ceiling, datasheet_bandwidth, device_name
+from minirt.generator import Generator
+from minirt.graph import Model
+from minirt.usage import environment
+
+FORMATS = ("md", "csv", "json", "jsonl")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """`context` holds what all results share, `results` one dictionary each; see `context` and the benchmarks."""
+
+    context: Row
+    results: list[Row]
+
+    def render(self, form: str) -> str:
+        """As text, with a newline at its end; `form` is one of FORMATS."""
+        if form == "json":
+            return json.dumps(self.context | {"results": self.results}, indent=1, ensure_ascii=False) + "\n"
+        if form == "jsonl":
+            return "".join(json.dumps(self.context | row, ensure_ascii=False) + "\n" for row in self.results)
+        return self._csv() if form == "csv" else self._markdown()
+
+    def _csv(self) -> str:
+        rows = [dict(_flat(self.context | row)) for row in self.results]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def _markdown(self) -> str:
+        """llama-bench's table, below what it was measured on."""
+        shared = self.context
+        versions = " · ".join(f"{name} {shared['versions'][name]}" for name in ("torch", "triton"))
+        kind = shared["device"] if shared["backend"] == "CUDA" else f"**CPU figures, no GPU:** {shared['device']}"
+        lines = [f"{kind} · {versions} · minirt {shared['commit']} · {shared['date']}", ""]
+        if shared["read_ceiling"]:
+            rate, sheet = shared["read_ceiling"]["bytes_per_s"] / 1e9, shared["datasheet_bytes_per_s"]
+            lines += [f"Read ceiling, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
+                      + (f"; datasheet: {sheet / 1e9:,.0f} GB/s" if sheet else "") + ".", ""]  # fmt: skip
+        lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
+        columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
+        lines.append("| " + " | ".join(title for title, _ in columns) + " |")
+        lines.append("| " + " | ".join("---" if i < 5 else "---:" for i in range(len(columns))) + " |")
+        for row in self.results:
+            lines.append("| " + " | ".join(cell(shared | row) for _, cell in columns) + " |")
+        return "\n".join(lines) + "\n"
+
+
+def context(
+    benchmark: str, generator: Generator, *, name: str, command: list[str], correctness: Row, ceiling: Ceiling | None
+) -> Row:
+    """What all results of one run share: model, machine, versions, commit, command line, check, ceiling. Bytes, seconds."""
+    device, facts = generator.device, environment()
+    cuda = device.type == "cuda"
+    return {
+        "schema": 1,
+        "benchmark": benchmark,
+        "model": name,
+        "model_type": generator.config.model_type,
+        "weight_bytes": generator.plan.weight_bytes,
+        "parameters": Model(generator.config, models.build(generator.config)).num_parameters,
+        "dtype": " · ".join(sorted({part for row in generator.plan.rows for part in row.dtype.split(" · ")})),
+        "kv_bytes_per_token": generator.kv_bytes_per_token,
+        "implementations": sorted({row.implementation for row in generator.plan.rows}),
+        "backend": "CUDA" if cuda else "CPU",
+        "device": device_name(device),
+        "versions": {name: facts[name] for name in ("python", "minirt", "triton")} | {"torch": torch.__version__},
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+        "environment": facts,
+        "correctness": correctness,
+        "read_ceiling": vars(ceiling) if ceiling else None,
+        "datasheet_bytes_per_s": datasheet_bandwidth(device),
+    }
+
+
+def commit() -> str:
+    """The commit of the source that runs, "-dirty" if tracked files differ from it; the version where git knows none.
+
+    An installed minirt inside somebody else's repository must not pass that one's commit for its own: this very file
+    has to be tracked.
+    """
+    file = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(file.parent), *arguments], capture_output=True, text=True, timeout=20, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=10", "HEAD")
+    if head and git("ls-files", "--error-unmatch", file.name) is not None:
+        return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    return environment()["minirt"]
+
+
+def _flat(row: Row, prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested dictionaries as one level of dotted names; a list as its values with spaces between."""
+    pairs: list[tuple[str, Any]] = []
+    for key, value in row.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{key}.")
+        else:
+            pairs.append((prefix + key, " ".join(map(str, value)) if isinstance(value, list) else value))
+    return pairs
+
+
+def _short(model: str) -> str:
+    """A name for a table's cell: the last part of a path or Hub id."""
+    return Path(model).name.replace("|", "\\|") or model
+
+
+def _sentence(correctness: Row) -> str:
+    if not correctness["checked"]:
+        return correctness["why"]
+    sizes = ", ".join(map(str, correctness["batch_sizes"]))
+    return (
+        f"agrees with {correctness['against']} ({correctness['tokens_equal']} tokens equal at batch {sizes}, "
+        f"{correctness['near_ties']} near-ties, relative error of the logits {correctness['logits_relative_error']:.1e})"
+    )
+
+
+def _spread(value: Row, scale: float = 1.0, digits: int = 2) -> str:
+    """Median ± standard deviation."""
+    text = f"{value['median'] * scale:,.{digits}f}"
+    return text if value["stddev"] is None else f"{text} ± {value['stddev'] * scale:,.{digits}f}"
+
+
+def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
+    return "-" if value is None else f"{value * scale:,.{digits}f}{unit}"
+
+
+Column = tuple[str, Callable[[Row], str]]
+_SHARED_COLUMNS: list[Column] = [
+    ("model", lambda r: f"{_short(r['model'])} {r['dtype']}"),
+    ("size", lambda r: f"{r['weight_bytes'] / 1e9:.2f} GB"),
+    ("params", lambda r: f"{r['parameters'] / 1e6:,.1f} M"),
+    ("backend", lambda r: f"{r['backend']} {'+'.join(r['implementations'])}"),
+    ("test", lambda r: r["test"]),
+]
+_FIRST_AND_PEAK: list[Column] = [
+    ("first token ms", lambda r: _number(r["time_to_first_token_s"], 1e3)),
+    ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
+]
+_COLUMNS: dict[str, list[Column]] = {
+    "decode": [
+        ("t/s", lambda r: _spread(r["tokens_per_s"])),
+        ("step ms", lambda r: _spread(r["step_s"], 1e3, 3)),
+        ("min ms", lambda r: _number(r["step_s"]["min"], 1e3, 3)),
+        ("graph ms", lambda r: _number(r["graph_replay_s"], 1e3, 3)),
+        ("GB/step", lambda r: _number(r["weight_bytes_read"] + r["kv_bytes_read"], 1e-9, 3)),
+        ("GB/s", lambda r: _number(r["read_bytes_per_s"], 1e-9, 1)),
+        ("of ceiling", lambda r: _number(r["share_of_read_ceiling"], 100, 1, " %")),
+        ("of datasheet", lambda r: _number(r["share_of_datasheet"], 100, 1, " %")),
+        *_FIRST_AND_PEAK,
+    ],
+    "latency": [
+        ("t/s", lambda r: _number(r["output_tokens_per_s"])),
+        ("avg s", lambda r: _number(r["latency_s"]["mean"], 1, 4)),
+        *((f"p{p} s", lambda r, p=p: _number(r["latency_s"][f"p{p}"], 1, 4)) for p in (10, 25, 50, 75, 90, 99)),
+        *_FIRST_AND_PEAK,
+    ],
+    "throughput": [
+        ("requests/s", lambda r: _number(r["requests_per_s"])),
+        ("total t/s", lambda r: _number(r["total_tokens_per_s"])),
+        ("output t/s", lambda r: _number(r["output_tokens_per_s"])),
+        ("seconds", lambda r: _spread(r["seconds"], 1, 3)),
+        ("first token p50 / p99 ms", lambda r: _ends(r["time_to_first_token_s"])),
+        ("per output token p50 / p99 ms", lambda r: _ends(r["time_per_output_token_s"])),
+        ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
+    ],
+}
+
+
+def _ends(value: Row | None) -> str:
+    return "-" if value is None else f"{_number(value['p50'], 1e3)} / {_number(value['p99'], 1e3)}"

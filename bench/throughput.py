@@ -1,0 +1,69 @@
+"""`minirt bench throughput`: many prompts of random lengths through the engine at once."""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from minirt.bench.measure import Clock, percentile, random_prompts, summarize, timed_run
+from minirt.completion import Completion
+from minirt.generator import Generator
+from minirt.sampling import SamplingParams
+from minirt.usage import peak_memory
+
+
+def run(
+    generator: Generator,
+    num_prompts: int,
+    input_range: tuple[int, int],
+    output_range: tuple[int, int],
+    *,
+    repeats: int,
+    sampling: dict[str, Any],
+    seed: int,
+    clock: Clock = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """One result. Lengths are uniform in the ranges, both ends included, and the same in every run, tokens are not.
+
+    Times in seconds; rates are those of the median run, after a run that is not counted. All prompts are there from the
+    start, so the time to a first token holds the waiting. The time per output token is a request's own mean after its
+    first token; requests of one token have none.
+    """
+    rng = random.Random(seed)
+    inputs = [rng.randint(*input_range) for _ in range(num_prompts)]
+    outputs = [rng.randint(*output_range) for _ in range(num_prompts)]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True, **sampling) for length in outputs]
+    times: list[float] = []
+    counted: list[Completion] = []
+    for i in range(repeats + 1):
+        prompts = random_prompts(rng, inputs, generator.config.vocab_size)
+        seconds, completions = timed_run(generator, prompts, params, clock)
+        if i > 0:
+            times.append(seconds)
+            counted += completions
+    median = statistics.median(times)
+    rates = [completion.decode_tokens_per_s for completion in counted if completion.decode_tokens_per_s > 0]
+    return [
+        {
+            "test": f"throughput n{num_prompts} in{_range(input_range)} out{_range(output_range)}",
+            "num_prompts": num_prompts,
+            "input_tokens": sum(inputs),
+            "output_tokens": sum(outputs),
+            "seconds": summarize(times),
+            "requests_per_s": num_prompts / median,
+            "total_tokens_per_s": (sum(inputs) + sum(outputs)) / median,
+            "output_tokens_per_s": sum(outputs) / median,
+            "time_to_first_token_s": _ends([completion.time_to_first_token_s for completion in counted]),
+            "time_per_output_token_s": _ends([1 / rate for rate in rates]) if rates else None,
+            "peak_memory_bytes": peak_memory(),
+        }
+    ]
+
+
+def _ends(values: Sequence[float]) -> dict[str, float]:
+    return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
+
+
+def _range(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}:{ends[1]}"

@@ -1,0 +1,237 @@
+"""`minirt bench decode | latency | throughput`: what to measure and where to print it. The measuring is in minirt.bench."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli_options import (
+    debug_option,
+    load_options,
+    model_name,
+    open_generator,
+    option_group,
+    plan_graph,
+    quiet_option,
+)
+from minirt.cli_output import note, write
+from minirt.errors import InputError, MinirtError
+
+if TYPE_CHECKING:
+    from minirt.bench.ceiling import Ceiling
+    from minirt.generator import Generator
+
+Rows = list[dict[str, Any]]
+
+
+class _Numbers(click.ParamType):
+    """"1,8,64" → (1, 8, 64): whole numbers above 0. With `separator=":"` a range, "32:512" or "64" → (32, 512), (64, 64)."""
+
+    def __init__(self, name: str, separator: str) -> None:
+        self.name, self._separator = name, separator
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(self._separator)]
+        numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
+        if len(numbers) != len(words):
+            self.fail(f"{value!r} is not whole numbers above 0 with {self._separator!r} between", param, ctx)
+        if self._separator == ":":
+            numbers = numbers * 2 if len(numbers) == 1 else numbers
+            if len(numbers) != 2 or numbers[0] > numbers[1]:
+                self.fail(f"{value!r} is no range LOW:HIGH", param, ctx)
+        return numbers
+
+
+_LIST, _RANGE = _Numbers("N,N,…", ","), _Numbers("LOW:HIGH", ":")
+_measure_options = option_group(
+    load_options,
+    click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one more comes first."),
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, lengths, draws, random weights."),
+    click.option(
+        "--skip-check", is_flag=True,
+        help="Do not load the eager layers first to compare with them; the result then says so.",
+    ),
+    click.option(
+        "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
+        help="How to print the results.",
+    ),
+    click.option(
+        "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Print them to a file.",
+    ),
+    quiet_option,
+    debug_option,
+)
+
+
+@click.group()
+def bench() -> None:
+    """Measure a model: the step time of decoding, end-to-end latency, throughput.
+
+    Prompts are random token ids, so no tokenizer is needed, and generation goes on past an end-of-sequence token. Before
+    anything is timed, the model is loaded with the eager layers, and what is to be measured is compared with them.
+    """
+
+
+@bench.command()
+@click.option("--batch-size", "-b", type=_LIST, default="1", show_default=True, help="Sequences at once; several: 1,8,64.")
+@click.option("--context-len", "-c", type=_LIST, default="128", show_default=True, help="Prompt tokens; several: 128,8000.")
+@_measure_options
+@click.pass_context
+def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[int, ...], **options: Any) -> None:
+    """Time a decode step for each batch size and context length, and say what part of the memory's speed it reaches.
+
+    A step is (t(129) - t(1)) / 128, where t(n) is the time in which all prompts get n tokens, every token reaching Python.
+    (Prompts that do not fit one engine step start one after the other: then both n are larger by the steps that they
+    take.) "graph ms" is the bare replay of the step's CUDA graph; "GB/s" counts the weights and the KV cache once a step.
+    """
+    _require_seqs(batch_size, options["max_num_seqs"])
+    from minirt.bench import decode as benchmark
+    from minirt.bench.ceiling import datasheet_bandwidth, read_ceiling
+    from minirt.choose import pick_device
+
+    device = pick_device(options["device"])
+    ceiling = read_ceiling(device)
+
+    def check(generator: "Generator") -> None:
+        benchmark.check(generator, batch_size, context_len)
+
+    def measure(generator: "Generator") -> Rows:
+        return benchmark.run(
+            generator, batch_size, context_len, **_common(options), ceiling=ceiling,
+            datasheet=datasheet_bandwidth(device), progress=(lambda text: None) if options["quiet"] else note,
+        )
+
+    _run(ctx, options, batch_size, check, measure, ceiling)
+
+
+@bench.command()
+@click.option("--batch-size", "-b", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once.")
+@click.option("--input-len", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a prompt.")
+@click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each.")
+@_measure_options
+@click.pass_context
+def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int, **options: Any) -> None:
+    """Time a batch of prompts from the call to the last token of all: average and percentiles over the repeats."""
+    _require_seqs([batch_size], options["max_num_seqs"])
+    from minirt.bench import latency as benchmark
+    from minirt.bench.measure import check_room
+
+    def check(generator: "Generator") -> None:
+        check_room(generator, batch_size, input_len + output_len)
+
+    def measure(generator: "Generator") -> Rows:
+        return benchmark.run(generator, batch_size, input_len, output_len, **_common(options))
+
+    _run(ctx, options, [batch_size], check, measure)
+
+
+@bench.command()
+@click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Prompts in all.")
+@click.option("--input-len-range", type=_RANGE, default="32:512", show_default=True, help="Tokens of a prompt.")
+@click.option("--output-len-range", type=_RANGE, default="32:256", show_default=True, help="New tokens of each.")
+@_measure_options
+@click.pass_context
+def throughput(
+    ctx: click.Context, num_prompts: int, input_len_range: tuple[int, int], output_len_range: tuple[int, int],
+    **options: Any,
+) -> None:
+    """Run prompts of random lengths, uniform in the ranges, through the engine at once.
+
+    All prompts are there from the start, so that the time to a first token holds the waiting for a place in the batch.
+    """
+    from minirt.bench import throughput as benchmark
+    from minirt.bench.measure import check_room
+
+    def check(generator: "Generator") -> None:
+        check_room(generator, 1, input_len_range[1] + output_len_range[1])
+
+    def measure(generator: "Generator") -> Rows:
+        return benchmark.run(generator, num_prompts, input_len_range, output_len_range, **_common(options))
+
+    _run(ctx, options, sorted({1, min(num_prompts, options["max_num_seqs"])}), check, measure)
+
+
+def _run(
+    ctx: click.Context,
+    options: dict[str, Any],
+    batch_sizes: Sequence[int],
+    check: "Callable[[Generator], None]",
+    measure: "Callable[[Generator], Rows]",
+    ceiling: "Ceiling | None" = None,
+) -> None:
+    """Load, refuse what cannot run, compare with the eager layers, measure, print."""
+    from minirt.bench import check as checking
+    from minirt.bench.measure import forget_peak_memory
+    from minirt.bench.report import Report, context
+    from minirt.choose import pick_device
+
+    quiet, target = options["quiet"], options["output_file"]
+    if target is not None and not Path(target).absolute().parent.is_dir():
+        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint="--output-file")
+    _common(options)  # a bad sampling value
+    options["model"] = model_name(options, quiet)
+    why = _nothing_to_check(options)
+    reference = None
+    if why is None:
+        with open_generator(options | {"impl": ("eager",), "enforce_eager": True}, quiet) as eager:
+            check(eager)
+            reference = checking.reference(eager)
+    forget_peak_memory(pick_device(options["device"]))
+    with open_generator(options, quiet) as generator:
+        check(generator)
+        correctness: dict[str, Any] = {"checked": False, "why": why}
+        if reference is not None:
+            correctness = checking.compare(generator, reference, batch_sizes)
+        rows = measure(generator)
+        command = ["minirt", *(ctx.find_root().obj or [])]
+        shared = context(
+            str(ctx.info_name), generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling
+        )
+    text = Report(shared, rows).render(options["output_format"])
+    if target is None:
+        write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MinirtError(f"cannot write the results: {error.strerror}", where=target) from error
+    if not quiet:
+        note(f"results in {target}")
+
+
+def _nothing_to_check(options: dict[str, Any]) -> str | None:
+    """Why the eager layers need not, or shall not, be asked first; None: they are to be."""
+    if options["skip_check"]:
+        return "not checked (--skip-check)"
+    _, graph = plan_graph(options, options["model"])
+    if all(row.implementation == "eager" for row in graph.plan.rows):
+        return "not checked: every layer runs its eager form, which is what others are compared with"
+    return None
+
+
+def _common(options: dict[str, Any]) -> dict[str, Any]:
+    """What every benchmark takes: repeats, seed, and how tokens are chosen (checked here)."""
+    from minirt.sampling import SamplingParams
+
+    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    try:
+        SamplingParams(**sampling)
+    except InputError as error:
+        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
+        raise InputError(error.what, where=flag, expected=error.expected, found=error.found) from error
+    return {"repeats": options["repeats"], "sampling": sampling, "seed": options["seed"]}
+
+
+def _require_seqs(batch_sizes: Sequence[int], max_num_seqs: int) -> None:
+    """Before the model is loaded."""
+    if max(batch_sizes) > max_num_seqs:
+        hint = f"raise --max-num-seqs to {max(batch_sizes)}"
+        raise InputError("larger than --max-num-seqs", where=f"--batch-size {max(batch_sizes)}", expected=max_num_seqs, hint=hint)

@@ -1,0 +1,192 @@
+"""What the commands share: groups of options, their parsing, and `open_generator`, which loads the model that they name.
+
+Light: heavy imports wait until a command needs them.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli_output import note
+from minirt.errors import InputError
+from minirt.progress import load_bars
+
+if TYPE_CHECKING:
+    from minirt.config import ModelConfig
+    from minirt.generator import Generator
+    from minirt.graph import Model
+    from minirt.sampling import SamplingParams
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # the demo: small enough for any machine
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def option_group(*options: Callable) -> Callable:
+    """One decorator for several options, shown by --help in this order."""
+
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def parse_size(text: str | None) -> int | None:
+    """"512MiB", "4GB", "1000000" → bytes; KiB, MiB, GiB are powers of 1024, kB, MB, GB (and k, M, G) of 1000."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
+    if value < 1:
+        raise click.BadParameter(f"{text!r} is no size; write for example 4GiB")
+    return value
+
+
+graph_options = option_group(
+    click.option(
+        "--model", "-m", envvar="MINIRT_MODEL",
+        help=f"Folder, Hub id or preset. Also from MINIRT_MODEL. Default: a demo model, {DEFAULT_MODEL}.",
+    ),
+    click.option("--revision", help="Branch, tag or commit of a Hub model."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+    click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
+    click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
+    click.option("--fp8", is_flag=True, help="Quantize the weights of all linears to FP8 while they are loaded."),
+    click.option("--keep-head", is_flag=True, help="With --fp8: leave the LM head as it is."),
+)
+load_options = option_group(
+    graph_options,
+    click.option("--max-model-len", type=int, help="Positions to serve; default: the model's own."),
+    click.option(
+        "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
+        help="Sequences in one step at most; more requests wait. Sizes the KV cache and what is captured at load.",
+    ),
+    click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
+    click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
+    click.option(
+        "--kv-cache-memory", metavar="SIZE", callback=lambda c, p, v: parse_size(v),
+        help="Memory for KV pages, e.g. 4GiB.",
+    ),
+    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
+    click.option(
+        "--enforce-eager", is_flag=True,
+        help="On a GPU: no warm-up at load. Starts sooner; kernels are compiled and graphs captured in the middle of work.",
+    ),
+)
+sampling_options = option_group(
+    click.option("--max-tokens", type=int, help="New tokens at most."),
+    click.option("--temperature", type=float, help="0 is greedy."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
+    click.option("--seed", type=int, help="Seed of the draws (and of random weights)."),
+    click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+)
+debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
+
+
+def sampling_params(options: dict[str, Any]) -> "SamplingParams":
+    """`sampling_options` as SamplingParams; InputError names the flag that is wrong."""
+    from minirt.sampling import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+    try:
+        return SamplingParams(stop=options["stop"] or None, **{name: options[name] for name in names})
+    except InputError as error:  # name the flag, not the field
+        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
+        raise InputError(error.what, where=flag, expected=error.expected, found=error.found) from error
+
+
+def model_name(options: dict[str, Any], quiet: bool = False) -> str:
+    """The model asked for, or the demo model, said so on stderr unless `quiet`."""
+    if options["model"] is not None:
+        return options["model"]
+    if not quiet:
+        note(f"no --model: this is the demo model, {DEFAULT_MODEL} from the Hub")
+    return DEFAULT_MODEL
+
+
+def plan_graph(options: dict[str, Any], name: str) -> "tuple[ModelConfig, Model]":
+    """Config and resolved graph of the model `name` under `graph_options`; reads no weights."""
+    _check_choices(options)
+    from minirt.choose import plan_model
+    from minirt.quantize import Quantization
+
+    return plan_model(
+        name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
+        revision=options["revision"], quantization=Quantization("fp8", not options["keep_head"]) if options["fp8"] else None,
+    )
+
+
+def _check_choices(options: dict[str, Any]) -> None:
+    if options["keep_head"] and not options["fp8"]:
+        raise click.UsageError("--keep-head goes with --fp8")
+
+
+@contextmanager
+def open_generator(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
+    """Load the model that `load_options` describe, with a bar on stderr unless `quiet`; it is closed at the end.
+
+    Args:
+        options: what click made of `load_options`; a "seed" among them, as of `sampling_options`, fixes random weights.
+    """
+    _check_choices(options)
+    if options["random_weights"] and options["check_weights"]:
+        raise click.UsageError("--check-weights checks a checkpoint, and --random-weights reads none")
+    name = model_name(options, quiet)
+    from minirt.generator import Generator
+
+    with load_bars(not quiet) as progress:
+        generator = Generator.from_pretrained(
+            name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
+            max_model_len=options["max_model_len"], revision=options["revision"], seed=options.get("seed") or 0,
+            random_weights=options["random_weights"], check_weights=options["check_weights"],
+            quantization="fp8" if options["fp8"] else None, quantize_head=not options["keep_head"],
+            kv_cache_dtype=options["kv_cache_dtype"], kv_cache_memory=options["kv_cache_memory"],
+            max_num_seqs=options["max_num_seqs"], enforce_eager=options["enforce_eager"], progress=progress,
+        )
+    with generator:
+        yield generator
+
+
+def read_file(name: str) -> bytes:
+    """A prompt file's bytes; "-" is stdin."""
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read()
+        with open(name, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise InputError(f"cannot read the prompt file: {error.strerror}", where=name) from error
+
+
+def read_prompt(name: str) -> str:
+    """A prompt file's text, nothing stripped; "-" is stdin."""
+    data = read_file(name)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise InputError("not valid UTF-8", where=name, found=byte) from error
+
+
+def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
+    """Token ids of a prompt as the command line takes it: with `chat` a user's message, without a tokenizer "1 2 3"."""
+    if chat:
+        return generator.encode_chat([{"role": "user", "content": text}])
+    if generator.tokenizer is not None:
+        return generator.encode(text)
+    words = text.replace(",", " ").split()
+    if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+        raise InputError(
+            "the model has no tokenizer, so that a prompt must be token ids", where=generator.name,
+            expected="integers, as in '1 2 3'", found=ascii(text[:80]),
+        )
+    return [int(word) for word in words]
