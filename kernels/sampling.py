@@ -67,10 +67,10 @@ def _race_kernel(
     temperature = tl.load(temperature_ptr + b)
     if temperature <= 0:
         return
-    if SHORT:
+    if SHORT:  # noqa: SIM102 (no `and` of a constexpr and a tensor)
         if not takes_short_way(b, V, top_k_ptr, top_p_ptr):
             return
-    if ANY_TOP_P and not SHORT:  # noqa: SIM102 (no `and` of a constexpr and a tensor)
+    if ANY_TOP_P and not SHORT:  # noqa: SIM102
         if is_settled(b, V, top_k_ptr, top_p_ptr, checks_ptr):
             return
     top, _ = row_peaks(peaks_ptr, tl.num_programs(0), BLOCK_S)
