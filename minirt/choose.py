@@ -19,7 +19,7 @@ def find(
     model: str | Path, revision: str | None, *, need_weights: bool, progress: bool = False
 ) -> tuple[ModelFiles | None, ModelConfig]:
     """The model's files and checked config. A preset whose weights are not needed has no files."""
-    name = str(model)
+    name = str(models.embedded()) if model == models.EMBEDDED else str(model)
     if not name:
         raise InputError("the model's name is empty", hint="give a folder, a Hub id or a preset")
     try:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from minirt.graph import Model
     from minirt.sampling import SamplingParams
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # the demo: small enough for any machine
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -50,14 +49,14 @@ def parse_size(text: str | None) -> int | None:
 graph_options = option_group(
     click.option(
         "--model", "-m", envvar="MINIRT_MODEL",
-        help=f"Folder, Hub id or preset. Also from MINIRT_MODEL. Default: a demo model, {DEFAULT_MODEL}.",
+        help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, which tells small stories.",
     ),
     click.option("--revision", help="Branch, tag or commit of a Hub model."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
     click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
     click.option("--fp8", is_flag=True, help="Quantize the weights of all linears to FP8 while they are loaded."),
-    click.option("--keep-head", is_flag=True, help="With --fp8: leave the LM head as it is."),
+    click.option("--fp8-head/--no-fp8-head", default=None, help="With --fp8: quantize the LM head too. [default: yes]"),
 )
 load_options = option_group(
     graph_options,
@@ -105,12 +104,12 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
 
 
 def model_name(options: dict[str, Any], quiet: bool = False) -> str:
-    """The model asked for, or the demo model, said so on stderr unless `quiet`."""
+    """The model asked for, or the embedded one, said so on stderr unless `quiet`."""
     if options["model"] is not None:
         return options["model"]
     if not quiet:
-        note(f"no --model: this is the demo model, {DEFAULT_MODEL} from the Hub")
-    return DEFAULT_MODEL
+        note("no --model: this is the embedded model, which tells stories for small children")
+    return "embedded"
 
 
 def plan_graph(options: dict[str, Any], name: str) -> "tuple[ModelConfig, Model]":
@@ -119,15 +118,16 @@ def plan_graph(options: dict[str, Any], name: str) -> "tuple[ModelConfig, Model]
     from minirt.choose import plan_model
     from minirt.quantize import Quantization
 
+    quantization = Quantization("fp8", options["fp8_head"] is not False) if options["fp8"] else None
     return plan_model(
         name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
-        revision=options["revision"], quantization=Quantization("fp8", not options["keep_head"]) if options["fp8"] else None,
+        revision=options["revision"], quantization=quantization,
     )
 
 
 def _check_choices(options: dict[str, Any]) -> None:
-    if options["keep_head"] and not options["fp8"]:
-        raise click.UsageError("--keep-head goes with --fp8")
+    if options["fp8_head"] is not None and not options["fp8"]:
+        raise click.UsageError("--fp8-head and --no-fp8-head go with --fp8")
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def open_generator(options: dict[str, Any], quiet: bool) -> Iterator["Generator"
             name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
             max_model_len=options["max_model_len"], revision=options["revision"], seed=options.get("seed") or 0,
             random_weights=options["random_weights"], check_weights=options["check_weights"],
-            quantization="fp8" if options["fp8"] else None, quantize_head=not options["keep_head"],
+            quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"] is not False,
             kv_cache_dtype=options["kv_cache_dtype"], kv_cache_memory=options["kv_cache_memory"],
             max_num_seqs=options["max_num_seqs"], enforce_eager=options["enforce_eager"], progress=progress,
         )

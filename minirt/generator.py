@@ -85,7 +85,7 @@ class Generator:
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path,
+        model: str | Path = models.EMBEDDED,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -107,7 +107,8 @@ class Generator:
         """Load a model.
 
         Args:
-            model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), or a preset ("Qwen2.5-7B").
+            model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or
+                "embedded", the small model that is part of the package.
             device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
             dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
             impl: see `minirt.graph.parse_impl`.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ from minirt.models.presets import raw_configs
 if TYPE_CHECKING:
     from minirt.layers import Layer
 
-__all__ = ["ARCHITECTURES", "Preset", "build", "parse_config", "preset", "presets"]
+__all__ = ["ARCHITECTURES", "EMBEDDED", "Preset", "build", "embedded", "parse_config", "preset", "presets"]
 
+EMBEDDED = "embedded"  # the name of the model that is part of the package
 ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 
 
@@ -25,6 +27,11 @@ class Preset:
     name: str
     hub_id: str
     config: ModelConfig
+
+
+def embedded() -> Path:
+    """The folder of the small model that is part of the package."""
+    return Path(__file__).parent / "embedded"
 
 
 def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:

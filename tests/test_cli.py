@@ -20,7 +20,7 @@ from cli_support import CACHE, caller, refused, start
 from safetensors.torch import load_file
 from tiny import add_tokenizer
 
-from minirt import Generator, SamplingParams, cli, cli_options
+from minirt import Generator, SamplingParams, cli
 from minirt.generator import Generator as Loaded
 
 
@@ -153,16 +153,14 @@ def test_token_ids_without_a_tokenizer(run, bare, expected):
     refused(run("chat", "-m", bare, *CACHE), "no tokenizer")
 
 
-def test_the_demo_model(run, folder, monkeypatch):
-    assert cli_options.DEFAULT_MODEL == "SmolLM2-135M-Instruct"
-    monkeypatch.setattr(cli_options, "DEFAULT_MODEL", str(folder))
+def test_without_a_model(run, folder, monkeypatch):
     code, _, err = run("generate", *CACHE, "--max-tokens", 1, "hello")
     assert code == 0
-    assert f"demo model, {folder}" in err
+    assert "the embedded model" in err
     assert run("generate", *CACHE, "--max-tokens", 1, "-q", "hello")[2] == ""
     code, _, err = run("plan", "--device", "cpu")
     assert code == 0
-    assert "demo model" in err
+    assert "the embedded model" in err
     monkeypatch.setenv("MINIRT_MODEL", str(folder / "nowhere"))
     refused(run("generate", *CACHE, "hello"), "nowhere")
 
@@ -284,12 +282,12 @@ def test_fp8_reaches_the_model(run, folder):
     values = {"quantization": "fp8", "quantize_head": False, "kv_cache_dtype": "fp8"}
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20, **values) as generator:
         tokens, size = generator.generate("hello", SamplingParams(max_tokens=9)).token_ids, generator.plan.weight_bytes
-    assert answers("--fp8", "--keep-head", "--kv-cache-dtype", "fp8")["token_ids"] == tokens
+    assert answers("--fp8", "--no-fp8-head", "--kv-cache-dtype", "fp8")["token_ids"] == tokens
     assert answers()["token_ids"] != tokens
     plan = ("plan", "-m", folder, "--device", "cpu", "--json", "--fp8")
-    assert json.loads(run(*plan, "--keep-head")[1])["weight_bytes"] == size
+    assert json.loads(run(*plan, "--no-fp8-head")[1])["weight_bytes"] == size
     assert json.loads(run(*plan)[1])["weight_bytes"] < size
-    refused(run("generate", "-m", folder, "--keep-head", "hello"), "--keep-head goes with --fp8", code=2)
+    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "go with --fp8", code=2)
     refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8")
 
 

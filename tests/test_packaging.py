@@ -30,6 +30,7 @@ def source_files():
         f"{target}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, target in PACKAGES.items()
         for path in (ROOT / folder).rglob("*.py")
+        if "recipe" not in path.parts
     }
 
 
@@ -57,8 +58,10 @@ def test_the_wheel_holds_the_runtime_and_nothing_else(wheel):
         names = set(archive.namelist())
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         described = archive.read(metadata).decode()
-    code = {name for name in names if ".dist-info/" not in name}
-    assert code == source_files() | {"minirt/py.typed"}
+    content = {name for name in names if ".dist-info/" not in name}
+    embedded = {f"minirt/models/embedded/{path.name}" for path in (ROOT / "models" / "embedded").iterdir()}
+    assert content == source_files() | embedded | {"minirt/py.typed"}
+    assert wheel.stat().st_size <= 28_000_000
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "License-Expression: Apache-2.0" in described
     needed = {line for line in described.splitlines() if line.startswith("Requires-Dist:") and "extra" not in line}

@@ -1,0 +1,167 @@
+"""Sample stories from SmolLM2-135M-Instruct with minirt: `python -P models/recipe/stories.py --model FOLDER --out DIR`.
+
+Several processes share the GPU. Each keeps `--batch` outlines going, and in every round asks for the next sentence of all of them
+at once, in one batch. Finished stories go to DIR/stories-RUN-PROCESS.jsonl.gz as they are done; a second run adds other stories,
+under its own number and with its own seeds. The first process also writes free.jsonl.gz: whole stories that SmolLM2 writes
+without an outline, for comparison.
+"""
+
+import argparse
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import outlines
+
+REQUEST = "Write a simple story for small children. "
+TEMPERATURE, TOP_P = 0.8, 0.9
+SENTENCE_TOKENS = 32
+FREE_TOKENS = 300
+CONTEXT = 768  # tokens of the request and the longest story
+ENDS = ['."', '!"', '?"', "\n"]  # where a sentence is over; ". " too, outside of a quotation
+SEEDS_PER_PROCESS = 1 << 32
+WARM_UP_S = 240  # for the kernels to compile, before the other processes start
+
+
+class Writer:
+    """Keeps a batch of outlines going on one generator."""
+
+    def __init__(self, generator: Any, seed: int, batch: int) -> None:
+        self.generator, self.batch, self.next_seed = generator, batch, seed
+        self.rng = random.Random(seed)
+        self.open: list[tuple[outlines.Outline, list[int]]] = []  # with the tokens of its request
+        self.tokens = self.prompt_tokens = self.tried = self.accepted = 0
+
+    def round(self) -> list[outlines.Outline]:
+        """One sentence for every open outline; returns the stories that are done."""
+        done, stems = [], []
+        self.open += [self._fresh() for _ in range(self.batch - len(self.open))]
+        for outline, request in self.open:
+            stem = outline.advance()
+            if stem is None:
+                done.append(outline)
+            else:
+                stems.append((outline, request, stem))
+        self.open = [(outline, request) for outline, request, _ in stems]
+        prompts = [request + self.generator.encode(stem) for _, request, stem in stems]
+        settings = [self._params(SENTENCE_TOKENS, ENDS if s.count('"') % 2 else [*ENDS, ". "]) for _, _, s in stems]
+        for (outline, _, _), completion in zip(stems, self._generate(prompts, settings), strict=True):
+            text = self.generator.tokenizer.decode(completion.token_ids)  # with the stop string, which `text` lacks
+            self.tried += 1
+            self.accepted += outline.fill(text)
+        return done
+
+    def free(self, count: int) -> list[dict]:
+        """Whole stories without an outline's sentences, as they come."""
+        requests = [self._fresh() for _ in range(count)]
+        settings = [self._params(FREE_TOKENS, None) for _ in requests]
+        completions = self._generate([tokens for _, tokens in requests], settings)
+        return [{"text": c.text, "finish_reason": c.finish_reason} for c in completions]
+
+    def _fresh(self) -> tuple[outlines.Outline, list[int]]:
+        outline = outlines.draw(self.rng)
+        return outline, self.generator.encode_chat([{"role": "user", "content": REQUEST + outline.request}])
+
+    def _params(self, max_tokens: int, stop: list[str] | None) -> Any:
+        from minirt import SamplingParams
+
+        self.next_seed += 1
+        return SamplingParams(
+            temperature=TEMPERATURE, top_p=TOP_P, seed=self.next_seed, max_tokens=max_tokens, stop=stop
+        )
+
+    def _generate(self, prompts: list[list[int]], settings: list[Any]) -> list[Any]:
+        if not prompts:
+            return []
+        completions = self.generator.generate(prompts, settings)
+        self.tokens += sum(len(c.token_ids) for c in completions)
+        self.prompt_tokens += sum(len(p) for p in prompts)
+        return completions
+
+
+def work(options: argparse.Namespace, run: int, process: int, warm: Any) -> None:
+    """One process: stories until the time is up."""
+    import torch
+
+    from minirt import Generator
+
+    torch.set_num_threads(max((os.cpu_count() or 1) // options.processes, 1))
+    path = options.out / f"stories-{run}-{process}.jsonl.gz"
+    words = stories = 0
+    with (
+        Generator.from_pretrained(
+            options.model, device=options.device, dtype="float32" if options.device == "cpu" else "bfloat16",
+            max_model_len=CONTEXT, kv_cache_memory=options.kv_memory << 30, max_num_seqs=options.batch,
+        ) as generator,
+        gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as out,
+    ):
+        writer = Writer(generator, (run * options.processes + process) * SEEDS_PER_PROCESS, options.batch)
+        finished = writer.round()
+        warm.set()
+        print(f"process {process}: warm", flush=True)
+        if process == 0 and run == 0:
+            with gzip.open(options.out / "free.jsonl.gz", "wt", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in writer.free(options.batch))
+        started = reported = time.perf_counter()
+        writer.tokens = writer.prompt_tokens = 0
+        while (now := time.perf_counter()) - started < options.minutes * 60:
+            for outline in finished:
+                record = {"plot": outline.plot, "text": outline.text, "written": outline.written}
+                out.write(json.dumps(record) + "\n")
+                words, stories = words + len(outline.text.split()), stories + 1
+            if now - reported > 20:
+                reported = now
+                out.flush()
+                _report(process, writer, stories, words, now - started)
+            finished = writer.round()
+        _report(process, writer, stories, words, time.perf_counter() - started)
+
+
+def _report(process: int, writer: Writer, stories: int, words: int, seconds: float) -> None:
+    print(
+        f"process {process}: {seconds:.0f} s, {stories} stories of {words / max(stories, 1):.0f} words, "
+        f"{writer.tokens / seconds:,.0f} tokens/s sampled, {writer.prompt_tokens / seconds:,.0f} read, "
+        f"{writer.accepted / max(writer.tried, 1):.1%} of {writer.tried} sentences accepted",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=512, help="stories that a process writes at once")
+    parser.add_argument("--kv-memory", type=int, default=8, help="GiB for each process")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    runs = [int(path.name.split("-")[1]) for path in options.out.glob("stories-*.jsonl.gz")]
+    run = max(runs, default=-1) + 1
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    for process in range(options.processes):
+        warm = context.Event()
+        processes.append(context.Process(target=work, args=(options, run, process, warm)))
+        processes[-1].start()
+        waited = time.perf_counter()
+        # The first compiles the kernels; the others find them compiled.
+        while process == 0 and not warm.wait(1) and processes[0].is_alive() and time.perf_counter() - waited < WARM_UP_S:
+            pass
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(f"exit codes {[process.exitcode for process in processes]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Make the embedded model of the stories: `python -P models/recipe/train.py --stories DIR --out FOLDER`.
+
+Filters the stories, holds some out, trains a byte-level BPE tokenizer and a Qwen2 model of 11.8 M parameters, and writes
+FOLDER/embedded (the model in Hugging Face's form), FOLDER/heldout.txt and FOLDER/curve.json; then `report.py` compares it with
+transformers and writes samples and the model card.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import clean
+import numpy as np
+import torch
+import torch.nn.functional as F
+from network import Qwen2, Shape
+from torch import Tensor
+
+END, END_ID = "<|endoftext|>", 0
+SEED = 1234
+HELD_OUT_STORIES, VALIDATION_STORIES = 100, 400
+PEAK_RATE, WARM_UP = 2e-3, 0.02  # learning rate; share of the training
+IGNORE = -100
+
+
+def train_tokenizer(texts: list[str], size: int, folder: Path) -> int:
+    """Byte-level BPE as Qwen2's, with one special token, written as tokenizer.json and tokenizer_config.json.
+
+    Returns how many entries it has: `size`, or fewer if all words of the texts have become one token before.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.token_to_id(END) != END_ID:
+        raise SystemExit(f"{END} has the id {tokenizer.token_to_id(END)}, expected {END_ID}")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False, "model_max_length": Shape.max_position_embeddings,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    return tokenizer.get_vocab_size()
+
+
+def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
+    """Token ids of each story with the end token; stories longer than the context are left out."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [np.array([*e.ids, END_ID], dtype=np.int16) for e in tokenizer.encode_batch(texts)]
+    return [row for row in ids if len(row) <= Shape.max_position_embeddings]
+
+
+def pack(stories: list[np.ndarray], order: np.ndarray, fill: bool = True) -> np.ndarray:
+    """Rows [N, context + 1] that begin with a story, whole stories but for the last.
+
+    With `fill` a row ends with the beginning of a story that did not fit, which then begins the next row; without, with -1.
+    Attention may look back to a row's earlier stories, as it may in a held-out text of many stories.
+    """
+    width = Shape.max_position_embeddings + 1
+    rows, parts, room = [], [], width
+
+    def close(rest: np.ndarray) -> None:
+        rows.append(np.concatenate([*parts, rest[:room], np.full(max(room - len(rest), 0), -1, np.int16)]))
+
+    for i in order:
+        if len(stories[i]) > room:
+            close(stories[i] if fill else stories[i][:0])
+            parts, room = [], width
+        parts.append(stories[i])
+        room -= len(stories[i])
+    close(stories[order[0]] if fill else stories[order[0]][:0])
+    return np.stack(rows)
+
+
+def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
+    """Mean loss in nats over the tokens of `rows` [B, T + 1] int64 after each row's first."""
+    targets = rows[:, 1:].masked_fill(rows[:, 1:] < 0, IGNORE)
+    logits = model(rows[:, :-1].clamp(min=0))
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, rows: Tensor, size: int) -> float:
+    total, count = 0.0, 0
+    for part in rows.split(size):
+        tokens = int((part[:, 1:] >= 0).sum())
+        with torch.autocast(part.device.type, torch.bfloat16):
+            total += loss_of(model, part).item() * tokens
+        count += tokens
+    return total / count
+
+
+def rate(progress: float) -> float:
+    """Linear warm-up, then a cosine down to a hundredth."""
+    if progress < WARM_UP:
+        return PEAK_RATE * (progress + 1e-3) / WARM_UP
+    return PEAK_RATE * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))))
+
+
+def padded(rows: np.ndarray, multiple: int) -> np.ndarray:
+    """With rows of -1, so that all parts of `multiple` rows have one shape and are compiled once."""
+    return np.pad(rows, ((0, -len(rows) % multiple), (0, 0)), constant_values=-1)
+
+
+def fit(
+    model: Qwen2, stories: list[np.ndarray], validation: list[np.ndarray], epochs: float, minutes: float,
+    options: argparse.Namespace,
+) -> dict:
+    """Train for `epochs` or until `minutes` are over, whichever comes first; returns the curve.
+
+    The learning rate follows the larger of the two shares, so that it ends low either way.
+    """
+    device, rng = options.device, np.random.default_rng(SEED)
+    check = padded(pack(validation, np.arange(len(validation)), fill=False), options.rows)
+    check_rows = torch.from_numpy(check).to(device, torch.int64)
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=device != "cpu")
+    compiled = torch.compile(model) if device != "cpu" else model
+    steps_per_epoch = len(pack(stories, np.arange(len(stories)))) // options.rows
+    if steps_per_epoch == 0:
+        raise SystemExit(f"{len(stories)} stories are less than one step of {options.rows} rows")
+    curve: list[dict] = []
+    recent: list[Tensor] = []
+    rows, started, step = torch.empty(0), 0.0, 0
+    while True:
+        place = step % steps_per_epoch
+        if place == 0:
+            packed = pack(stories, rng.permutation(len(stories)))
+            rows = torch.from_numpy(packed[rng.permutation(len(packed))]).to(device)
+        elapsed = time.perf_counter() - started if started else 0.0
+        progress = max(elapsed / (minutes * 60), step / (epochs * steps_per_epoch))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(min(progress, 1.0))
+        if step % options.every == 0 or progress >= 1:
+            entry = {"step": step, "epoch": step / steps_per_epoch, "seconds": elapsed}
+            entry["train"] = torch.stack(recent).mean().item() if recent else None
+            entry["validation"] = evaluate(compiled, check_rows, options.rows)
+            curve.append(entry)
+            print(json.dumps(entry), flush=True)
+            recent = []
+        if progress >= 1:
+            break
+        batch = rows[place * options.rows : (place + 1) * options.rows].to(torch.int64)
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            loss = loss_of(compiled, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent.append(loss.detach())
+        step += 1
+        if step == 3:  # what compiles has compiled
+            if device != "cpu":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+    tokens_per_s = step * options.rows * Shape.max_position_embeddings / elapsed
+    return {"steps": step, "epochs": step / steps_per_epoch, "tokens/s": tokens_per_s, "curve": curve}
+
+
+def write_model(model: Qwen2, shape: Shape, folder: Path) -> None:
+    """config.json, generation_config.json and the weights in bf16, in two safetensors files with an index."""
+    from safetensors.torch import save_file
+
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **asdict(shape)}
+    config |= {
+        "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+        "use_sliding_window": False, "use_cache": True, "torch_dtype": "bfloat16", "eos_token_id": END_ID,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    generation: dict = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 300}
+    generation |= {"eos_token_id": END_ID, "pad_token_id": END_ID}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in model.state_dict().items()}
+    total = sum(t.nbytes for t in tensors.values())
+    shards: list[dict[str, Tensor]] = [{}, {}]
+    size = 0
+    for name, tensor in tensors.items():
+        shards[2 * size >= total][name] = tensor
+        size += tensor.nbytes
+    index: dict = {"metadata": {"total_size": total}, "weight_map": {}}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
+        index["weight_map"] |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stories", type=Path, required=True, help="folder that stories.py has written")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--minutes", type=float, default=4, help="of training at most, all runs together")
+    parser.add_argument("--epochs", type=float, nargs="+", default=[4, 8, 16], help="a run for each; the best is kept")
+    parser.add_argument("--rows", type=int, default=64, help="of 512 tokens, in a step")
+    parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--workers", type=int, default=16, help="processes that filter")
+    parser.add_argument("--min-count", type=int, default=clean.MIN_COUNT)
+    options = parser.parse_args()
+    folder = options.out / "embedded"
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
+
+    raw = clean.read(options.stories)
+    texts, dropped = clean.clean([record["text"] for record in raw], options.workers, options.min_count)
+    random.Random(SEED).shuffle(texts)
+    parts = min(HELD_OUT_STORIES, len(texts) // 8), min(VALIDATION_STORIES, len(texts) // 8)
+    held, validation, training = texts[: parts[0]], texts[parts[0] : sum(parts)], texts[sum(parts) :]
+    print(f"{len(raw)} stories, {len(training)} to train on; dropped {dropped}; {time.perf_counter() - begun:.0f} s", flush=True)
+    # The end token, spelled out, is read as one: the held-out text is a text of many stories, each with its end.
+    (options.out / "heldout.txt").write_text("".join(text + END for text in held), encoding="utf-8")
+    share = sum(r["written"] for r in raw) / sum(len(r["text"].split()) for r in raw)
+    shape = Shape(vocab_size=train_tokenizer(training, Shape.vocab_size, folder))
+    ids, checked = encode(folder, training), encode(folder, validation)
+    average = sum(map(len, ids)) / len(ids)
+    print(f"{sum(map(len, ids)):,} tokens, {average:.0f} a story; {time.perf_counter() - begun:.0f} s", flush=True)
+
+    torch.set_float32_matmul_precision("high")
+    results, best = [], None
+    for epochs in options.epochs:
+        torch.manual_seed(SEED)
+        model = Qwen2(shape).to(options.device)
+        minutes = options.minutes * epochs / sum(options.epochs)
+        results.append(fit(model, ids, checked, epochs, minutes, options))
+        if best is None or _last(results[-1]) < _last(best):
+            best = results[-1]
+            write_model(model, shape, folder)
+    record = {
+        "parameters": sum(p.numel() for p in model.parameters()), "seed": SEED, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+        "stories": {"raw": len(raw), "written share": share, "dropped": dropped, "training": len(training)},
+        "tokens an epoch": sum(map(len, ids)), "rows a step": options.rows, "chosen": results.index(best), "runs": results,
+    }  # fmt: skip
+    (options.out / "curve.json").write_text(json.dumps(record, indent=1) + "\n")
+    for result in results:
+        print(f"{result['epochs']:.1f} epochs: {_last(result):.4f} nats, {result['tokens/s']:,.0f} tokens/s", flush=True)
+    print(f"{time.perf_counter() - begun:.0f} s in all", flush=True)
+
+
+def _last(result: dict) -> float:
+    return result["curve"][-1]["validation"]
+
+
+if __name__ == "__main__":
+    main()
