@@ -1,4 +1,4 @@
-# make demo: install and print text · make test: install and run the tests · make lint: ruff and mypy
+# make demo: install and print a story · make test: install and run the tests · make lint: ruff and mypy
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -19,9 +19,9 @@ $(VENV)/installed: pyproject.toml
 $(MODEL)/config.json: $(VENV)/installed
 	$(BIN)/python -P tests/smollm2.py $(MODEL)
 
-demo: $(MODEL)/config.json
-	$(BIN)/minirt plan --model $(MODEL)
-	$(BIN)/minirt generate --model $(MODEL) --chat "What is the capital of France? Tell me a short story about it." --max-tokens 96
+demo: $(VENV)/installed
+	$(BIN)/minirt plan
+	$(BIN)/minirt generate "Once upon a time"
 
 test: $(MODEL)/config.json
 	$(BIN)/pytest

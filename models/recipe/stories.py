@@ -148,9 +148,10 @@ def main() -> None:
     runs = [int(path.name.split("-")[1]) for path in options.out.glob("stories-*.jsonl.gz")]
     run = max(runs, default=-1) + 1
     context = multiprocessing.get_context("spawn")
-    processes = []
+    processes, events = [], []  # an event that nobody here holds is gone before its process has started
     for process in range(options.processes):
         warm = context.Event()
+        events.append(warm)
         processes.append(context.Process(target=work, args=(options, run, process, warm)))
         processes[-1].start()
         waited = time.perf_counter()
