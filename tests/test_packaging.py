@@ -83,6 +83,11 @@ def test_the_wheel_works_elsewhere(installed, tmp_path):
     rows = [line.split()[1] for line in out.splitlines() if " eager " in line]
     assert len(rows) == 62
     assert (rows[0], rows[1], rows[60], rows[61]) == ("embedding", "layers.0.attention", "layers.29.mlp", "head")
+    # The embedded model, without a network.
+    environment |= {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    story = ("-P", "-m", "minirt.cli", "generate", "--quiet", "--device", "cpu", "--temperature", "0", "Once upon a time")
+    text = run(sys.executable, *story, cwd=tmp_path, env=environment).stdout
+    assert 50 <= len(text.split()) <= 250
 
 
 @pytest.mark.slow
