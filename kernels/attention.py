@@ -40,42 +40,26 @@ class AttentionConfig:
 
 
 @triton.jit
-def _slots(table_ptr, t, first, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens t = first + [0, BLOCK_N) of a sequence are in the pages; `first` is a multiple of BLOCK_N."""
+def _block(
+    table_ptr, first, limit, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The tokens t = first + [0, BLOCK_N) of a sequence, and where they are in the pages [BLOCK_N, D]; `first` is a
+    multiple of BLOCK_N."""
+    t = first + tl.arange(0, BLOCK_N)
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
-        return page * PAGE_SIZE + t % PAGE_SIZE
     else:
         page = tl.load(table_ptr + t // PAGE_SIZE, mask=t < limit, other=0).to(tl.int64)
-        return page * PAGE_SIZE + t % PAGE_SIZE
+    return t, (page * PAGE_SIZE + t % PAGE_SIZE)[:, None] * STRIDE + tl.arange(0, D)[None, :]
 
 
 @triton.jit
-def attend(
-    q,
-    peak,
-    total,
-    acc,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    first,
-    limit,
-    row_limit,
-    scale,
-    STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """One step of the online softmax: rows q [M, D] on tokens first + [0, BLOCK_N).
+def attend(q, peak, total, acc, k_ptr, v_ptr, at, t, limit, row_limit, scale, MASKED: tl.constexpr):
+    """One step of the online softmax: rows q [M, D] on the tokens t [N], whose K and V are at the offsets `at` [N, D].
 
     MASKED: some of the tokens are at or past `limit`, the sequence's end (what the page holds there may be NaN, also in
     V, where a probability of zero would not stop it), or hidden from some rows, which see tokens below row_limit [M].
     """
-    t = first + tl.arange(0, BLOCK_N)
-    at = _slots(table_ptr, t, first, limit, PAGE_SIZE, BLOCK_N)[:, None] * STRIDE + tl.arange(0, D)[None, :]
     k = tl.load(k_ptr + at, mask=(t < limit)[:, None], other=0.0) if MASKED else tl.load(k_ptr + at)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASKED:
@@ -89,7 +73,7 @@ def attend(
     return new_peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
@@ -138,15 +122,11 @@ def _prefill_kernel(
         seen_by_all = (context + first_query + 1) // BLOCK_N * BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
         for first in range(0, seen_by_all, BLOCK_N):
-            peak, total, acc = attend(
-                q, peak, total, acc, k_ptr, v_ptr, table_ptr, first, limit, row_limit, scale,
-                NKV * D, PAGE_SIZE, D, BLOCK_N, False,
-            )  # fmt: skip
+            t, kv_at = _block(table_ptr, first, limit, NKV * D, PAGE_SIZE, D, BLOCK_N)
+            peak, total, acc = attend(q, peak, total, acc, k_ptr, v_ptr, kv_at, t, limit, row_limit, scale, False)
         for first in range(seen_by_all, seen_by_any, BLOCK_N):
-            peak, total, acc = attend(
-                q, peak, total, acc, k_ptr, v_ptr, table_ptr, first, limit, row_limit, scale,
-                NKV * D, PAGE_SIZE, D, BLOCK_N, True,
-            )  # fmt: skip
+            t, kv_at = _block(table_ptr, first, limit, NKV * D, PAGE_SIZE, D, BLOCK_N)
+            peak, total, acc = attend(q, peak, total, acc, k_ptr, v_ptr, kv_at, t, limit, row_limit, scale, True)
         acc = acc / total[:, None]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 

@@ -1,9 +1,13 @@
 """Attention of one new token per sequence on the paged KV cache, alone or fused with what comes before it: per-head
 RMSNorm, rotary embedding and the write of the new K and V.
 
-Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), which do not depend on
-the batch; a second kernel combines them in order, unless no sequence can have more than one.
+Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), whatever its batch. The
+splits of all sequences form one list of work items, which a fixed number of programs takes turns at, so that neither the
+grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of a sequence in order.
 """
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -12,7 +16,11 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.attention import LOG2_E, MAX_GROUP, AttentionConfig, attend, check_inputs
-from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options
+from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors
+
+SPLIT = 256
+_SPLITS = (64, 128, 256, 512, 1024)
+_PROGRAMS_PER_PROCESSOR = 3  # that run at once: more would have to wait, since each holds 64 kB of K and V on their way
 
 CASES = [
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 16, "seq_lens": (1, 2, 0), "split": 64},
@@ -21,172 +29,230 @@ CASES = [
     {"Nq": 14, "Nkv": 2, "D": 64, "page_size": 128, "seq_lens": (257, 1100), "split": 256},
     {"Nq": 16, "Nkv": 2, "D": 128, "page_size": 32, "seq_lens": (100,), "split": 256},
     {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (1300,), "split": 64},
+    {"Nq": 2, "Nkv": 2, "D": 64, "page_size": 256, "seq_lens": (0, 0, 130, 0, 64, 1, 0), "split": 64},
 ]
 
 
 @triton.jit
-def _rotated(head_ptrs, norm_ptr, cos_sin_ptr, eps, D: tl.constexpr):
-    """Whole heads [M, D] after RMSNorm (if norm_ptr is given) and rotary embedding, in fp32; head_ptrs [M, 1]."""
-    HALF: tl.constexpr = D // 2
-    d = tl.arange(0, D)[None, :]
-    partner = (d + HALF) % D  # channel d turns with channel d ± D/2: each is loaded in both places
-    raw = tl.load(head_ptrs + d)
-    x, y = raw.to(tl.float32), tl.load(head_ptrs + partner).to(tl.float32)
-    if norm_ptr is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = (x * scale).to(raw.dtype).to(tl.float32) * tl.load(norm_ptr + d).to(tl.float32)
-        y = (y * scale).to(raw.dtype).to(tl.float32) * tl.load(norm_ptr + partner).to(tl.float32)
-    cos, sin = tl.load(cos_sin_ptr + d % HALF), tl.load(cos_sin_ptr + HALF + d % HALF)
-    return (x * cos + tl.where(d < HALF, -y, y) * sin).to(raw.dtype)
+def _wait():
+    """`gdc_wait`, in a form that leaves a loop around it pipelined in Triton 3.9 too: what is loaded ahead of it there
+    are tokens of earlier steps."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
+def _rotated(x, y, norm, norm_partner, cos, sin, eps, D: tl.constexpr):
+    """Whole heads x [M, D] after RMSNorm (if `norm` is given) and rotary embedding; y and norm_partner are x and norm with
+    their halves swapped."""
+    dtype: tl.constexpr = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = (x * scale).to(dtype).to(tl.float32) * norm.to(tl.float32)
+        y = (y * scale).to(dtype).to(tl.float32) * norm_partner.to(tl.float32)
+    return (x * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -y, y) * sin).to(dtype)
+
+
+@triton.jit
+def _rotated_heads(
+    heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps,
+    NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of one token's raw heads: q of the heads `head` [M], and M times k and v of kv_head, [M, D] each.
+
+    Repeated loads cost nothing here, but tiles of one shape have one layout, and conversions would take longer than the
+    arithmetic. All loads come first, or each would be waited for in turn.
+    """
+    d = tl.arange(0, D)[None, :] + tl.zeros_like(head)[:, None]
+    partner = (d + D // 2) % D  # channel d turns with channel d ± D/2: each is loaded in both places
+    cos, sin = tl.load(angles_ptr + d % (D // 2)), tl.load(angles_ptr + D // 2 + d % (D // 2))
+    q_norm, q_norm_partner, k_norm, k_norm_partner = None, None, None, None
+    if q_norm_ptr is not None:
+        q_norm, q_norm_partner = tl.load(q_norm_ptr + d), tl.load(q_norm_ptr + partner)
+    if k_norm_ptr is not None:
+        k_norm, k_norm_partner = tl.load(k_norm_ptr + d), tl.load(k_norm_ptr + partner)
+    if PDL:
+        _wait()
+    q_ptrs = heads_ptr + (head * D)[:, None]
+    k_ptr = heads_ptr + (NQ + kv_head) * D
+    q, q_partner = tl.load(q_ptrs + d), tl.load(q_ptrs + partner)
+    k, k_partner, v = tl.load(k_ptr + d), tl.load(k_ptr + partner), tl.load(k_ptr + NKV * D + d)
+    q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, eps, D)
+    return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, eps, D), v
+
+
+@triton.jit
+def _look_up(
+    item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width,
+    PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Of a work item: its sequence, that one's length, the number of the split in it, and the pages of the split.
+
+    A load that waits for another takes as long as the attention of a short sequence. So all starts and lengths are loaded
+    side by side, and a single sequence needs neither to know its pages.
+    """
+    if BLOCK_B == 1:
+        b, length, split = tl.full((), 0, tl.int64), tl.load(seq_lens_ptr), item
+    else:
+        index = tl.arange(0, BLOCK_B)
+        starts = tl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
+        lens = tl.load(seq_lens_ptr + index, mask=index < B, other=0)
+        # The last sequence that starts at or before the item: empty ones start where the next one does.
+        found = tl.max(tl.where(starts <= item, (index.to(tl.int64) << 32) | lens.to(tl.int64), 0), 0)
+        b, length = found >> 32, found.to(tl.int32)
+        split = item - tl.max(tl.where(starts <= item, starts, 0), 0)
+    place = split * SPLIT // PAGE_SIZE + tl.arange(0, (SPLIT + PAGE_SIZE - 1) // PAGE_SIZE)
+    pages = tl.load(tables_ptr + b * table_width + place, mask=place < table_width, other=0)
+    return b, length, split, pages
+
+
+@triton.jit
+def _block(pages, first, begin, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens first + [0, BLOCK_N) are, whose split begins at `begin` and has its K and V in `pages`: an offset
+    for all of them, and one for each of [BLOCK_N, D]."""
+    d = tl.arange(0, D)[None, :]
+    n = tl.arange(0, BLOCK_N)
+    place = tl.arange(0, pages.shape[0])
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.sum(tl.where(place == first // PAGE_SIZE - begin // PAGE_SIZE, pages, 0), 0).to(tl.int64)
+        return (page * PAGE_SIZE + first % PAGE_SIZE) * STRIDE, n[:, None] * STRIDE + d
+    else:
+        t = first + n
+        chosen = place[None, :] == (t // PAGE_SIZE - begin // PAGE_SIZE)[:, None]
+        page = tl.sum(tl.where(chosen, pages[None, :], 0), 1).to(tl.int64)
+        return 0, (page * PAGE_SIZE + t % PAGE_SIZE)[:, None] * STRIDE + d
+
+
+@triton.jit(do_not_specialize=["B", "table_width"])
 def _decode_kernel(
-    q_ptr,
-    cos_sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    sums_ptr,
-    peaks_ptr,
-    table_width,
-    scale,
-    eps,
-    NQ: tl.constexpr,
-    NKV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """SPLIT tokens of one sequence for one KV head. A sequence of one split is finished here.
+    q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, starts_ptr, out_ptr, sums_ptr,
+    peaks_ptr, B, table_width, scale, eps, NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One KV head of every so many-th item. The result of a sequence of one split is final.
 
     With cos_sin_ptr q_ptr holds raw q, k and v heads, and the new token is not in the pages yet.
     """
     GROUP: tl.constexpr = NQ // NKV
     STRIDE: tl.constexpr = NKV * D
     HEADS: tl.constexpr = NQ if cos_sin_ptr is None else NQ + 2 * NKV
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    b, kv_head, split = tl.program_id(0) // NKV, tl.program_id(0) % NKV, tl.program_id(1)
-    limit = tl.load(seq_lens_ptr + b)
-    begin = split * SPLIT
+    kv_head = tl.program_id(0) % NKV
+    first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
+    items = tl.load(starts_ptr + B)
+    b, length, split, pages = _look_up(
+        first_item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+    )
+    k_ptr += kv_head * D
+    v_ptr += kv_head * D
+    if PDL and cos_sin_ptr is None:
+        tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)[None, :]
-    b = b.to(tl.int64)
     head = kv_head * GROUP + tl.minimum(row, GROUP - 1)  # rows past the group repeat its last head and are not stored
     valid = row < GROUP
-    out_row = b * NQ + head
-    if begin < limit:
-        k_ptr += kv_head * D
-        v_ptr += kv_head * D
-        table_ptr = tables_ptr + b * table_width
+    for item in range(first_item, items, programs):
+        begin = split * SPLIT
+        limit = length if cos_sin_ptr is None else length - 1  # tokens in the pages
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
-        q_ptrs = q_ptr + ((b * HEADS + head) * D)[:, None]
-        if cos_sin_ptr is None:
-            q = tl.load(q_ptrs + d)
-        else:
-            limit -= 1  # the new token's position; from here on, the number of tokens in the pages
-            cos_sin_ptr += limit.to(tl.int64) * D
-            q = _rotated(q_ptrs, q_norm_ptr, cos_sin_ptr, eps, D)
-            if limit < begin + SPLIT:
-                # The last split: the online softmax starts with the new token, which nobody else reads.
-                new_ptrs = q_ptr + (b * HEADS + NQ + kv_head) * D + tl.zeros((1, 1), tl.int32)
-                k = _rotated(new_ptrs, k_norm_ptr, cos_sin_ptr, eps, D)
-                v = tl.load(new_ptrs + NKV * D + d)
-                page = tl.load(table_ptr + limit // PAGE_SIZE).to(tl.int64)
-                at = (page * PAGE_SIZE + limit % PAGE_SIZE) * STRIDE + d
-                tl.store(k_ptr + at, k)
-                tl.store(v_ptr + at, v)
-                peak = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-                total += 1.0
-                acc += v.to(tl.float32)
+        q = tl.zeros((BLOCK_M, D), q_ptr.dtype.element_ty)
         row_limit = tl.zeros((BLOCK_M,), tl.int32) + limit
-        for first in range(begin, tl.minimum(begin + SPLIT, limit), BLOCK_N):
+        # At least once, also for a new token that is the first of its split.
+        for first in range(begin, tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1), BLOCK_N):
+            if first == begin:
+                # In the loop, so that its first loads of K and V are on their way before q is waited for.
+                heads_ptr = q_ptr + b * HEADS * D
+                if cos_sin_ptr is None:
+                    q = tl.load(heads_ptr + (head * D)[:, None] + d)
+                else:
+                    angles_ptr = cos_sin_ptr + limit.to(tl.int64) * D
+                    q, k, v = _rotated_heads(
+                        heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps, NQ, NKV, D, PDL
+                    )
+                    if limit < begin + SPLIT:
+                        # The last split: the online softmax starts with the new token, which nobody else reads.
+                        base, at = _block(pages, limit, begin, STRIDE, PAGE_SIZE, D, 1)
+                        at = tl.broadcast_to(at, (BLOCK_M, D))
+                        tl.store(k_ptr + base + at, k, mask=row[:, None] == 0)
+                        tl.store(v_ptr + base + at, v, mask=row[:, None] == 0)
+                        peak = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+                        total += 1.0
+                        acc += v.to(tl.float32)
+            base, at = _block(pages, first, begin, STRIDE, PAGE_SIZE, D, BLOCK_N)
+            t = first + tl.arange(0, BLOCK_N)
             peak, total, acc = attend(
-                q, peak, total, acc, k_ptr, v_ptr, table_ptr, first, limit, row_limit, scale,
-                STRIDE, PAGE_SIZE, D, BLOCK_N, True,
-            )  # fmt: skip
-        if tl.load(seq_lens_ptr + b) <= SPLIT:
+                q, peak, total, acc, k_ptr + base, v_ptr + base, at, t, limit, row_limit, scale, True
+            )
+        if length <= SPLIT:
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_row[:, None] * D + d, out, mask=valid[:, None])
+            tl.store(out_ptr + ((b * NQ + head) * D)[:, None] + d, out, mask=valid[:, None])
         else:
-            part = out_row * tl.num_programs(1) + split
+            part = tl.cast(item, tl.int64) * NQ + head
             tl.store(sums_ptr + part[:, None] * D + d, acc, mask=valid[:, None])
             tl.store(peaks_ptr + 2 * part, peak, mask=valid)
             tl.store(peaks_ptr + 2 * part + 1, total, mask=valid)
-    elif split == 0:  # an empty sequence: padding of a batch
-        zeros = tl.zeros((BLOCK_M, D), out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_row[:, None] * D + d, zeros, mask=valid[:, None])
+        if item + programs < items:
+            b, length, split, pages = _look_up(
+                item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+            )
+    if PDL:
+        # Every program waits, also without an item: the next kernel must not start before the one before this has ended.
+        # It is let in only now, since its waiting programs would take room from those of this one.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def _combine_kernel(
-    seq_lens_ptr,
-    out_ptr,
-    sums_ptr,
-    peaks_ptr,
-    num_splits,
-    NQ: tl.constexpr,
-    D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Weighted mean of the splits of one head of one sequence, BLOCK_S at a time, in order."""
+    starts_ptr, out_ptr, sums_ptr, peaks_ptr, heads,
+    NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """For `heads` heads of one sequence: the weighted mean of its splits, BLOCK_S at a time, in order; zeros for none."""
+    b = tl.program_id(0)
+    start = tl.load(starts_ptr + b)
+    splits = tl.load(starts_ptr + b + 1) - start
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if splits != 1:
+        d = tl.arange(0, D)[None, :]
+        first_head = tl.program_id(1) * heads
+        for head in range(first_head, tl.minimum(first_head + heads, NQ)):
+            peak = tl.full((1,), float("-inf"), tl.float32)
+            total = tl.zeros((1,), tl.float32)
+            acc = tl.zeros((1, D), tl.float32)
+            for first in tl.range(0, splits, BLOCK_S, num_stages=3):
+                s = first + tl.arange(0, BLOCK_S)
+                part = (start + s).to(tl.int64) * NQ + head
+                peaks = tl.load(peaks_ptr + 2 * part, mask=s < splits, other=float("-inf"))
+                totals = tl.load(peaks_ptr + 2 * part + 1, mask=s < splits, other=0.0)
+                sums = tl.load(sums_ptr + part[:, None] * D + d, mask=(s < splits)[:, None], other=0.0)
+                new_peak = tl.maximum(peak, tl.max(peaks, 0))
+                rescale = tl.exp2(peak - new_peak)
+                weights = tl.exp2(peaks - new_peak)
+                total = total * rescale + tl.sum(weights * totals, 0)
+                acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
+                peak = new_peak
+            out = acc / tl.where(splits == 0, 1.0, total)[:, None]
+            tl.store(out_ptr + (b.to(tl.int64) * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    limit = tl.load(seq_lens_ptr + tl.program_id(0) // NQ)
-    if limit > SPLIT:
-        row = tl.program_id(0).to(tl.int64)
-        d = tl.arange(0, D)[None, :]
-        splits = tl.cdiv(limit, SPLIT)
-        peak = tl.full((1,), float("-inf"), tl.float32)
-        total = tl.zeros((1,), tl.float32)
-        acc = tl.zeros((1, D), tl.float32)
-        for first in range(0, splits, BLOCK_S):
-            s = first + tl.arange(0, BLOCK_S)
-            part = row * num_splits + s
-            peaks = tl.load(peaks_ptr + 2 * part, mask=s < splits, other=float("-inf"))
-            totals = tl.load(peaks_ptr + 2 * part + 1, mask=s < splits, other=0.0)
-            sums = tl.load(sums_ptr + part[:, None] * D + d, mask=(s < splits)[:, None], other=0.0)
-            new_peak = tl.maximum(peak, tl.max(peaks, 0))
-            rescale = tl.exp2(peak - new_peak)
-            weights = tl.exp2(peaks - new_peak)
-            total = total * rescale + tl.sum(weights * totals, 0)
-            acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
-            peak = new_peak
-        tl.store(out_ptr + row * D + d, (acc / total[:, None]).to(out_ptr.dtype.element_ty))
 
 
 def choose_config(itemsize: int) -> AttentionConfig:
-    """The configuration for an element size. Three of the five stages only hide the look-up of the page."""
+    """The configuration for an element size."""
     block_n, num_warps = (32, 8) if itemsize == 4 else (64, 4)
-    return AttentionConfig(MAX_GROUP, block_n, num_warps, num_stages=5)
+    return AttentionConfig(MAX_GROUP, block_n, num_warps, num_stages=3)
 
 
-def split_size(max_context: int) -> int:
-    """Tokens a split for a cache of sequences up to `max_context` tokens: 256, or what makes at most 64 splits.
-
-    A property of the cache, never of a batch: the same sequence is cut in the same way whatever it is batched with.
-    """
-    return max(256, triton.next_power_of_2(triton.cdiv(max_context, 64)))
+def splits_before(seq_lens: Sequence[int], split: int = SPLIT) -> list[int]:
+    """`split_starts`: how many splits the sequences before each one have, and at the end all: [B + 1]."""
+    return list(accumulate((triton.cdiv(n, split) for n in seq_lens), initial=0))
 
 
-def workspace_floats(B: int, Nq: int, D: int, max_seq_len: int, split: int) -> int:
-    """fp32 values that decoding keeps in the workspace."""
-    splits = triton.cdiv(max_seq_len, split)
-    return B * Nq * splits * (D + 2) if splits > 1 else 0
+def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
+    """fp32 values that decoding keeps in the workspace: of each split and head a sum [D], a peak and a total."""
+    return max_splits * Nq * (D + 2)
 
 
 def paged_attention_decode(
@@ -195,12 +261,13 @@ def paged_attention_decode(
     v_pages: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    max_seq_len: int,
+    split_starts: Tensor,
+    max_splits: int,
     scale: float,
     workspace: Workspace,
     out: Tensor | None = None,
     *,
-    split: int = 256,
+    split: int = SPLIT,
     pdl: bool = False,
     check: bool = True,
     config: AttentionConfig | None = None,
@@ -208,16 +275,18 @@ def paged_attention_decode(
     """Attention of one token per sequence on all its cached ones, itself included: q [B, Nq, D] → [B, Nq, D].
 
     pages [P, page_size, Nkv, D]; block_tables [B, pages] int32; seq_lens [B] int32, 0: padding, whose result is 0.
-    max_seq_len bounds seq_lens and sizes the grid (programs past a sequence's end return at once); that it does is not
-    checked, which would need a read from the device. split: tokens a program reads, a power of two, see `split_size`.
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
+    split: tokens of a work item, a power of two from 64 to 1024; a result's bits depend on it, but not on the rest of the
+    batch. split_starts [B + 1] int32: `splits_before` of the same lengths and split. max_splits bounds split_starts[B]
+    and sizes the grid and the workspace. That these agree is not checked, which would need a read from the device.
+    `pdl`: overlap with the kernel before it in the stream (sm_90 and later), which must not write block_tables, seq_lens
+    or split_starts.
     """
     if check:
         check_activations("q", q, 3)
-        _check(q, k_pages, v_pages, block_tables, seq_lens, q.shape[1], q.shape[2], out, split)
+        _check(q, k_pages, v_pages, block_tables, seq_lens, split_starts, q.shape[1], q.shape[2], out, split)
     out = torch.empty_like(q) if out is None else out
-    cache = (k_pages, v_pages, block_tables, seq_lens)
-    return _launch((q, None, None, None), cache, out, max_seq_len, scale, 0.0, workspace, split, pdl, config)
+    cache = (k_pages, v_pages, block_tables, seq_lens, split_starts)
+    return _launch((q, None, None, None), cache, out, max_splits, scale, 0.0, workspace, split, pdl, config)
 
 
 def rope_paged_attention_decode(
@@ -227,7 +296,8 @@ def rope_paged_attention_decode(
     v_pages: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    max_seq_len: int,
+    split_starts: Tensor,
+    max_splits: int,
     scale: float,
     workspace: Workspace,
     Nq: int,
@@ -236,7 +306,7 @@ def rope_paged_attention_decode(
     eps: float = 1e-6,
     out: Tensor | None = None,
     *,
-    split: int = 256,
+    split: int = SPLIT,
     pdl: bool = False,
     check: bool = True,
     config: AttentionConfig | None = None,
@@ -245,28 +315,29 @@ def rope_paged_attention_decode(
 
     seq_lens counts the new token, whose position is therefore seq_lens − 1 and whose page block_tables names; where
     seq_lens is 0 nothing is written. cos_sin [L, D] fp32 (cosines | sines); q_norm, k_norm [D]; the rest as in
-    `paged_attention_decode`.
+    `paged_attention_decode`. With `pdl` the kernel before it must not write to the pages either, of which it reads the
+    older tokens while that one runs.
     """
     Nkv, D = k_pages.shape[2], k_pages.shape[3]
     B = qkv.shape[0]
     if check:
         check_activations("qkv", qkv)
-        _check(qkv, k_pages, v_pages, block_tables, seq_lens, Nq, D, out, split)
+        _check(qkv, k_pages, v_pages, block_tables, seq_lens, split_starts, Nq, D, out, split)
         check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
         check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
             if norm is not None:
                 check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
     out = torch.empty(B, Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
-    cache = (k_pages, v_pages, block_tables, seq_lens)
-    return _launch((qkv, cos_sin, q_norm, k_norm), cache, out, max_seq_len, scale, eps, workspace, split, pdl, config)
+    cache = (k_pages, v_pages, block_tables, seq_lens, split_starts)
+    return _launch((qkv, cos_sin, q_norm, k_norm), cache, out, max_splits, scale, eps, workspace, split, pdl, config)
 
 
 def _launch(
     inputs: tuple[Tensor | None, ...],
-    cache: tuple[Tensor, Tensor, Tensor, Tensor],
+    cache: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
-    max_seq_len: int,
+    max_splits: int,
     scale: float,
     eps: float,
     workspace: Workspace,
@@ -274,23 +345,28 @@ def _launch(
     pdl: bool,
     config: AttentionConfig | None,
 ) -> Tensor:
-    k_pages, _, block_tables, seq_lens = cache
+    k_pages, _, block_tables, _, split_starts = cache
     (B, Nq, D), (page_size, Nkv) = out.shape, k_pages.shape[1:3]
     if B == 0:
         return out
     config = config or choose_config(out.element_size())
-    splits = max(1, triton.cdiv(max_seq_len, split))
-    sums = workspace.sums(workspace_floats(B, Nq, D, max_seq_len, split))
-    peaks = sums[B * Nq * splits * D :] if splits > 1 else sums
-    _decode_kernel[(B * Nkv, splits)](
-        *inputs, *cache, out, sums, peaks, block_tables.shape[1], scale * LOG2_E, eps,
-        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        **launch_options(config.num_warps, config.num_stages, pdl),
+    sums = workspace.sums(workspace_floats(max_splits, Nq, D))
+    peaks = sums[max_splits * Nq * D :]
+    at_once = _PROGRAMS_PER_PROCESSOR * processors(out.device)
+    registers = 65536 // (32 * config.num_warps * _PROGRAMS_PER_PROCESSOR) // 8 * 8  # what lets so many run at once
+    block_b = 1 if B == 1 else 32 if B <= 32 else max(512, triton.next_power_of_2(B))  # few: each is compiled
+    _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
+        *inputs, *cache, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
+        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
+        BLOCK_B=block_b, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
     )  # fmt: skip
-    if splits > 1:
-        _combine_kernel[(B * Nq,)](
-            seq_lens, out, sums, peaks, splits, NQ=Nq, D=D, SPLIT=split, BLOCK_S=16, **launch_options(4, 1, pdl)
-        )
+    # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do. Where there
+    # is not, its programs only look and end, so there should not be many.
+    heads = triton.cdiv(B * Nq, 8 * processors(out.device))
+    _combine_kernel[(B, triton.cdiv(Nq, heads))](
+        split_starts, out, sums, peaks, heads, NQ=Nq, D=D, BLOCK_S=16, maxnreg=64, **launch_options(4, 1, pdl)
+    )
     return out
 
 
@@ -300,6 +376,7 @@ def _check(
     v_pages: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
+    split_starts: Tensor,
     Nq: int,
     D: int,
     out: Tensor | None,
@@ -308,7 +385,8 @@ def _check(
     check_inputs(q, k_pages, v_pages, block_tables, seq_lens, Nq, D)
     B = q.shape[0]
     check_tensor("seq_lens", seq_lens, (B,), torch.int32, q.device)
+    check_tensor("split_starts", split_starts, (B + 1,), torch.int32, q.device)
     if out is not None:
         check_tensor("out", out, (B, Nq, D), q.dtype, q.device)
-    if split < 64 or split & (split - 1):
-        raise InputError("not a power of two from 64", where="split", found=split)
+    if split not in _SPLITS:
+        raise InputError("not a power of two from 64 to 1024", where="split", found=split)

@@ -1,14 +1,13 @@
-"""What the Triton kernels share: argument checks, device facts, the split-K workspace and a few device functions."""
+"""What the Triton kernels share: argument checks, device facts, the workspace of split sums, and the activations."""
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError
+from minirt.errors import InputError, UnsupportedError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -33,6 +32,15 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETER_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raise UnsupportedError on a GPU on which Triton has no 8-bit floats. (Its interpreter has them.)"""
+    if device.type == "cuda" and capability(device) < 89:
+        raise UnsupportedError(
+            "no fp8 weights on this GPU", expected="compute capability 8.9 or later",
+            found=capability(device) / 10, hint="use bf16 weights",
+        )  # fmt: skip
 
 
 def shared_limit(cc: int) -> int:
@@ -78,13 +86,24 @@ def check_activations(name: str, tensor: Tensor, ndim: int = 2) -> None:
 
 
 def check_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None, activation: str | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    activation: str | None,
+    scale: Tensor | None = None,
 ) -> None:
-    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual and out [T, N] fit (gated: N/2)."""
+    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual and out [T, N] fit (gated: N/2).
+
+    With `scale` [N] fp32 the weight must be float8_e4m3fn, without it of x's dtype.
+    """
     check_activations("x", x)
     T, K = x.shape
-    check_tensor("weight", weight, (None, K), x.dtype, x.device)
+    check_tensor("weight", weight, (None, K), x.dtype if scale is None else torch.float8_e4m3fn, x.device)
     N = rows = weight.shape[0]
+    if scale is not None:
+        check_tensor("scale", scale, (rows,), torch.float32, x.device)
     if activation is not None:
         if activation not in ACTIVATIONS:
             expected = " or ".join(ACTIVATIONS)
@@ -133,36 +152,6 @@ def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:
     return buffer
 
 
-@dataclass(frozen=True)
-class LinearConfig:
-    """How to cut one linear layer: tile of the weights [block_n, block_k], `split` parts of K."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int = 1
-    split: int = 1
-
-
-def choose_split(tiles: int, enough: int, blocks: int, most: int) -> int:
-    """Parts of K that make `enough` programs of `tiles`: a power of two up to `most`, with two blocks or more each."""
-    split = 1
-    while split < most and tiles * split < enough and blocks >= 4 * split:
-        split *= 2
-    return split
-
-
-def split_parts(
-    workspace: Workspace | None, config: LinearConfig, T: int, N: int, K: int
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """The parts of K that are not empty (1 without a workspace), with room for their sums [parts, T, N] and counters."""
-    blocks = triton.cdiv(K, config.block_k)
-    parts = triton.cdiv(blocks, triton.cdiv(blocks, config.split))
-    if parts == 1 or workspace is None:
-        return 1, None, None
-    return parts, workspace.sums(parts * T * N), workspace.counters(triton.cdiv(N, config.block_n))
-
-
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """SiLU or GELU (erf or tanh form) of an fp32 tensor."""
@@ -173,43 +162,3 @@ def activate(x, ACTIVATION: tl.constexpr):
     else:
         # 0.5 · (1 + tanh(y)) is sigmoid(2y)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-
-
-@triton.jit
-def load_block(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load `ptrs`; k [.., BLOCK_K] or broadcastable is checked against K only where K has a ragged end."""
-    if K % BLOCK_K == 0:
-        return tl.load(ptrs)
-    else:
-        return tl.load(ptrs, mask=k < K, other=0.0)
-
-
-@triton.jit
-def _add_and_store(acc, n, at, valid, bias_ptr, residual_ptr, out_ptr):
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=valid, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        acc += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid)
-
-
-@triton.jit
-def finish(acc, n, t, T, N, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, SPLIT: tl.constexpr):
-    """Add up the parts of K, add bias and residual and store; n and t broadcast to acc's shape, T · N < 2³¹."""
-    at = t * N + n
-    valid = (n < N) & (t < T)
-    n = n + t * 0
-    if SPLIT == 1:
-        _add_and_store(acc, n, at, valid, bias_ptr, residual_ptr, out_ptr)
-    else:
-        # Past L1 on both sides: the partial sums of the other programs come through L2.
-        tl.store(sums_ptr + tl.program_id(1) * T * N + at, acc, mask=valid, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's stores come before the one thread's release
-        counter_ptr = counters_ptr + tl.program_id(0)
-        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT - 1:
-            total = tl.zeros_like(acc)
-            for part in tl.static_range(SPLIT):
-                total += tl.load(sums_ptr + part * T * N + at, mask=valid, other=0.0, cache_modifier=".cg")
-            _add_and_store(total, n, at, valid, bias_ptr, residual_ptr, out_ptr)
-            tl.store(counter_ptr, 0)

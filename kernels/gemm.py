@@ -1,9 +1,11 @@
 """Linear layers for more than 128 tokens: tiled GEMMs with bias, residual or the gated activation in the epilogue.
 
-Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by
-TMA through descriptors made on the host, where alignment permits; elsewhere by plain pointers.
+Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by TMA
+through descriptors made on the host, where alignment permits; elsewhere by plain pointers. What is left after whole rounds of
+tiles, one a processor, is cut into smaller tiles, so that the last round keeps more processors busy for less time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +30,19 @@ CASES = [
     {"T": 150, "N": 257, "K": 264},
 ]
 
-
-# (rows, columns, warps, stages) for devices with much shared memory and for the others; with the activation, a program
-# has two such tiles, of gate and of up.
-_TILES = ((128, 256, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4))
-_GATED_TILES = ((128, 128, 8, 3), (64, 128, 4, 4), (64, 64, 4, 4))
-_SMALL_TILES = ((128, 128, 8, 4), (64, 64, 4, 4))
-_SMALL_GATED_TILES = ((128, 64, 8, 4), (64, 64, 4, 4))
+# (rows, columns, warps) for devices with much shared memory and for the others; with the activation, a program has two such
+# tiles, of gate and of up.
+_TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 4), (64, 64, 4))
+_GATED_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
+_SMALL_TILES = ((128, 128, 8), (64, 64, 4))
+_SMALL_GATED_TILES = ((128, 64, 8), (64, 64, 4))
+_FEW_ROUNDS = 8  # with more, what is left in the last round does not matter
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile of the output [block_t, block_n], step in K, and whether tiles travel by TMA (`tma` needs aligned rows)."""
+    """Tile of the output [block_t, block_n], step in K, whether tiles travel by TMA (`tma` needs aligned rows), and the
+    parts into which tiles of a last round on `processors` are cut."""
 
     block_t: int
     block_n: int
@@ -47,43 +50,33 @@ class GemmConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
+    rest: int = 1
+    processors: int = 1
 
 
 @triton.jit
-def _gemm_kernel(
-    x,
-    weight,
-    bias_ptr,
-    residual,
-    out,
-    T,
-    N,
-    K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    TMA: tl.constexpr,
-    TMA_OUT: tl.constexpr,
-):
-    """out [T, N]; x, weight: descriptors with TMA, else pointers; residual and out with TMA_OUT.
-
-    With ACTIVATION weight has 2N rows.
-    """
+def place_tile(tile, T, N, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_T: tl.constexpr):
+    """The first row and the first column of a tile, in groups of GROUP_T tiles of rows."""
     tiles_n = tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_T * tiles_n)
-    rest = tl.program_id(0) % (GROUP_T * tiles_n)
+    group = tile // (GROUP_T * tiles_n)
+    rest = tile % (GROUP_T * tiles_n)
     group_rows = tl.minimum(tl.cdiv(T, BLOCK_T) - group * GROUP_T, GROUP_T)
-    first_t = (group * GROUP_T + rest % group_rows) * BLOCK_T
-    first_n = rest // group_rows * BLOCK_N
-    t = first_t + tl.arange(0, BLOCK_T)
-    n = first_n + tl.arange(0, BLOCK_N)
+    return (group * GROUP_T + rest % group_rows) * BLOCK_T, rest // group_rows * BLOCK_N
+
+
+@triton.jit
+def accumulate(
+    x, weight, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """x · weightᵀ of a tile, twice (gate and up) with ACTIVATION."""
     k = tl.arange(0, BLOCK_K)
     if not TMA:
         # Rows past the end repeat the last one instead of being masked; they are not stored.
-        x_ptrs = x + tl.minimum(t, T - 1).to(tl.int64)[:, None] * K + k[None, :]
-        w_ptrs = weight + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+        t = tl.minimum(first_t + tl.arange(0, BLOCK_T), T - 1).to(tl.int64)
+        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+        x_ptrs = x + t[:, None] * K + k[None, :]
+        w_ptrs = weight + n[None, :] * K + k[:, None]
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     acc_up = acc
     for start in range(0, K, BLOCK_K):
@@ -105,6 +98,17 @@ def _gemm_kernel(
             else:
                 b = tl.load(w_ptrs + N.to(tl.int64) * K + start, mask=start + k[:, None] < K, other=0.0)
             acc_up = tl.dot(a, b, acc_up, input_precision="ieee")
+    return acc, acc_up
+
+
+@triton.jit
+def _compute_tile(
+    x, weight, bias_ptr, residual, out, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
+):  # fmt: skip
+    acc, acc_up = accumulate(x, weight, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA)
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION is not None:
@@ -123,20 +127,113 @@ def _gemm_kernel(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=valid)
 
 
+@triton.jit(do_not_specialize=["T", "whole"])
+def _gemm_kernel(
+    x,
+    weight,
+    residual,
+    out,
+    rest_weight,
+    rest_residual,
+    rest_out,
+    bias_ptr,
+    T,
+    N,
+    whole,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    REST: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+):
+    """out [T, N]; x, weight: descriptors with TMA, else pointers; residual and out with TMA_OUT.
+
+    With ACTIVATION weight has 2N rows. The first `whole` tiles are computed whole, the others in REST parts of their columns,
+    for which weight, residual and out have descriptors of their own.
+    """
+    pid = tl.program_id(0)
+    if REST == 1 or pid < whole:
+        first_t, first_n = place_tile(pid, T, N, BLOCK_T, BLOCK_N, GROUP_T)
+        _compute_tile(
+            x, weight, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA,
+            TMA_OUT,
+        )  # fmt: skip
+    else:
+        PART: tl.constexpr = BLOCK_N // REST
+        first_t, first_n = place_tile(whole + (pid - whole) // REST, T, N, BLOCK_T, BLOCK_N, GROUP_T)
+        first_n += (pid - whole) % REST * PART
+        _compute_tile(
+            x, rest_weight, bias_ptr, rest_residual, rest_out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, PART,
+            BLOCK_K, TMA, TMA_OUT,
+        )  # fmt: skip
+
+
+def parts_of_rest(tiles: int, num_processors: int, block_n: int, narrowest: int = 32) -> int:
+    """Parts, `narrowest` columns or wider, for those of `tiles` that are left after whole rounds; 1 where it does not pay."""
+    left, rest = tiles % num_processors, 1
+    if tiles > _FEW_ROUNDS * num_processors:
+        return 1
+    while left and 2 * rest * left <= num_processors and rest < 4 and block_n // (2 * rest) >= narrowest:
+        rest *= 2
+    return rest
+
+
+def whole_tiles(tiles: int, config: GemmConfig) -> int:
+    """How many tiles to compute whole: all, if the parts of those that are left would be more than there are processors."""
+    left = tiles % config.processors
+    return tiles - left if config.rest > 1 and left * config.rest <= config.processors else tiles
+
+
+def best_tile(
+    tiles: Sequence[tuple[int, int, int]],
+    T: int,
+    N: int,
+    blocks: int,
+    gated: bool,
+    num_processors: int,
+    narrowest: int = 32,
+) -> tuple[int, int, int, int]:
+    """The tile (rows, columns, warps) that takes the least time, and the parts of those left over.
+
+    The time model counts steps in K of a 128 × 128 tile and is fitted to measurements on an H200 (bench/LOG.md).
+    """
+
+    def one_round(block_t: int, columns: int) -> float:
+        columns *= 2 if gated else 1
+        step = max(block_t * columns / 2**14, (block_t + columns) / 280)  # arithmetic, or reading from L2
+        return blocks * step + 6.5
+
+    def time(tile: tuple[int, int, int, int]) -> tuple[float, int]:
+        block_t, block_n, _, rest = tile
+        count = triton.cdiv(T, block_t) * triton.cdiv(N, block_n)
+        rounds = count // num_processors if rest > 1 else triton.cdiv(count, num_processors)
+        last = one_round(block_t, block_n // rest) if rest > 1 else 0.0
+        return rounds * one_round(block_t, block_n) + last, rest
+
+    counts = (triton.cdiv(T, block_t) * triton.cdiv(N, block_n) for block_t, block_n, _ in tiles)
+    rests = (parts_of_rest(n, num_processors, tile[1], narrowest) for n, tile in zip(counts, tiles, strict=True))
+    return min(((*tile, rest) for tile, rest in zip(tiles, rests, strict=True)), key=time)
+
+
 def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_processors: int) -> GemmConfig:
-    """The largest tile that gives every processor one, of the few that suit the device; N counts the outputs."""
+    """The configuration for a shape: of T only the power of two above it counts. N counts the outputs."""
     if itemsize == 4:
         return GemmConfig(64, 64, 32, 8, 1)
     large = shared_limit(cc) > 100 * 1024
     plain, two = (_TILES, _GATED_TILES) if large else (_SMALL_TILES, _SMALL_GATED_TILES)
-    tiles: tuple[tuple[int, int, int, int], ...] = two if gated else plain
+    tiles: tuple[tuple[int, int, int], ...] = two if gated else plain
     block_k = 64 if large else 32
-    enough = (tile for tile in tiles if triton.cdiv(T, tile[0]) * triton.cdiv(N, tile[1]) >= num_processors)
-    block_t, block_n, num_warps, stages = next(enough, tiles[-1])
+    block_t, block_n, num_warps, rest = best_tile(
+        tiles, triton.next_power_of_2(T), N, triton.cdiv(K, block_k), gated, num_processors
+    )
     stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
-    stages = fit_stages(stage_bytes, shared_limit(cc) - 4096, stages)
     tma = cc >= 90 and K * itemsize % 16 == 0 and N * itemsize % 16 == 0
-    return GemmConfig(block_t, block_n, block_k, num_warps, stages, tma)
+    stages = fit_stages(stage_bytes, shared_limit(cc) - 2048, 8)
+    return GemmConfig(block_t, block_n, block_k, num_warps, stages, tma, rest, num_processors)
 
 
 def gemm(
@@ -180,36 +277,36 @@ def _launch(
     if check:
         check_linear(x, weight, bias, residual, out, activation)
     T, K = x.shape
-    N = weight.shape[0] if activation is None else weight.shape[0] // 2
+    gated = activation is not None
+    N = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     if T == 0:
         return out
-    if config is None:
-        config = choose_config(
-            T, N, K, x.element_size(), activation is not None, capability(x.device), processors(x.device)
-        )
-    c = config
-    tensors = (x, weight, bias, residual, out)
+    c = config or choose_config(T, N, K, x.element_size(), gated, capability(x.device), processors(x.device))
+    tiles = triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n)
+    whole = whole_tiles(tiles, c)
     tma = c.tma and all(t is None or t.data_ptr() % 16 == 0 for t in (x, weight, residual, out))
     # A wider output (fp32 logits) would not fit in shared memory beside the tiles: it is stored from registers.
     tma_out = tma and out.dtype == x.dtype
-    if tma:
-        x_tile, weight_tile, output = [c.block_t, c.block_k], [c.block_n, c.block_k], [c.block_t, c.block_n]
-        tensors = (
-            TensorDescriptor.from_tensor(x, x_tile),
-            TensorDescriptor.from_tensor(weight, weight_tile),
-            *tensors[2:],
+    rows = described(x, [c.block_t, c.block_k], tma)
+    operands = [
+        described(t, tile, by_tma)
+        for n in (c.block_n, c.block_n // c.rest)
+        for t, tile, by_tma in (
+            (weight, [n, c.block_k], tma), (residual, [c.block_t, n], tma_out), (out, [c.block_t, n], tma_out)
         )
-    if tma_out:
-        residual = None if residual is None else TensorDescriptor.from_tensor(residual, output)
-        tensors = (*tensors[:3], residual, TensorDescriptor.from_tensor(out, output))
-    grid = (triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n),)
-    _gemm_kernel[grid](
-        *tensors, T, N, K=K, ACTIVATION=activation, BLOCK_T=c.block_t, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_T=8,
-        TMA=tma, TMA_OUT=tma_out, num_warps=c.num_warps, num_stages=c.num_stages,
+    ]  # fmt: skip
+    _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
+        rows, *operands, bias, T, N, whole, K=K, ACTIVATION=activation, BLOCK_T=c.block_t, BLOCK_N=c.block_n,
+        BLOCK_K=c.block_k, REST=c.rest, GROUP_T=8, TMA=tma, TMA_OUT=tma_out, num_warps=c.num_warps,
+        num_stages=c.num_stages,
     )  # fmt: skip
     return out
+
+
+def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Tensor | TensorDescriptor | None:
+    return TensorDescriptor.from_tensor(tensor, tile) if tma and tensor is not None else tensor
 
 
 def cost(T: int, N: int, K: int, itemsize: int) -> tuple[int, int]:

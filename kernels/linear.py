@@ -1,7 +1,8 @@
 """Linear layers with what is fused around them, for any number of tokens: norm + linear, norm + gate/up, linear + residual.
 
-Which kernel computes it depends on how many tokens share each weight that is read: one (`gemv`), up to 128 (`gemm_small`), or so
-many that arithmetic is the work (`gemm`, with the norm before it).
+Which kernel computes it depends on how many tokens share each weight that is read: one (`gemv`, norm included), up to 128
+(`gemm_small`), or so many that arithmetic is the work (`gemm`), both with the norm as a kernel before. Weights have the dtype of
+the activations, or are float8_e4m3fn with a `scale` [N] fp32 for each row (compute capability 8.9 and later).
 """
 
 import torch
@@ -30,6 +31,7 @@ def norm_linear(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     workspace: Workspace | None = None,
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
@@ -40,7 +42,7 @@ def norm_linear(
     The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
     `pdl`: overlap with the kernel before it in the stream (sm_90 and later; up to 128 tokens).
     """
-    return _run(x, norm_weight, eps, weight, bias, None, out, None, workspace, out_dtype, pdl, check)
+    return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check)
 
 
 def norm_gate_up(
@@ -52,11 +54,12 @@ def norm_gate_up(
     out: Tensor | None = None,
     bias: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
-    return _run(x, norm_weight, eps, weight, bias, None, out, activation, None, None, pdl, check)
+    return _run(x, norm_weight, eps, weight, scale, bias, None, out, activation, None, None, pdl, check)
 
 
 def linear_residual(
@@ -66,12 +69,13 @@ def linear_residual(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     workspace: Workspace | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
-    return _run(x, None, 0.0, weight, bias, residual, out, None, workspace, None, pdl, check)
+    return _run(x, None, 0.0, weight, scale, bias, residual, out, None, workspace, None, pdl, check)
 
 
 def _run(
@@ -79,6 +83,7 @@ def _run(
     norm_weight: Tensor | None,
     eps: float,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor | None,
@@ -88,20 +93,27 @@ def _run(
     pdl: bool,
     check: bool,
 ) -> Tensor:
+    T = x.shape[0]
     if check:
-        check_linear(x, weight, bias, residual, out, activation)
+        check_linear(x, weight, bias, residual, out, activation, scale)
         if norm_weight is not None:
             check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
-    T = x.shape[0]
     if out is None:
         N = weight.shape[0] if activation is None else weight.shape[0] // 2
         out = torch.empty(T, N, dtype=out_dtype or x.dtype, device=x.device)
     if T == 0:
         return out
-    if T <= MAX_TOKENS:
-        kernel = gemv if T == 1 else gemm_small
-        return kernel(x, norm_weight, eps, weight, bias, residual, out, activation, workspace=workspace, pdl=pdl)
-    h = x if norm_weight is None else rms_norm(x, norm_weight, eps, check=False)
+    if T == 1:
+        return gemv(x, norm_weight, eps, weight, bias, residual, out, activation, scale=scale, pdl=pdl)
+    h = x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)
+    if T <= MAX_TOKENS or scale is not None:  # fp8 weights have no GEMM: many tokens go through in slices
+        for at in range(0, T, MAX_TOKENS):
+            rows = slice(at, at + MAX_TOKENS)
+            rest = None if residual is None else residual[rows]
+            gemm_small(
+                h[rows], weight, bias, rest, out[rows], activation, scale=scale, workspace=workspace, pdl=pdl
+            )
+        return out
     if activation is not None:
         return gemm_gated(h, weight, activation, bias, out, check=False)
     return gemm(h, weight, bias, residual, out, check=False)

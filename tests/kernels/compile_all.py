@@ -21,7 +21,6 @@ from minirt.kernels import (
     embedding,
     gemm,
     gemm_small,
-    gemv,
     kv_write,
     linear,
     norm,
@@ -63,6 +62,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "limit": common.shared_limit(cc),
                 "mma": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))),
                 "tma": "cp.async.bulk.tensor" in ptx,
+                "pipelined": "cp.async.wait_group" in ptx,
                 "pdl": "griddepcontrol.wait" in ptx,
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
@@ -70,7 +70,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         )
 
     jit.JITFunction.run = warm_up
-    for module in (gemv, gemm_small, gemm):
+    for module in (gemm_small, gemm):
         module.capability = lambda device: cc
 
 
@@ -94,8 +94,12 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
         linear.norm_linear(x, norm_weight, 1e-6, qkv, bias, workspace=workspace, pdl=pdl)
         linear.norm_gate_up(x, norm_weight, 1e-6, gate_up, "silu", pdl=pdl)
         linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
+    if cc >= 89:
+        eight = {"weight": empty(4608, HIDDEN, like=torch.float8_e4m3fn), "scale": empty(4608, like=torch.float32)}
+        for T in (1, 5, 100):
+            linear.norm_linear(empty(T, HIDDEN), norm_weight, 1e-6, **eight, workspace=workspace, pdl=pdl)
     linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
-    for T, inter in ((200, 2000), (400, 4000), (2048, INTER)):  # every tile of the tables
+    for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # every tile of the tables
         x = empty(T, HIDDEN)
         gemm.gemm(x, qkv, bias, empty(T, 4608))
         gemm.gemm_gated(x, gate_up[: 2 * inter], "silu")
@@ -106,9 +110,10 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             heads, where = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
             kv_write.qk_norm_rope_kv_write(heads, cos_sin, where, where, k, v, Nq, Nkv, empty(D), empty(D), pdl=pdl)
         attention.paged_attention_prefill(empty(100, Nq, D), k, v, tables, ints(3), lens, 60, D**-0.5)
-        rest = (k, v, tables, lens, 2000, D**-0.5, workspace)
+        for B in (1, 2):
+            rest = (k, v, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
+            attention_decode.rope_paged_attention_decode(empty(B, (Nq + 2 * Nkv) * D), cos_sin, *rest, Nq, pdl=pdl)
         attention_decode.paged_attention_decode(empty(2, Nq, D), *rest, pdl=pdl)
-        attention_decode.rope_paged_attention_decode(empty(2, (Nq + 2 * Nkv) * D), cos_sin, *rest, Nq, pdl=pdl)
 
 
 def main(cc: int, dtype: str) -> None:

@@ -1,5 +1,6 @@
-"""Catches: splits weighted or ordered wrongly, a sequence that ends on a split's or a page's edge, padding rows that
-read or write, the new token missing, doubled or in the wrong slot, a result that depends on the rest of the batch."""
+"""Catches: splits weighted or ordered wrongly or left out, an item that finds the wrong sequence (beside empty ones above
+all), a sequence that ends on a split's or a page's edge, padding rows that read, write or keep garbage, the new token
+missing, doubled or in the wrong slot, a result that depends on the rest of the batch or on the size of the GPU."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ LARGE = [
     {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "seq_lens": (8001,), "split": 256},
     {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "seq_lens": tuple(range(0, 6400, 100)), "split": 512},
     {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16, "seq_lens": (131072, 1, 5000), "split": 256},
+    {"Nq": 32, "Nkv": 8, "D": 128, "page_size": 32, "seq_lens": (256, 257, 0, 1) * 75, "split": 256},
 ]
+PROCESSORS = [1, 132]  # one: few programs, of which each has many items, and each one of the combination many heads
 
 
 def decode64(q, k, v, scale):
@@ -23,15 +26,27 @@ def decode64(q, k, v, scale):
     return torch.einsum("hk,khd->hd", (torch.einsum("hd,khd->hk", q.double(), k) * scale).softmax(-1), v)
 
 
+def plan(lens, split, Nq, D, device, spare=0):
+    """split_starts, max_splits and a workspace that shows what was not written."""
+    starts = kernel.splits_before(lens, split)
+    most = starts[-1] + spare
+    workspace = Workspace(device, num_floats=kernel.workspace_floats(most, Nq, D))
+    workspace.sums(0).fill_(float("nan"))
+    return torch.tensor(starts, dtype=torch.int32, device=device), most, workspace
+
+
 def check(case, dtype, make, cache, nan, agrees, device):
-    Nq, Nkv, D = case["Nq"], case["Nkv"], case["D"]
+    Nq, Nkv, D, split = case["Nq"], case["Nkv"], case["D"], case["split"]
     lens = list(case["seq_lens"])
     pages = cache(lens, Nkv, D, case["page_size"], dtype)
+    counts = [-(-n // case["page_size"]) for n in lens]
+    tables = pages.tables[:, : max(counts)].contiguous()
+    for row, count in zip(tables, counts, strict=True):
+        row[count:] = 2**31 - 1  # where no page is
     q, scale = make(len(lens), Nq, D, dtype=dtype), 1.3 * D**-0.5
-    workspace = Workspace(device, num_floats=kernel.workspace_floats(len(lens), Nq, D, max(lens) + 70, case["split"]))
+    starts, most, workspace = plan(lens, split, Nq, D, device, spare=5)
     out = kernel.paged_attention_decode(
-        q, pages.k, pages.v, pages.tables, pages.lens, max(lens) + 70, scale, workspace, nan(*q.shape, dtype=dtype),
-        split=case["split"],
+        q, pages.k, pages.v, tables, pages.lens, starts, most, scale, workspace, nan(*q.shape, dtype=dtype), split=split
     )  # fmt: skip
     for i, n in enumerate(lens):
         if n == 0:
@@ -44,7 +59,7 @@ def check(case, dtype, make, cache, nan, agrees, device):
 
 def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
     """Rotation and write against the kernel that does only these, which has a test of its own."""
-    Nq, Nkv, D, page_size = case["Nq"], case["Nkv"], case["D"], case["page_size"]
+    Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
     lens, B = list(case["seq_lens"]), len(case["seq_lens"])
     pages = cache(lens, Nkv, D, page_size, dtype)
     qkv, cos_sin = make(B, (Nq + 2 * Nkv) * D, dtype=dtype), make(max(lens), D, dtype=torch.float32)
@@ -54,13 +69,13 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
     slots = where.where(pages.lens > 0, -1)
     k, v, scale = pages.k.clone(), pages.v.clone(), 1.3 * D**-0.5
     q = kv_write.qk_norm_rope_kv_write(qkv, cos_sin, positions, slots, k, v, Nq, Nkv, q_norm, k_norm, 1e-5)
-    workspace = Workspace(device, num_floats=kernel.workspace_floats(B, Nq, D, max(lens), case["split"]))
-    rest = (pages.tables, pages.lens, max(lens), scale, workspace)
+    starts, most, workspace = plan(lens, split, Nq, D, device)
+    rest = (pages.tables, pages.lens, starts, most, scale, workspace)
     new = slots[slots >= 0]
     pages.k.view(-1, Nkv, D)[new] = float("nan")
     pages.v.view(-1, Nkv, D)[new] = float("nan")
     out = kernel.rope_paged_attention_decode(
-        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=case["split"]
+        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split
     )
     eps = torch.finfo(dtype).eps
     # The compiler may fuse products and sums otherwise there.
@@ -76,51 +91,80 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
         agrees(out[i], expected[0], decode64(q[i], keys, values, scale))
 
 
+@pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_decode(case, dtype, make, cache, nan, agrees, device):
+def test_decode(case, processors, dtype, make, cache, nan, agrees, device, monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda device: processors)
     check(case, dtype, make, cache, nan, agrees, device)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_fused_with_rope_and_write(case, normalize, dtype, make, cache, nan, agrees, device):
+def test_fused_with_rope_and_write(case, normalize, dtype, make, cache, nan, agrees, device, monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda device: PROCESSORS[not normalize])
     check_fused(case, normalize, dtype, make, cache, nan, agrees, device)
 
 
-def test_a_sequence_does_not_feel_its_batch(make, cache, device):
-    """The same bits alone, and beside a longer sequence that widens the grid."""
-    pages = cache([300, 900], 1, 64, 16, torch.float32)
-    q, workspace = make(2, 3, 64, dtype=torch.float32), Workspace(device)
-    both = kernel.paged_attention_decode(q, pages.k, pages.v, pages.tables, pages.lens, 900, 0.2, workspace, split=64)
-    alone = kernel.paged_attention_decode(
-        q[:1], pages.k, pages.v, pages.tables[:1], pages.lens[:1], 300, 0.2, workspace, split=64
-    )
-    assert torch.equal(both[:1], alone)
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_large_batches(processors, make, cache, nan, agrees, device, monkeypatch):
+    """More sequences than are looked up at once in a small batch, more items than programs, empty ones everywhere."""
+    monkeypatch.setattr(kernel, "processors", lambda device: processors)
+    lens = [0, 1, 0, 0, 65, 64, 300] + [1, 2, 63, 0] * 8 + [0, 129, 0]
+    case = {"Nq": 3, "Nkv": 1, "D": 64, "page_size": 16, "seq_lens": lens, "split": 64}
+    check(case, torch.float32, make, cache, nan, agrees, device)
+    check_fused({**case, "seq_lens": lens[::-1][:33]}, True, torch.float32, make, cache, nan, agrees, device)
 
 
-def test_the_split_depends_on_the_cache_only():
-    assert [kernel.split_size(n) for n in (1, 16384, 16385, 32768, 131072)] == [256, 256, 512, 512, 2048]
+def test_a_sequence_does_not_feel_its_batch(make, cache, device, monkeypatch):
+    """The same bits alone, anywhere in batches of any size, and whatever program gets which item."""
+    lens = [300, 900, 0, 64, 65] + [30] * 31
+    pages = cache(lens, 1, 64, 16, torch.float32)
+    q = make(len(lens), 3, 64, dtype=torch.float32)
+
+    def run(rows, processors):
+        monkeypatch.setattr(kernel, "processors", lambda device: processors)
+        starts, most, workspace = plan([lens[i] for i in rows], 64, 3, 64, device)
+        return kernel.paged_attention_decode(
+            q[rows], pages.k, pages.v, pages.tables[rows], pages.lens[rows], starts, most, 0.2, workspace, split=64
+        )
+
+    together = run(list(range(len(lens))), 132)
+    assert together.isfinite().all()
+    for rows in ([0], [1], [3, 4], [4, 2, 1, 0], list(range(len(lens)))[::-1]):
+        for processors in PROCESSORS:
+            assert torch.equal(run(rows, processors), together[rows])
+
+
+def test_split_starts():
+    assert kernel.splits_before([0, 1, 256, 257, 0, 1000]) == [0, 0, 1, 2, 4, 4, 8]
+    assert kernel.splits_before([65], 64) == [0, 2]
+    assert kernel.splits_before([]) == [0]
 
 
 def test_wrong_arguments_are_named(make, cache, device):
     pages, workspace = cache([200], 1, 64, 16, torch.float32), Workspace(device, num_floats=100)
+    starts = torch.tensor([0, 4], dtype=torch.int32, device=device)
     q = make(1, 2, 64, dtype=torch.float32)
-    rest = (pages.k, pages.v, pages.tables, pages.lens, 200, 1.0, workspace)
+    rest = (pages.k, pages.v, pages.tables, pages.lens, starts, 4, 1.0, workspace)
     with pytest.raises(InputError, match=r"num_floats: too small; expected at least 528; found 100"):
         kernel.paged_attention_decode(q, *rest, split=64)
-    with pytest.raises(InputError, match="split: not a power of two from 64; found 96"):
-        kernel.paged_attention_decode(q, *rest, split=96)
+    for split in (96, 32, 2048):
+        with pytest.raises(InputError, match=f"split: not a power of two from 64 to 1024; found {split}"):
+            kernel.paged_attention_decode(q, *rest, split=split)
     with pytest.raises(InputError, match="seq_lens: wrong shape"):
         kernel.paged_attention_decode(q.repeat(2, 1, 1), *rest)
+    with pytest.raises(InputError, match="split_starts: wrong shape"):
+        kernel.paged_attention_decode(q, *rest[:4], starts[:1], *rest[5:])
+    with pytest.raises(InputError, match="split_starts: wrong dtype"):
+        kernel.paged_attention_decode(q, *rest[:4], starts.long(), *rest[5:])
     with pytest.raises(InputError, match="qkv: wrong shape"):
         kernel.rope_paged_attention_decode(
             make(1, 64, dtype=torch.float32), make(200, 64, dtype=torch.float32), *rest, 2
         )
-    assert kernel.paged_attention_decode(q[:0], *rest[:2], pages.tables[:0], pages.lens[:0], *rest[4:]).shape == (
-        0,
-        2,
-        64,
+    empty = kernel.paged_attention_decode(
+        q[:0], *rest[:2], pages.tables[:0], pages.lens[:0], starts[:1], 0, *rest[6:], split=64
     )
+    assert empty.shape == (0, 2, 64)
 
 
 @pytest.mark.gpu
@@ -131,15 +175,75 @@ def test_large(case, half_dtype, make, cache, nan, agrees, device):
 
 
 @pytest.mark.gpu
-def test_same_bits_every_time_also_with_pdl(make, cache, device):
+def test_the_batch_changes_no_bit_on_the_gpu(make, cache, device):
+    """The kernel is compiled apart for batches of 1, of up to 32 and of more."""
+    lens = [3000, 17, 256, 257] + [100] * 296
+    pages = cache(lens, 4, 128, 64, torch.bfloat16)
+    qkv, cos_sin = make(len(lens), 36 * 128, dtype=torch.bfloat16), make(3000, 128, dtype=torch.float32)
+    norms = (make(128, dtype=torch.bfloat16), make(128, dtype=torch.bfloat16))
+
+    def run(rows):
+        starts, most, workspace = plan([lens[i] for i in rows], 256, 28, 128, device, spare=1000)
+        rest = (pages.tables[rows], pages.lens[rows], starts, most, 0.1, workspace, 28, *norms)
+        return kernel.rope_paged_attention_decode(qkv[rows], cos_sin, pages.k, pages.v, *rest)
+
+    together = run(list(range(300)))
+    for rows in ([0], [1], [2], [3], [3, 0, 1], list(range(40))):
+        assert torch.equal(run(rows), together[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False])
+def test_same_bits_every_time_also_with_pdl(fused, make, cache, device):
+    """A chain through the pages of 8 layers, in which each kernel reads what the one before wrote, and none comes to rest."""
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("PDL needs sm_90")
-    pages, workspace = cache([3000, 17], 4, 128, 64, torch.bfloat16), Workspace(device)
-    qkv, cos_sin = make(2, 36 * 128, dtype=torch.bfloat16), make(3000, 128, dtype=torch.float32)
+    lens = [3000]
+    layers = [cache(lens, 4, 128, 64, torch.bfloat16) for _ in range(8)]
+    starts, most, workspace = plan(lens, 256, 28, 128, device, spare=100)
+    first, cos_sin = make(1, 36 * 128, dtype=torch.bfloat16), make(3000, 128, dtype=torch.float32)
 
-    def run(pdl):
-        rest = (pages.tables, pages.lens, 4000, 0.1, workspace, 28)
-        return kernel.rope_paged_attention_decode(qkv, cos_sin, pages.k, pages.v, *rest, pdl=pdl)
+    def chain(pdl):
+        qkv = first.clone()
+        q = qkv[:, : 28 * 128].view(1, 28, 128)
+        for pages in layers * 5:
+            rest = (pages.k, pages.v, pages.tables, pages.lens, starts, most, 1.0, workspace)
+            if fused:
+                kernel.rope_paged_attention_decode(qkv, cos_sin, *rest, 28, out=q, pdl=pdl)
+            else:
+                kernel.paged_attention_decode(q, *rest, out=q, pdl=pdl)
+        return qkv
 
-    expected = run(False)
-    assert all(torch.equal(run(pdl), expected) for pdl in [False, True] * 20)
+    expected = chain(False)
+    assert expected.isfinite().all()
+    assert all(torch.equal(chain(pdl), expected) for pdl in [False, True] * 5)
+
+
+@pytest.mark.gpu
+def test_pages_past_2_31_elements(make, device):
+    pages = torch.zeros(2, 80_000, 64, 4, 128, dtype=torch.float16, device=device)
+    pages[:, -1] = pages[:, 0] = make(2, 64, 4, 128, dtype=torch.float16)
+    q, lens = make(1, 28, 128, dtype=torch.float16), torch.tensor([60], dtype=torch.int32, device=device)
+    starts, most, workspace = plan([60], 256, 28, 128, device)
+    low, high = (
+        kernel.paged_attention_decode(
+            q, *pages, torch.tensor([[page]], dtype=torch.int32, device=device), lens, starts, most, 0.1, workspace
+        )
+        for page in (0, 79_999)
+    )
+    assert torch.equal(low, high)
+
+
+@pytest.mark.gpu
+def test_partial_sums_past_2_31_values(make, device):
+    """One page again and again: the mean over all repetitions is that over one."""
+    count = 2**31 // (32 * 128) + 3
+    k, v = make(1, 64, 8, 128, dtype=torch.float16), make(1, 64, 8, 128, dtype=torch.float16)
+    q, table = make(1, 32, 128, dtype=torch.float16), torch.zeros(1, count, dtype=torch.int32, device=device)
+    workspace = Workspace(device, num_floats=kernel.workspace_floats(count, 32, 128))
+
+    def run(pages):
+        lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([64 * pages], [0, pages]))
+        return kernel.paged_attention_decode(q, k, v, table, lens, starts, pages, 0.1, workspace, split=64)
+
+    torch.testing.assert_close(run(count), run(1), rtol=3e-3, atol=1e-4)

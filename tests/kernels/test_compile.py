@@ -16,7 +16,8 @@ import pytest
 TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(90, "float16"), (90, "float32")]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 DENSE = ("_tokens_kernel", "_gemm_kernel", "_prefill_kernel")
-PDL = ("_vector_kernel", "_tokens_kernel", "_kv_write_kernel", "_decode_kernel", "_combine_kernel")
+PDL = ("_vector_kernel", "_rms_norm_kernel", "_tokens_kernel", "_kv_write_kernel", "_decode_kernel", "_combine_kernel")
+READ_AHEAD = ("_vector_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel")  # weights, lengths, older tokens
 
 
 def compile_all(cc: int, dtype: str) -> list[dict]:
@@ -49,11 +50,12 @@ def test_compiles_as_meant(target, compiled):
             assert r["mma"] == [MMA[cc]], r
         elif name == "_decode_kernel":
             assert r["mma"] == ["mma.sync"], r  # 16 rows are too few for the wider instructions
+            assert r["pipelined"], r  # also around the wait of a PDL launch
         if name == "_gemm_kernel":
             assert r["tma"] == (cc >= 90 and dtype != "float32"), r
         if name in PDL and r["options"].get("launch_pdl"):
             assert r["pdl"], r
-            # Only weights may be read before the kernel that this one depends on has ended, and the GEMV must.
-            assert r["loads_before_wait"] == (name == "_vector_kernel"), r
+            # Only what the kernel before does not write may be read before its end, and where there is such, it must be.
+            assert r["loads_before_wait"] == (name in READ_AHEAD), r
         else:
             assert not r["pdl"], r

@@ -1,5 +1,5 @@
 """Catches: tiles of the grouped order computed twice or never, tails of T, N and K, gate and up swapped (the last tile
-of gate reaches into up's rows), the residual read after it was overwritten."""
+of gate reaches into up's rows), the residual read after it was overwritten, tiles of the last round cut wrongly."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def check(T, N, K, dtype, make, nan, agrees, config=None):
 def check_gated(T, intermediate, K, activation, dtype, make, nan, agrees, config=None):
     x, weight = make(T, K, dtype=dtype), make(2 * intermediate, K, dtype=dtype, scale=1.5 * K**-0.5)
     bias = make(2 * intermediate, dtype=dtype)
-    out = kernel.gemm_gated(x, weight, activation, bias, nan(T, intermediate, dtype=dtype), config=config)
+    out = nan(T, intermediate, dtype=dtype)
+    kernel.gemm_gated(x, weight, activation, bias, out, config=config)
     expected = reference.gated(reference.linear(x, weight, bias), activation)
     agrees(out, expected, reference.gated(linear64(x, weight, bias), activation))
 
@@ -66,12 +67,45 @@ def test_output_in_fp32(config, make, nan, agrees):
     agrees(out, reference.linear(x, weight), linear64(x, weight))
 
 
-def test_configurations_fit_the_shape():
-    choose = kernel.choose_config
-    assert choose(8192, 4608, 3584, 2, False, 90, 132) == kernel.GemmConfig(128, 256, 64, 8, 3, tma=True)
-    assert not choose(8192, 4608, 3584, 2, False, 80, 108).tma
-    assert not choose(8192, 4607, 3584, 2, False, 90, 132).tma
-    assert choose(200, 4608, 3584, 2, False, 90, 132).block_t == 64
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(
+    ("T", "N", "rest", "processors", "whole"),
+    [(40, 136, 2, 4, 8), (20, 264, 4, 5, 5), (20, 200, 4, 36, 0), (20, 264, 4, 4, 6)],
+    ids=["two-parts", "four-parts", "no-whole-tiles", "too-many-parts"],
+)
+def test_last_round_in_parts(T, N, rest, processors, whole, tma, dtype, make, nan, agrees):
+    """Also where a part lies past the last column."""
+    config = kernel.GemmConfig(16, 32 * rest, 32, 4, 2, tma, rest, processors)
+    assert kernel.whole_tiles(-(-T // 16) * -(-N // config.block_n), config) == whole
+    check(T, N, 104, dtype, make, nan, agrees, config)
+    check_gated(T, N, 104, "silu", dtype, make, nan, agrees, config)
+
+
+def test_parts_fill_the_last_round():
+    """On 132 processors."""
+    for tiles, block_n, rest in (
+        (296, 128, 4), (592, 128, 2), (56, 128, 2), (144, 64, 2),  # no narrower than 32 columns
+        (72, 128, 1), (264, 128, 1), (2000, 128, 1),  # too few idle processors, none, many rounds
+    ):  # fmt: skip
+        assert kernel.parts_of_rest(tiles, 132, block_n) == rest
+
+
+def test_the_configuration_knows_regimes_not_token_counts():
+    """A kernel compiled for each token count would stall serving."""
+    for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (896, 4864, False)):
+        for regime in (range(129, 257), range(257, 513), range(1025, 2049)):
+            assert len({kernel.choose_config(T, N, K, 2, gated, 90, 132) for T in regime}) == 1
+
+
+@pytest.mark.parametrize("T", [129, 256, 512, 2048])
+def test_configurations_fit_the_device(T):
+    for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (896, 4864, False)):
+        for cc, room in ((80, 163), (89, 99), (90, 227), (120, 99)):
+            c = kernel.choose_config(T, N, K, 2, gated, cc, 108)
+            assert c.num_stages * (c.block_t + c.block_n * (1 + gated)) * c.block_k * 2 <= room * 1024
+            assert c.tma == (cc >= 90)
+    assert not kernel.choose_config(T, 4607, 3584, 2, False, 90, 132).tma
+    assert kernel.choose_config(8192, 4608, 3584, 2, False, 90, 132).block_n == 256
 
 
 def test_no_tokens_and_wrong_arguments(make):
@@ -90,13 +124,13 @@ def test_no_tokens_and_wrong_arguments(make):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [129, 512, 1000, 4096])
+@pytest.mark.parametrize("T", [129, 256, 512, 1000, 4096])
 @pytest.mark.parametrize(("N", "K"), LARGE)
 def test_large(T, N, K, half_dtype, make, nan, agrees):
     check(T, N, K, half_dtype, make, nan, agrees)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [129, 512, 1000])
+@pytest.mark.parametrize("T", [129, 256, 512, 1000])
 def test_large_gated(T, half_dtype, make, nan, agrees):
     check_gated(T, 18944, 3584, "silu", half_dtype, make, nan, agrees)

@@ -1,5 +1,5 @@
 """Catches: tails of N, K and T; the norm's mean over padding; gate and up swapped; a part of K added twice or dropped;
-counters left non-zero; the residual read after it was overwritten."""
+counters left non-zero; the residual read after it was overwritten; fp8 scales of other rows, or applied to the bias."""
 
 import pytest
 import torch
@@ -7,9 +7,8 @@ import torch
 from minirt.errors import InputError
 from minirt.kernels import linear as kernel
 from minirt.kernels import reference
-from minirt.kernels.common import ACTIVATIONS, LinearConfig, Workspace
-from minirt.kernels.gemm_small import choose_config, gemm_small
-from minirt.kernels.gemv import gemv
+from minirt.kernels.common import ACTIVATIONS, Workspace
+from minirt.kernels.gemm_small import TokensConfig, choose_config, gemm_small
 
 EPS = 1e-6
 LARGE = [(4608, 3584), (3584, 18944)]
@@ -88,19 +87,78 @@ def test_gate_up_with_bias(T, make, agrees):
     agrees(out, expected, reference.gated(linear64(norm64(x, norm_weight), weight, bias), "silu"))
 
 
-@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("split", [2, 3, 8])
-def test_any_split_of_k(T, split, dtype, make, nan, agrees, device):
+def test_any_split_of_k(split, tma, dtype, make, nan, agrees, device):
     """Also parts of unequal length, and more parts asked for than K has blocks."""
-    x, norm_weight, weight, bias = inputs(make, T, 40, 208, dtype)
+    x, _, weight, bias = inputs(make, 9, 40, 208, dtype)
     workspace = Workspace(device)
-    options = {"workspace": workspace, "config": LinearConfig(block_n=16, block_k=32, num_warps=2, split=split)}
-    run = gemv if T == 1 else gemm_small
-    out = run(x, norm_weight, EPS, weight, bias, None, nan(T, 40, dtype=dtype), **options)
-    h = reference.rms_norm(x, norm_weight, EPS)
-    agrees(out, reference.linear(h, weight, bias), linear64(norm64(x, norm_weight), weight, bias))
-    again = run(x, norm_weight, EPS, weight, bias, None, nan(T, 40, dtype=dtype), **options)
+    config = TokensConfig(block_n=16, block_k=32, num_warps=2, split=split, tma=tma)
+    out = gemm_small(x, weight, bias, None, nan(9, 40, dtype=dtype), workspace=workspace, config=config)
+    agrees(out, reference.linear(x, weight, bias), linear64(x, weight, bias))
+    again = gemm_small(x, weight, bias, None, nan(9, 40, dtype=dtype), workspace=workspace, config=config)
     assert torch.equal(out, again)
+    assert clean(workspace)
+
+
+def quantized(make, rows, K):
+    """fp8 weights with a different scale for each row, and what they stand for in fp64."""
+    weight = make(rows, K, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scale = make(rows, dtype=torch.float32, scale=K**-0.5)
+    return weight, scale, weight.double() * scale.double()[:, None]
+
+
+@pytest.mark.parametrize("T", [2, 17, 40])
+@pytest.mark.parametrize(("N", "K"), [(67, 208), (40, 97)])
+def test_fp8_weights(T, N, K, dtype, make, nan, agrees, device):
+    x, norm_weight, _, bias = inputs(make, T, N, K, dtype)
+    weight, scale, wide = quantized(make, N, K)
+    workspace = Workspace(device)
+    out = kernel.norm_linear(
+        x, norm_weight, EPS, weight, bias, nan(T, N, dtype=dtype), scale=scale, workspace=workspace
+    )
+    h = reference.rms_norm(x, norm_weight, EPS)
+    agrees(out, reference.linear(h, wide.to(dtype), bias), linear64(norm64(x, norm_weight), wide, bias))
+    residual = make(T, N, dtype=dtype)
+    out = kernel.linear_residual(x, weight, residual, bias, scale=scale, workspace=workspace)
+    agrees(out, reference.linear(x, wide.to(dtype), bias) + residual, linear64(x, wide, bias) + residual.double())
+    assert clean(workspace)
+
+
+@pytest.mark.parametrize("T", [2, 40])
+def test_every_fp8_value(T, dtype, make, device):
+    """Exact in all activations' dtypes, also subnormal ones; NaN stays NaN, and in its row."""
+    codes = torch.arange(256, device=device).to(torch.uint8).view(64, 4)
+    if device.type == "cpu":
+        codes[codes % 128 == 127] = 0  # the interpreter takes NaN for 480
+    weight = torch.zeros(64, 16, device=device).to(torch.float8_e4m3fn)
+    weight[:, :4] = codes.view(torch.float8_e4m3fn)
+    has_nan = weight.float().isnan().any(1)
+    for i in range(4):
+        x = torch.zeros(T, 16, dtype=dtype, device=device)
+        x[i % T, i] = 1
+        out = kernel.norm_linear(x, None, EPS, weight, scale=torch.ones(64, device=device), out_dtype=torch.float32)
+        assert torch.equal(out[i % T].isnan(), has_nan)
+        assert torch.equal(out[i % T][~has_nan], weight[:, i].float()[~has_nan])
+
+
+@pytest.mark.parametrize("T", [3, 33])
+def test_fp8_gate_up(T, dtype, make, nan, agrees):
+    x, norm_weight, _, bias = inputs(make, T, 72, 104, dtype, rows=2)
+    weight, scale, wide = quantized(make, 144, 104)
+    out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", nan(T, 72, dtype=dtype), bias, scale=scale)
+    h = reference.rms_norm(x, norm_weight, EPS)
+    expected = reference.gated(reference.linear(h, wide.to(dtype), bias), "silu")
+    agrees(out, expected, reference.gated(linear64(norm64(x, norm_weight), wide, bias), "silu"))
+
+
+def test_fp8_weights_and_many_tokens(dtype, make, agrees, device):
+    """More than one pass takes at once: slices, the last of them short."""
+    x, residual, (eight, scale, wide) = make(300, 96, dtype=dtype), make(300, 40, dtype=dtype), quantized(make, 40, 96)
+    workspace = Workspace(device)
+    truth = linear64(x, wide) + residual.double()
+    expected = reference.linear(x, wide.to(dtype)) + residual
+    agrees(kernel.linear_residual(x, eight, residual, scale=scale, workspace=workspace), expected, truth)
     assert clean(workspace)
 
 
@@ -126,6 +184,14 @@ def test_the_configuration_knows_regimes_not_token_counts():
             assert len({choose_config(T, *shape, 2, False, 90, 132) for T in regime}) == 1
 
 
+def test_programs_that_run_at_once_share_the_work():
+    """Shapes of Qwen2.5-7B on an H200: no second round of programs for a small rest of them."""
+    for T in (8, 24, 64, 128):
+        for N, K in ((4608, 3584), (3584, 3584), (3584, 18944)):
+            c = choose_config(T, N, K, 2, False, 90, 132)
+            assert 66 * c.programs <= -(-N // c.block_n) * c.split <= 132 * c.programs
+
+
 def test_wrong_arguments_are_named(make, device):
     x, norm_weight, weight, bias = inputs(make, 2, 16, 32, torch.float32)
     with pytest.raises(InputError, match="weight: wrong shape"):
@@ -138,10 +204,17 @@ def test_wrong_arguments_are_named(make, device):
         kernel.linear_residual(x, weight, x)
     with pytest.raises(InputError, match=r"activation: unknown.*relu"):
         kernel.norm_gate_up(x, norm_weight, EPS, weight, "relu")
-    config = LinearConfig(block_n=16, block_k=16, num_warps=1, split=2)
+    with pytest.raises(InputError, match=r"weight: wrong dtype; expected torch\.float8_e4m3fn"):
+        kernel.linear_residual(x, weight, x, scale=bias)
+    config = TokensConfig(block_n=16, block_k=16, num_warps=1, split=2)
     out, small = x.new_empty(2, 16), Workspace(device, num_floats=5)
-    with pytest.raises(InputError, match=r"num_floats: too small; expected at least 64; found 5"):
-        gemm_small(x, None, 0.0, weight, None, None, out, workspace=small, config=config)
+    with pytest.raises(InputError, match=r"num_floats: too small; expected at least 512; found 5"):
+        gemm_small(x, weight, None, None, out, workspace=small, config=config)
+    eight, scale, _ = quantized(make, 16, 32)
+    with pytest.raises(InputError, match="scale: wrong shape"):
+        kernel.norm_linear(x, None, EPS, eight, scale=scale[:3])
+    with pytest.raises(InputError, match="weight: wrong dtype"):
+        kernel.norm_linear(x, None, EPS, eight)
 
 
 @pytest.mark.gpu
@@ -151,6 +224,14 @@ def test_large(T, N, K, half_dtype, make, nan, agrees, device):
     case = {"T": T, "N": N, "K": K}
     check_norm_linear(case, half_dtype, make, nan, agrees, device, normalize=K == 3584)
     check_residual(case, half_dtype, make, agrees, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [2, 16, 17, 64, 128])
+@pytest.mark.parametrize(("N", "K"), LARGE)
+def test_large_fp8(T, N, K, half_dtype, make, nan, agrees, device):
+    """Register operands of the tensor cores, which some assemblers get wrong."""
+    test_fp8_weights(T, N, K, half_dtype, make, nan, agrees, device)
 
 
 @pytest.mark.gpu
@@ -170,7 +251,7 @@ def test_weight_past_2_31_elements(make, agrees):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("T", [1, 16, 64, 128])
 def test_same_bits_every_time_also_with_pdl(T, make, device):
     """A chain of kernels that overlap by PDL, share the workspace and each read what the one before wrote."""
     if torch.cuda.get_device_capability()[0] < 9:
