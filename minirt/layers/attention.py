@@ -103,7 +103,8 @@ def triton(layer: Attention) -> Forward:
     from minirt.kernels.kv_write import qk_norm_rope_kv_write
     from minirt.kernels.linear import linear_residual, norm_linear
 
-    config, workspace = layer.config, layer.shared.workspace
+    config, workspace, pdl = layer.config, layer.shared.workspace, layer.shared.pdl
+    norm, linear, o = layer.norm, layer.qkv, layer.o
     eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
     cos_sin = layer.cos_sin
 
@@ -111,11 +112,13 @@ def triton(layer: Attention) -> Forward:
         kv = layer.require(kv)
         q_norm = layer.q_norm.weight if layer.q_norm else None
         k_norm = layer.k_norm.weight if layer.k_norm else None
-        qkv = norm_linear(x, layer.norm.weight, eps, layer.qkv.weight, layer.qkv.bias, workspace=workspace, check=False)
+        qkv = norm_linear(
+            x, norm.weight, eps, linear.weight, linear.bias, scale=linear.scale, workspace=workspace, pdl=pdl, check=False
+        )
         if batch.max_query_len == 1:
             a = rope_paged_attention_decode(
                 qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device,
-                batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, split=KV_SPLIT, check=False,
+                batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, split=KV_SPLIT, pdl=pdl, check=False,
             )  # fmt: skip
         else:
             q = qk_norm_rope_kv_write(
@@ -125,6 +128,8 @@ def triton(layer: Attention) -> Forward:
                 q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device,
                 batch.max_query_len, layer.scale, check=False,
             )  # fmt: skip
-        return linear_residual(a.view(-1, nq * d), layer.o.weight, x, layer.o.bias, workspace=workspace, check=False)
+        return linear_residual(
+            a.view(-1, nq * d), o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False
+        )
 
     return forward

@@ -45,6 +45,11 @@ class Shared:
         return self._ropes[key]
 
     @cached_property
+    def pdl(self) -> bool:
+        """Whether a layer's kernels start before their predecessor has ended (programmatic dependent launch, from sm_90 on)."""
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+
+    @cached_property
     def workspace(self) -> "Workspace":
         """Scratch of the split kernels; made when the first Triton layer asks for it."""
         from minirt.kernels.common import Workspace

@@ -41,20 +41,16 @@ def triton(layer: Head) -> Forward:
     from minirt.kernels.embedding import embedding
     from minirt.kernels.linear import norm_linear
 
-    eps, workspace = layer.config.rms_norm_eps, layer.shared.workspace
+    eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
+    workspace, pdl = layer.shared.workspace, layer.shared.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         rows = x
         if batch.logits_indices.shape[0] != batch.num_tokens:
             rows = embedding(batch.logits_indices, x, check=False)
         return norm_linear(
-            rows,
-            layer.norm.weight,
-            eps,
-            layer.lm_head.weight,
-            workspace=workspace,
-            out_dtype=torch.float32,
-            check=False,
-        )
+            rows, norm.weight, eps, lm_head.weight, scale=lm_head.scale, workspace=workspace, out_dtype=torch.float32,
+            pdl=pdl, check=False,
+        )  # fmt: skip
 
     return forward

@@ -41,12 +41,16 @@ def triton(layer: MLP) -> Forward:
     """Norm + gate/up + activation · down + residual."""
     from minirt.kernels.linear import linear_residual, norm_gate_up
 
-    eps, activation, workspace = layer.config.rms_norm_eps, layer.config.hidden_act, layer.shared.workspace
+    eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
+    norm, gate_up, down = layer.norm, layer.gate_up, layer.down
+    workspace, pdl = layer.shared.workspace, layer.shared.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         h = norm_gate_up(
-            x, layer.norm.weight, eps, layer.gate_up.weight, activation, bias=layer.gate_up.bias, check=False
+            x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, pdl=pdl, check=False
         )
-        return linear_residual(h, layer.down.weight, x, layer.down.bias, workspace=workspace, check=False)
+        return linear_residual(
+            h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False
+        )
 
     return forward
