@@ -61,6 +61,7 @@ class Runner:
         graphs: bool,
     ) -> None:
         self._model, self._cache, self._device, self._vocab_size = model, cache, device, vocab_size
+        self._max_seq_len = max_seq_len
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         self._cuda = device.type == "cuda"
@@ -102,9 +103,9 @@ class Runner:
         """
         if not self._cuda:
             return
-        prompts = [n for n in _token_counts(max_num_batched_tokens) if n <= self._cache.capacity]
+        prompts = [_prompts(n, self._max_seq_len) for n in _token_counts(max_num_batched_tokens)]
         sizes = self.graphs.buckets if self.graphs else [batch_bucket(self._previous.shape[0])]
-        jobs: list[tuple[Callable, Any]] = [(self._run, [Chunk([0] * n, 0, range(self._cache.num_pages))]) for n in prompts]
+        jobs: list[tuple[Callable, Any]] = [(self._run, chunks) for chunks in prompts]
         jobs += [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
         jobs += [(self._sample, kind) for kind in _sampling_kinds()]
         total = len(jobs) + (len(sizes) if self.graphs else 0)
@@ -145,6 +146,12 @@ class Runner:
         finally:
             for own in pages:
                 cache.allocator.release(own)
+
+
+def _prompts(count: int, longest: int) -> list[Chunk]:
+    """Prompts of `count` tokens together, none longer than `longest`, all on the cache's first pages; logits for one."""
+    lengths = [min(longest, count - start) for start in range(0, count, longest)]
+    return [Chunk([0] * n, 0, range(n), wants_logits=i == 0) for i, n in enumerate(lengths)]
 
 
 def _token_counts(limit: int) -> list[int]:
