@@ -23,7 +23,7 @@ STEPS = 40
 def trace(generator: Generator, batch: int, context: int, params: SamplingParams) -> dict:
     """One trace of STEPS decode steps of `batch` sequences with `context` tokens."""
     prompts = [[(7 * i + j) % 1000 for j in range(context)] for i in range(batch)]
-    running = [generator.stream(prompt, params) for prompt in prompts]
+    running = [generator.stream_completion(prompt, params) for prompt in prompts]
     for stream in running:
         next(stream)
     times = []

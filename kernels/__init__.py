@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minirt.kernels.kv_write import qk_norm_rope_kv_write
     from minirt.kernels.linear import linear_residual, norm_gate_up, norm_linear
     from minirt.kernels.norm import rms_norm
+    from minirt.kernels.sampling import sample
 
 _HOMES = {
     "Workspace": "common",
@@ -29,6 +30,7 @@ _HOMES = {
     "qk_norm_rope_kv_write": "kv_write",
     "rms_norm": "norm",
     "rope_paged_attention_decode": "attention_decode",
+    "sample": "sampling",
 }
 __all__ = [
     "Workspace",
@@ -41,6 +43,7 @@ __all__ = [
     "qk_norm_rope_kv_write",
     "rms_norm",
     "rope_paged_attention_decode",
+    "sample",
 ]
 
 

@@ -153,7 +153,11 @@ class Batch:
         cls, flat: Tensor, layout: Layout, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int,
         max_splits: int, previous: Tensor | None = None,
     ) -> "Batch":  # fmt: skip
-        return cls(flat, layout, *layout.views(flat), query_lens, seq_lens, max_seq_len, max_splits, previous)
+        tokens, positions, slots, logits_indices, query_starts, lens, split_starts, tables = layout.views(flat)
+        return cls(
+            flat, layout, tokens, positions, slots, logits_indices, query_starts, lens, split_starts, tables, query_lens,
+            seq_lens, max_seq_len, max_splits, previous,
+        )  # fmt: skip
 
 
 def write_decode(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int) -> int:

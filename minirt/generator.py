@@ -184,7 +184,9 @@ class Generator:
             MinirtError: a request failed. `completions` keeps the others.
         """
         single = _is_single(prompts)
-        running = self.completions([prompts], [_one(params)]) if single else self.completions(prompts, params)
+        many: Any = [prompts] if single else prompts
+        own: Any = [_one(params)] if single else params
+        running = self.completions(many, own)
         with closing(running), prompt_bar(len(running.all), progress) as advance:
             for _, completion in running:
                 advance(n_finished=1, n_tokens=len(completion.token_ids))

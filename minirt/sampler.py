@@ -60,7 +60,8 @@ class SamplingBatch:
     ) -> "SamplingBatch":
         """`requests`: for each row its settings and the step of its next token."""
         columns = zip(_columns(requests), _DTYPES, strict=True)
-        return cls(*(torch.tensor(values, dtype=dtype).to(device) for values, dtype in columns), **_flags(requests))
+        temperature, top_k, top_p, min_p, seed, step = (torch.tensor(v, dtype=t).to(device) for v, t in columns)
+        return cls(temperature, top_k, top_p, min_p, seed, step, *_flags(requests))
 
 
 _DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)  # in the order of the fields
@@ -81,14 +82,15 @@ def _columns(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[list, .
     )
 
 
-def _flags(requests: Sequence[tuple[EffectiveSampling, int]]) -> dict[str, bool]:
+def _flags(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[bool, bool, bool, bool]:
+    """all_greedy, any_top_k, any_top_p, any_min_p."""
     sampled = [s for s, _ in requests if s.temperature > 0]
-    return {
-        "all_greedy": not sampled,
-        "any_top_k": any(s.top_k > 0 for s in sampled),
-        "any_top_p": any(s.top_p < 1 for s in sampled),
-        "any_min_p": any(s.min_p > 0 for s in sampled),
-    }
+    return (
+        not sampled,
+        any(s.top_k > 0 for s in sampled),
+        any(s.top_p < 1 for s in sampled),
+        any(s.min_p > 0 for s in sampled),
+    )
 
 
 class SamplingBuffers:
@@ -104,12 +106,14 @@ class SamplingBuffers:
 
     def fill(self, requests: Sequence[tuple[EffectiveSampling, int]]) -> SamplingBatch:
         flags, count = _flags(requests), len(requests)
-        if not flags["all_greedy"]:  # else nothing reads them
+        all_greedy = flags[0]
+        if not all_greedy:  # else nothing reads them
             self._host.reverse()
             for view, values in zip(_views(self._host[0], count), _columns(requests), strict=True):
                 view.copy_(torch.tensor(values, dtype=view.dtype))
             self._device.copy_(self._host[0], non_blocking=True)
-        return SamplingBatch(*_views(self._device, count), **flags)
+        temperature, top_k, top_p, min_p, seed, step = _views(self._device, count)
+        return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, *flags)
 
 
 def _views(buffer: Tensor, count: int) -> list[Tensor]:

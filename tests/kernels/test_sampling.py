@@ -227,7 +227,7 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize("cc", [80, 90, 100])
+@pytest.mark.parametrize("cc", [80, 89, 90, 100, 120])
 def test_compiles(cc):
     results = json.loads(python(COMPILE, str(cc), str(Path(__file__).parent)).splitlines()[-1])
     assert len({r["kernel"] for r in results}) == 7
