@@ -8,6 +8,7 @@ until a command needs them. Options shared by commands are in cli_options.py, pr
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's word on what nothing here needs
     try:
         cli.main(arguments, standalone_mode=False, obj=arguments)  # a benchmark records its command line
         sys.exit(0)
