@@ -1,0 +1,71 @@
+"""A batch's one flat buffer. Catches tensors that overlap or are not aligned, padding that writes or reads a page, and a decode
+batch in a static buffer that differs from one built for the step."""
+
+import pytest
+import torch
+
+from minirt.batch import KV_SPLIT, Batch, Chunk, Layout, write_decode
+
+PAGE = 16
+NAMES = ("tokens", "positions", "slots", "logits_indices", "query_starts", "seq_lens", "split_starts", "block_tables")
+
+
+def decode_chunks(lengths):
+    return [Chunk([~i if i % 2 else 100 + i], n - 1, [50 * i + j for j in range(-(-n // PAGE))]) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("layout", [Layout(5, 2, 3, 7), Layout(1, 1, 1, 1), Layout(8, 8, 8, 3), Layout(0, 0, 0, 0)], ids=str)
+def test_views_are_aligned_and_apart(layout):
+    flat = torch.zeros(layout.words, dtype=torch.int32)
+    sizes = [layout.tokens] * 3 + [layout.logits, layout.seqs + 1, layout.seqs, layout.seqs + 1, layout.seqs * layout.width]
+    for value, (view, size) in enumerate(zip(layout.views(flat), sizes, strict=True), 1):
+        assert view.numel() == size
+        assert view.storage_offset() * view.element_size() % 16 == 0
+        view.fill_(value)
+    for value, view in enumerate(layout.views(flat), 1):
+        assert bool((view == value).all()), f"{NAMES[value - 1]} was overwritten"
+
+
+def test_a_mixed_batch():
+    chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], wants_logits=False)]
+    batch = Batch.build(chunks, PAGE)
+    assert batch.tokens.tolist() == [7, 8, 9, ~4, 1, 2]
+    assert batch.positions.tolist() == [14, 15, 16, 300, 0, 1]
+    assert batch.slots.tolist() == [3 * 16 + 14, 3 * 16 + 15, 5 * 16, 38 * 16 + 12, 9 * 16, 9 * 16 + 1]
+    assert batch.logits_indices.tolist() == [2, 3]
+    assert batch.query_starts_device.tolist() == [0, 3, 4, 6]
+    assert batch.seq_lens_device.tolist() == [17, 301, 2]
+    assert batch.split_starts_device.tolist() == [0, 1, 3, 4]
+    assert (batch.max_splits, batch.max_seq_len, batch.max_query_len) == (4, 301, 3)
+    assert batch.block_tables[0].tolist()[:2] == [3, 5]
+    assert batch.block_tables.shape == (3, 19)
+    assert batch.after(torch.tensor([5, 6, 7, 8, 33])).input_ids.tolist() == [7, 8, 9, 33, 1, 2]
+    assert batch.after(torch.tensor([5, 6, 7, 8, -1])).input_ids[3] == 0
+
+
+@pytest.mark.parametrize("lengths", [[1], [17, 300, 256], [257] * 8, []])
+def test_decode_in_a_static_buffer(lengths):
+    """On top of garbage; rows behind the step's are padding; only the first words are said to matter."""
+    size, width = 8, 20
+    layout = Layout(size, size, size, width)
+    flat = torch.full((layout.words,), 12345, dtype=torch.int32)
+    used = write_decode(layout, flat, decode_chunks(lengths), PAGE)
+    flat[used:] = -777  # what is not copied
+    views = dict(zip(NAMES, layout.views(flat), strict=True))
+    built = Batch.build(decode_chunks(lengths), PAGE)
+    count = len(lengths)
+    for name, expected in (("tokens", built.tokens), ("positions", built.positions), ("slots", built.slots)):
+        assert torch.equal(views[name][:count], expected), name
+    assert torch.equal(views["seq_lens"][:count], built.seq_lens_device)
+    assert torch.equal(views["split_starts"][: count + 1], built.split_starts_device)
+    assert torch.equal(views["block_tables"][:count, : built.block_tables.shape[1]], built.block_tables)
+    assert views["slots"][count:].tolist() == [-1] * (size - count)
+    assert views["seq_lens"][count:].tolist() == [0] * (size - count)
+    assert views["tokens"][count:].tolist() == [0] * (size - count)
+    assert views["split_starts"][count:].unique().numel() == 1, "padding has no splits"
+    assert views["logits_indices"].tolist() == list(range(size))
+    assert views["query_starts"].tolist() == list(range(size + 1))
+    static = Batch.static(flat, size, width * PAGE, 40, PAGE)
+    assert static.layout == layout
+    assert (static.max_query_len, static.max_seq_len, static.max_splits) == (1, width * PAGE, 40)
+    assert built.max_splits == sum(-(-n // KV_SPLIT) for n in lengths)
