@@ -172,12 +172,12 @@ def _gemm_kernel(
         )  # fmt: skip
 
 
-def parts_of_rest(tiles: int, num_processors: int, block_n: int, narrowest: int = 32) -> int:
-    """Parts, `narrowest` columns or wider, for those of `tiles` that are left after whole rounds; 1 where it does not pay."""
+def parts_of_rest(tiles: int, num_processors: int, block_n: int) -> int:
+    """Parts, 32 columns or wider, for those of `tiles` that are left after whole rounds; 1 where it does not pay."""
     left, rest = tiles % num_processors, 1
     if tiles > _FEW_ROUNDS * num_processors:
         return 1
-    while left and 2 * rest * left <= num_processors and rest < 4 and block_n // (2 * rest) >= narrowest:
+    while left and 2 * rest * left <= num_processors and rest < 4 and block_n // (2 * rest) >= 32:
         rest *= 2
     return rest
 
@@ -195,7 +195,6 @@ def best_tile(
     blocks: int,
     gated: bool,
     num_processors: int,
-    narrowest: int = 32,
 ) -> tuple[int, int, int, int]:
     """The tile (rows, columns, warps) that takes the least time, and the parts of those left over.
 
@@ -215,7 +214,7 @@ def best_tile(
         return rounds * one_round(block_t, block_n) + last, rest
 
     counts = (triton.cdiv(T, block_t) * triton.cdiv(N, block_n) for block_t, block_n, _ in tiles)
-    rests = (parts_of_rest(n, num_processors, tile[1], narrowest) for n, tile in zip(counts, tiles, strict=True))
+    rests = (parts_of_rest(n, num_processors, tile[1]) for n, tile in zip(counts, tiles, strict=True))
     return min(((*tile, rest) for tile, rest in zip(tiles, rests, strict=True)), key=time)
 
 

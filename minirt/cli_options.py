@@ -109,7 +109,9 @@ def model_name(options: dict[str, Any], quiet: bool = False) -> str:
         return options["model"]
     if not quiet:
         note("no --model: this is the embedded model, which tells stories for small children")
-    return "embedded"
+    from minirt.models import EMBEDDED
+
+    return EMBEDDED
 
 
 def plan_graph(options: dict[str, Any], name: str) -> "tuple[ModelConfig, Model]":

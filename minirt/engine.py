@@ -151,7 +151,7 @@ class Engine:
                 outputs += self._collect(self._in_flight.popleft())
             return outputs
         except RuntimeError as error:
-            if "CUDA" not in str(error):
+            if not any(sign in str(error) for sign in ("CUDA error", "[CUDA]")):  # PyTorch's and Triton's word for it
                 raise
             hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
             self._failure = DeviceError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)

@@ -79,7 +79,7 @@ class Runner:
         if self.graphs is not None and all(len(c.tokens) == 1 and c.wants_logits for c in chunks):
             logits = self.graphs.run(chunks)
         else:
-            logits = self._model(Batch.build(chunks, self._cache.page_size).after(self._previous), self._cache)
+            logits = self._run(chunks)
         count = len(settings)
         if not count:
             return Step(torch.empty(0, dtype=torch.int64))
@@ -94,6 +94,9 @@ class Runner:
         copied = torch.cuda.Event()
         copied.record()
         return Step(tokens, copied)
+
+    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
+        return self._model(Batch.build(chunks, self._cache.page_size).after(self._previous), self._cache)
 
     def warm_up(self, max_num_batched_tokens: int, progress: Progress | None = None) -> None:
         """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
@@ -121,10 +124,6 @@ class Runner:
                 if progress is not None:
                     progress(done, total)
         torch.cuda.synchronize(self._device)
-
-    def _run(self, chunks: Sequence[Chunk]) -> None:
-        batch = Batch.build(chunks, self._cache.page_size).after(self._previous)
-        self._model(batch, self._cache)
 
     @torch.inference_mode()
     def _sample(self, params: SamplingParams) -> None:

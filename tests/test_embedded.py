@@ -4,14 +4,13 @@ MINIRT_TEST_EMBEDDED names another folder to test, before a new model is put int
 """
 
 import json
-import math
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tests_support import ROOT
+from tests_support import ROOT, transformers_perplexity
 
 from minirt import Generator, SamplingParams
 from minirt.errors import CheckpointError
@@ -81,17 +80,7 @@ def test_perplexity_is_that_of_transformers(generator, model):
     assert 18_000 <= len(tokens) <= 26_000
     part = tokens[:2500]
     result = perplexity(generator, part, window=512, stride=256)
-    total, done = 0.0, 1
-    for start in range(0, len(part), 256):
-        ids = torch.tensor([part[start : start + 512]])
-        labels = ids.clone()
-        labels[0, : done - start] = -100
-        with torch.no_grad():
-            total += model(ids, labels=labels).loss.item() * (start + ids.shape[1] - done)
-        done = start + ids.shape[1]
-        if done == len(part):
-            break
-    assert result.perplexity == pytest.approx(math.exp(total / (len(part) - 1)), rel=5e-5)
+    assert result.perplexity == pytest.approx(transformers_perplexity(model, part, 512, 256), rel=5e-5)
     assert result.perplexity < 8
 
 

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from click.testing import CliRunner
+from tests_support import transformers_perplexity
 from tiny import add_tokenizer
 
 from minirt import Generator
@@ -152,15 +153,5 @@ def test_smollm2(smollm2):
         result = perplexity(generator, text, window=32, stride=16)
         tokens = generator.encode(text)
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    total, done = 0.0, 1
-    for start in range(0, len(tokens), 16):
-        ids = torch.tensor([tokens[start : start + 32]])
-        labels = ids.clone()
-        labels[0, : done - start] = -100
-        with torch.no_grad():
-            total += model(ids, labels=labels).loss.item() * (start + ids.shape[1] - done)
-        done = start + ids.shape[1]
-        if done == len(tokens):
-            break
-    assert result.perplexity == pytest.approx(math.exp(total / (len(tokens) - 1)), rel=1e-5)
+    assert result.perplexity == pytest.approx(transformers_perplexity(model, tokens, 32, 16), rel=1e-5)
     assert result.bytes == len(text.encode()) - len("The")

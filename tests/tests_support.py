@@ -1,7 +1,9 @@
 """Helpers of several test files."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,3 +37,18 @@ def kernel_names(work: Callable[[], object]) -> set[str]:
         torch.cuda.synchronize()
     names = {e.name for e in trace.events() if e.device_type == DeviceType.CUDA}
     return {n for n in names if not n.startswith(("Memcpy", "Memset"))}
+
+
+def transformers_perplexity(model: Any, tokens: list[int], window: int, stride: int) -> float:
+    """By transformers' own loss: each token but the first is scored once, in the first window that holds it."""
+    total, done = 0.0, 1
+    for start in range(0, len(tokens), stride):
+        ids = torch.tensor([tokens[start : start + window]])
+        labels = ids.clone()
+        labels[0, : done - start] = -100
+        with torch.no_grad():
+            total += model(ids, labels=labels).loss.item() * (start + ids.shape[1] - done)
+        done = start + ids.shape[1]
+        if done == len(tokens):
+            break
+    return math.exp(total / (len(tokens) - 1))
