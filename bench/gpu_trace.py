@@ -4,8 +4,8 @@ python -P bench/gpu_trace.py MODEL [BATCH …]     random weights; prints JSON, 
 
 `idle_between_steps`: the share of the time in which nothing runs between a step's last kernel and the next one's first.
 `idle`: that, and the gaps between the kernels of a step.
-The sequences start one after the other, so that at the trace's beginning the first has about twice as many new tokens as there are
-sequences: with a large batch, attention's time is that of contexts longer than `context`.
+The sequences start one after the other, so that when the trace begins the first has about twice as many new tokens as there
+are sequences: with a large batch, attention's time is that of contexts longer than `context`.
 """
 
 import json
