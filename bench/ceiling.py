@@ -1,4 +1,4 @@
-"""How fast the memory can be read: measured here and now, and what the GPU's datasheet says."""
+"""How fast the memory can be read and matrices be multiplied: measured here and now; and what the GPU's datasheet says."""
 
 import platform
 import statistics
@@ -37,6 +37,14 @@ class Ceiling:
     """Bytes a second that reading alone reaches, and how that was found."""
 
     bytes_per_s: float
+    how: str
+
+
+@dataclass(frozen=True)
+class MatmulCeiling:
+    """Floating-point operations a second of a large matrix product, and how that was found."""
+
+    flops_per_s: float
     how: str
 
 
@@ -91,3 +99,27 @@ def _read_cpu(nbytes: int, repeats: int) -> list[float]:
         buffer.sum().item()
         seconds.append(time.perf_counter() - started)
     return seconds[1:]
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, repeats: int = REPEATS) -> MatmulCeiling:
+    """Median speed of PyTorch's product of two square matrices of normal values; of float8_e4m3fn with a scale for each row and
+    column, and sums that are as exact as the library has them."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    ones = torch.ones(n, 1, device=device)
+    seconds = []
+    for _ in range(repeats + 3):
+        started = time.perf_counter()
+        if dtype == torch.float8_e4m3fn:
+            torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=False)
+        else:
+            torch.mm(a, b.t())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    del a, b
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or it would count as used when the KV cache is sized
+    name = str(dtype).removeprefix("torch.")
+    how = f"PyTorch's product of two {name} matrices of {n} × {n}, median of {repeats}"
+    return MatmulCeiling(2 * n**3 / statistics.median(seconds[3:]), how)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from minirt import models
-from minirt.bench.ceiling import Ceiling, datasheet_bandwidth, device_name
+from minirt.bench.ceiling import Ceiling, MatmulCeiling, datasheet_bandwidth, device_name
 from minirt.generator import Generator
 from minirt.graph import Model
 from minirt.usage import environment
@@ -48,13 +48,10 @@ class Report:
     def _markdown(self) -> str:
         """llama-bench's table, below what it was measured on."""
         shared = self.context
-        versions = " · ".join(f"{name} {shared['versions'][name]}" for name in ("torch", "triton"))
-        kind = shared["device"] if shared["backend"] == "CUDA" else f"**CPU figures, no GPU:** {shared['device']}"
-        lines = [f"{kind} · {versions} · minirt {shared['commit']} · {shared['date']}", ""]
-        if shared["read_ceiling"]:
-            rate, sheet = shared["read_ceiling"]["bytes_per_s"] / 1e9, shared["datasheet_bytes_per_s"]
-            lines += [f"Read ceiling, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
-                      + (f"; datasheet: {sheet / 1e9:,.0f} GB/s" if sheet else "") + ".", ""]  # fmt: skip
+        lines = heading(shared)
+        if shared["matmul_ceiling"]:
+            rate = shared["matmul_ceiling"]["flops_per_s"] / 1e12
+            lines += [f"Matrix product, same run: {rate:,.1f} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
         lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
         columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
         lines.append("| " + " | ".join(title for title, _ in columns) + " |")
@@ -64,8 +61,26 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
+def heading(shared: Row) -> list[str]:
+    """The first lines of a Markdown report: the machine and the versions, and the ceiling where there is one."""
+    versions = " · ".join(f"{name} {shared['versions'][name]}" for name in ("torch", "triton"))
+    kind = shared["device"] if shared["backend"] == "CUDA" else f"**CPU figures, no GPU:** {shared['device']}"
+    lines = [f"{kind} · {versions} · minirt {shared['commit']} · {shared['date']}", ""]
+    if shared["read_ceiling"]:
+        rate, sheet = shared["read_ceiling"]["bytes_per_s"] / 1e9, shared["datasheet_bytes_per_s"]
+        lines += [f"Read ceiling, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
+                  + (f"; datasheet: {sheet / 1e9:,.0f} GB/s" if sheet else "") + ".", ""]  # fmt: skip
+    return lines
+
+
 def context(
-    benchmark: str, generator: Generator, *, name: str, command: list[str], correctness: Row, ceiling: Ceiling | None
+    benchmark: str,
+    generator: Generator,
+    *,
+    name: str,
+    command: list[str],
+    correctness: Row,
+    ceiling: Ceiling | MatmulCeiling | None,
 ) -> Row:
     """What all results of one run share: model, machine, versions, commit, command line, check, ceiling. Bytes, seconds."""
     device, facts = generator.device, environment()
@@ -88,7 +103,8 @@ def context(
         "command": command,
         "environment": facts,
         "correctness": correctness,
-        "read_ceiling": vars(ceiling) if ceiling else None,
+        "read_ceiling": vars(ceiling) if isinstance(ceiling, Ceiling) else None,
+        "matmul_ceiling": vars(ceiling) if isinstance(ceiling, MatmulCeiling) else None,
         "datasheet_bytes_per_s": datasheet_bandwidth(device),
     }
 
@@ -176,6 +192,15 @@ _COLUMNS: dict[str, list[Column]] = {
         ("of datasheet", lambda r: _number(r["share_of_datasheet"], 100, 1, " %")),
         *_FIRST_AND_PEAK,
     ],
+    "prefill": [
+        ("t/s", lambda r: _number(r["tokens_per_s"])),
+        ("first token ms", lambda r: _spread(r["time_to_first_token_s"], 1e3, 3)),
+        ("min ms", lambda r: _number(r["time_to_first_token_s"]["min"], 1e3, 3)),
+        ("TFLOP/s", lambda r: _number(r["flops_per_s"], 1e-12, 1)),
+        ("of the product's", lambda r: _number(r["share_of_matmul_ceiling"], 100, 1, " %")),
+        ("inter-token p50 / p99 / max ms", lambda r: _gaps(r["inter_token_s"])),
+        ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
+    ],
     "latency": [
         ("t/s", lambda r: _number(r["output_tokens_per_s"])),
         ("avg s", lambda r: _number(r["latency_s"]["mean"], 1, 4)),
@@ -192,6 +217,10 @@ _COLUMNS: dict[str, list[Column]] = {
         ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
     ],
 }
+
+
+def _gaps(value: Row | None) -> str:
+    return "-" if value is None else " / ".join(_number(value[name], 1e3) for name in ("p50", "p99", "max"))
 
 
 def _ends(value: Row | None) -> str:

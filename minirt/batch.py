@@ -71,7 +71,9 @@ class Batch:
     (number of the first KV_SPLIT tokens of each sequence among those of all), `block_tables` [B, pages] int32. They are
     views of `flat`, so that a batch built on the host reaches the device in one copy. `previous` [≥ R] int64: what the step
     before sampled.
-    Host values: `query_lens`, `seq_lens`, and bounds that size the kernels' grids, `max_seq_len` and `max_splits`.
+    Host values: `query_lens`, `seq_lens`; bounds that size the kernels' grids, `max_seq_len` and `max_splits`; `every_row`:
+    logits_indices is 0 … T − 1. In a static batch the first two are bounds as well. `logits` [R, V]: where the head leaves
+    its result; None: in a new tensor.
     """
 
     flat: Tensor
@@ -88,7 +90,9 @@ class Batch:
     seq_lens: tuple[int, ...]
     max_seq_len: int
     max_splits: int
+    every_row: bool
     previous: Tensor | None = None
+    logits: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -123,26 +127,32 @@ class Batch:
         logits = sum(len(c.tokens) if c.all_logits else c.wants_logits for c in chunks)
         layout = Layout(sum(len(c.tokens) for c in chunks), logits, len(chunks), width)
         flat = torch.empty(layout.words, dtype=torch.int32)
-        _write(layout, flat, chunks, page_size)
+        write(layout, flat, chunks, page_size)
         splits = sum(-(-n // KV_SPLIT) for n in seq_lens)
-        return cls._over(flat, layout, tuple(len(c.tokens) for c in chunks), tuple(seq_lens), max(seq_lens, default=0), splits)
+        query_lens = tuple(len(c.tokens) for c in chunks)
+        return cls._over(flat, layout, query_lens, tuple(seq_lens), max(seq_lens, default=0), splits, logits == layout.tokens)
 
     @classmethod
-    def static(cls, flat: Tensor, size: int, max_seq_len: int, max_splits: int, page_size: int) -> "Batch":
-        """A decode batch of `size` rows over a buffer that `write_decode` fills anew for each step; the bounds are the largest
-        that a step may bring."""
-        layout = Layout(size, size, size, -(-max_seq_len // page_size))
-        return cls._over(flat, layout, (1,) * size, (max_seq_len,) * size, max_seq_len, max_splits)
+    def static(
+        cls, flat: Tensor, layout: Layout, max_seq_len: int, max_splits: int, *, decode: bool, previous: Tensor, logits: Tensor
+    ) -> "Batch":
+        """A batch over a device buffer that `write` fills anew for each step: one token of each sequence if `decode`, else any
+        mix. The bounds are the largest that a step may bring."""
+        T, B = layout.tokens, layout.seqs
+        query_lens = (1 if decode else T,) * B
+        batch = cls._over(flat, layout, query_lens, (max_seq_len,) * B, max_seq_len, max_splits, decode)
+        return replace(batch, previous=previous, logits=logits)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`, in one copy."""
         if self.flat.device == device:
             return self
         flat = self.flat.pin_memory() if device.type == "cuda" else self.flat
-        return self._over(
+        moved = self._over(
             flat.to(device, non_blocking=True), self.layout, self.query_lens, self.seq_lens, self.max_seq_len,
-            self.max_splits, self.previous,
+            self.max_splits, self.every_row,
         )  # fmt: skip
+        return replace(moved, previous=self.previous, logits=self.logits)
 
     def after(self, previous: Tensor) -> "Batch":
         """The same batch, its tokens ~r taken from `previous`."""
@@ -151,23 +161,18 @@ class Batch:
     @classmethod
     def _over(
         cls, flat: Tensor, layout: Layout, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int,
-        max_splits: int, previous: Tensor | None = None,
+        max_splits: int, every_row: bool,
     ) -> "Batch":  # fmt: skip
         tokens, positions, slots, logits_indices, query_starts, lens, split_starts, tables = layout.views(flat)
         return cls(
             flat, layout, tokens, positions, slots, logits_indices, query_starts, lens, split_starts, tables, query_lens,
-            seq_lens, max_seq_len, max_splits, previous,
+            seq_lens, max_seq_len, max_splits, every_row,
         )  # fmt: skip
 
 
-def write_decode(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int) -> int:
-    """Write decode chunks, at most `layout.seqs`, to a host buffer of that layout, and padding (slot −1, length 0) behind
-    them. → the words that matter, from the buffer's start."""
-    _write(layout, flat, chunks, page_size)
-    return layout.before_tables + len(chunks) * layout.width
-
-
-def _write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int) -> None:
+def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int) -> int:
+    """Write chunks to a host buffer of a layout that has room for them, and padding behind them: tokens that go nowhere
+    (slot −1) and belong to no sequence, sequences of no tokens. → the words that matter, from the buffer's start."""
     tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
     starts, lens, splits, tables = array("i", [0]), array("i"), array("i", [0]), array("i")
     blank = array("i", bytes(4 * layout.width))
@@ -191,19 +196,25 @@ def _write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int
         used = min(len(pages), layout.width)
         tables.extend(pages[:used])
         tables.extend(blank[used:])
-    padding = layout.seqs - len(chunks)
-    if padding:  # of decode rows: one token each
-        first = len(tokens)
-        tokens.extend([0] * padding)
-        positions.extend([0] * padding)
-        slots.extend([-1] * padding)
-        logits.extend(range(first, first + padding))
-        starts.extend(range(first + 1, first + padding + 1))
-        lens.extend([0] * padding)
-        splits.extend([splits[-1]] * padding)
+    _pad(layout, tokens, positions, slots, logits, starts, lens, splits)
     parts = layout.views(flat)
     for view, values in zip(parts, (tokens, positions, slots, logits, starts, lens, splits), strict=False):
         if values:
             view.copy_(torch.frombuffer(values, dtype=view.dtype))
     if tables:
         parts[-1].view(-1)[: len(tables)].copy_(torch.frombuffer(tables, dtype=torch.int32))
+    return layout.before_tables + len(tables)
+
+
+def _pad(
+    layout: Layout, tokens: array, positions: array, slots: array, logits: array, starts: array, lens: array, splits: array
+) -> None:
+    count, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
+    tokens.extend([0] * count)
+    positions.extend([0] * count)
+    slots.extend([-1] * count)
+    # As if every padding token were wanted: of decode rows, each is.
+    logits.extend(min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
+    starts.extend([starts[-1]] * seqs)
+    lens.extend([0] * seqs)
+    splits.extend([splits[-1]] * seqs)

@@ -1,4 +1,4 @@
-"""`minirt bench decode | latency | throughput`: what to measure and where to print it. The measuring is in minirt.bench."""
+"""`minirt bench decode | prefill | latency | throughput`: what to measure, where to print it. minirt.bench measures."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from minirt.cli_output import note, write
 from minirt.errors import InputError, MinirtError
 
 if TYPE_CHECKING:
-    from minirt.bench.ceiling import Ceiling
+    from minirt.bench.ceiling import Ceiling, MatmulCeiling
     from minirt.generator import Generator
 
 Rows = list[dict[str, Any]]
@@ -73,7 +73,7 @@ _measure_options = option_group(
 
 @click.group()
 def bench() -> None:
-    """Measure a model: the step time of decoding, end-to-end latency, throughput.
+    """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput.
 
     Prompts are random token ids, so no tokenizer is needed, and generation goes on past an end-of-sequence token. Before
     anything is timed, the model is loaded with the eager layers, and what is to be measured is compared with them.
@@ -110,6 +110,47 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
         )
 
     _run(ctx, options, batch_size, check, measure, ceiling)
+
+
+@bench.command()
+@click.option(
+    "--input-len", "-p", type=_LIST, default="128,512,2048", show_default=True, help="Tokens of a prompt; several: 128,2048."
+)
+@click.option(
+    "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+    help="Also: the same prompts, one after the other, while N requests decode.",
+)
+@_measure_options
+@click.pass_context
+def prefill(ctx: click.Context, input_len: tuple[int, ...], beside: int, **options: Any) -> None:
+    """Time one prompt from the call to its first token in Python, for each length, and say what part of the speed of a large
+    matrix product its arithmetic reaches.
+
+    With --beside: what such prompts cost requests that are being answered, as the times between two of their tokens.
+    --max-num-batched-tokens sets how large the chunks are.
+    """
+    import torch
+
+    from minirt.bench import prefill as benchmark
+    from minirt.bench.ceiling import matmul_ceiling
+    from minirt.choose import pick_device
+
+    _, graph = plan_graph(options, model_name(options, True))
+    dtype = torch.float8_e4m3fn if options["fp8"] else getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
+    ceiling = matmul_ceiling(pick_device(options["device"]), dtype)
+    progress = (lambda text: None) if options["quiet"] else note
+
+    def check(generator: "Generator") -> None:
+        benchmark.check(generator, input_len, beside)
+
+    def measure(generator: "Generator") -> Rows:
+        common = _common(options)
+        rows = benchmark.run(generator, input_len, **common, ceiling=ceiling, progress=progress)
+        sampling, seed = common["sampling"], common["seed"]
+        others = [benchmark.beside(generator, n, beside, sampling=sampling, seed=seed) for n in input_len if beside]
+        return rows + others
+
+    _run(ctx, options, [1], check, measure, ceiling)
 
 
 @bench.command()
@@ -165,7 +206,7 @@ def _run(
     batch_sizes: Sequence[int],
     check: "Callable[[Generator], None]",
     measure: "Callable[[Generator], Rows]",
-    ceiling: "Ceiling | None" = None,
+    ceiling: "Ceiling | MatmulCeiling | None" = None,
 ) -> None:
     """Load, refuse what cannot run, compare with the eager layers, measure, print."""
     from minirt.bench import check as checking

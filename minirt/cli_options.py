@@ -65,6 +65,10 @@ load_options = option_group(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
         help="Sequences in one step at most; more requests wait. Sizes the KV cache and what is captured at load.",
     ),
+    click.option(
+        "--max-num-batched-tokens", type=click.IntRange(1),
+        help="Tokens in one step at most: longer prompts are computed in chunks, beside which running requests get their tokens.",
+    ),
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
     click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
     click.option(
@@ -144,6 +148,7 @@ def open_generator(options: dict[str, Any], quiet: bool) -> Iterator["Generator"
         raise click.UsageError("--check-weights checks a checkpoint, and --random-weights reads none")
     name = model_name(options, quiet)
     from minirt.generator import Generator
+    from minirt.scheduler import MAX_NUM_BATCHED_TOKENS
 
     with load_bars(not quiet) as progress:
         generator = Generator.from_pretrained(
@@ -152,7 +157,9 @@ def open_generator(options: dict[str, Any], quiet: bool) -> Iterator["Generator"
             random_weights=options["random_weights"], check_weights=options["check_weights"],
             quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"] is not False,
             kv_cache_dtype=options["kv_cache_dtype"], kv_cache_memory=options["kv_cache_memory"],
-            max_num_seqs=options["max_num_seqs"], enforce_eager=options["enforce_eager"], progress=progress,
+            max_num_seqs=options["max_num_seqs"],
+            max_num_batched_tokens=options["max_num_batched_tokens"] or MAX_NUM_BATCHED_TOKENS,
+            enforce_eager=options["enforce_eager"], progress=progress,
         )
     with generator:
         yield generator

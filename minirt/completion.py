@@ -1,7 +1,7 @@
 """`Completion`, what a prompt becomes, and `Stream`, the way there: token ids to text, piece by piece."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minirt.engine import TokenOutput
 from minirt.errors import MinirtError
@@ -21,7 +21,7 @@ class Piece:
 
 @dataclass
 class Completion:
-    """The result of one prompt. Times in seconds; `decode_tokens_per_s` counts the tokens after the first.
+    """The result of one prompt. `token_times_s`: when each token had reached Python, in seconds from the request on.
 
     `finish_reason`: "stop" (an EOS token or stop string), "length", "error" (see `error`), or None while it goes on.
     """
@@ -31,10 +31,20 @@ class Completion:
     text: str
     finish_reason: str | None
     sampling: EffectiveSampling
-    time_to_first_token_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
+    token_times_s: list[float] = field(default_factory=list)
     peak_memory_bytes: int = 0
     error: MinirtError | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        """0 before there is one."""
+        return self.token_times_s[0] if self.token_times_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """The rate of the tokens after the first; 0 before there are any."""
+        times = self.token_times_s
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
 @dataclass
@@ -45,17 +55,13 @@ class Stream:
     decoder: IncrementalDecoder | None
     stops: StopStrings
     started: float = 0.0
-    first: float = 0.0
 
     def push(self, output: TokenOutput) -> Piece:
-        now = time.perf_counter()
         done = self.completion
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason)
-        if not done.token_ids:
-            self.first = now
-            done.time_to_first_token_s = now - self.started
+        done.token_times_s.append(time.perf_counter() - self.started)
         done.token_ids.append(output.token)
         done.finish_reason = output.finish_reason
         text, stopped = "", False
@@ -69,6 +75,4 @@ class Stream:
         done.text += text
         if done.finish_reason is not None:
             done.peak_memory_bytes = peak_memory()
-            if len(done.token_ids) > 1 and now > self.first:
-                done.decode_tokens_per_s = (len(done.token_ids) - 1) / (now - self.first)
         return Piece(text, (output.token,), done.finish_reason)

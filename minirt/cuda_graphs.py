@@ -1,7 +1,8 @@
-"""`DecodeGraphs`: decode steps as CUDA graphs, so that the host launches one thing a step instead of a hundred and more.
+"""`StepGraphs`: steps as CUDA graphs, so that the host launches one thing a step instead of some two hundred.
 
-One graph for each bucket of batch sizes serves every context length: what depends on it (pages, lengths, splits) lies in static
-buffers, and the kernels' grids are sized by bounds.
+A graph is captured for a bucket of sizes and serves every context length: what depends on it (pages, lengths, splits) lies in
+static buffers, and the kernels' grids are sized by bounds. Decode steps have buckets of sequences. Steps with prompts have
+buckets of tokens, as long as they are so small that the host would be slower than the GPU.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minirt.batch import KV_SPLIT, Batch, Chunk, Layout, write_decode
+from minirt.batch import KV_SPLIT, Batch, Chunk, Layout, write
 from minirt.graph import Model
 from minirt.kv_cache import KVCache
+from minirt.staging import Staging
+
+MAX_PROMPT_TOKENS = 512  # of a step with prompts that is captured; more take the GPU longer than the host
+
+
+class Bucket(NamedTuple):
+    """What a graph is captured for: `tokens` is 0 for decode steps, whose sequences have one each."""
+
+    seqs: int
+    tokens: int = 0
 
 
 def batch_bucket(count: int) -> int:
@@ -24,6 +35,11 @@ def batch_bucket(count: int) -> int:
     return -(-count // step) * step
 
 
+def token_bucket(count: int) -> int:
+    """The captured number of tokens for `count`: 16, 32, 64, then multiples of 128, as the linear layers pad them."""
+    return max(16, 1 << (count - 1).bit_length()) if count <= 128 else -(-count // 128) * 128
+
+
 def max_splits(count: int, max_seq_len: int, cache: KVCache) -> int:
     """KV splits that `count` sequences of the cache can have, together."""
     return min(count * -(-max_seq_len // KV_SPLIT), cache.capacity // KV_SPLIT + count)
@@ -32,51 +48,67 @@ def max_splits(count: int, max_seq_len: int, cache: KVCache) -> int:
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     layout: Layout
-    logits: Tensor
 
 
-class DecodeGraphs:
-    """Decode steps of one model and cache on a CUDA device.
+class StepGraphs:
+    """The captured steps of one model and cache on a CUDA device.
 
     Args:
         previous: [max_num_seqs] int64 on the device, where the sampler leaves a step's tokens for the next.
         max_seq_len: tokens of the longest sequence there can be.
+        max_num_batched_tokens: tokens of the largest step there can be.
     """
 
-    def __init__(self, model: Model, cache: KVCache, previous: Tensor, max_seq_len: int) -> None:
+    def __init__(
+        self, model: Model, cache: KVCache, previous: Tensor, max_seq_len: int, max_num_batched_tokens: int, vocab_size: int
+    ) -> None:
         self._model, self._cache, self._previous, self._max_seq_len = model, cache, previous, max_seq_len
-        largest = batch_bucket(previous.shape[0])
-        width = cache.pages_for(max_seq_len)
-        words = Layout(largest, largest, largest, width).words
-        self._device = torch.zeros(words, dtype=torch.int32, device=model.device)
-        # Two, since the copy of one may still be to come when the next step is written.
-        self._host = [torch.zeros(words, dtype=torch.int32).pin_memory() for _ in range(2)]
-        self._graphs: dict[int, _Captured] = {}
-        self._pool: Any = None  # of graphs and their static outputs; CUDA graphs of one stream can share it
+        self._most_seqs = batch_bucket(previous.shape[0])
+        self._most_tokens = min(MAX_PROMPT_TOKENS, token_bucket(max_num_batched_tokens))
+        words = max(self._layout(bucket).words for bucket in self.buckets)
+        self._staging = Staging((words,), model.device)
+        self._logits = torch.zeros(self._most_seqs, vocab_size, device=model.device)  # one for all graphs: it is large
+        self._graphs: dict[Bucket, _Captured] = {}
+        self._pool: Any = None  # of the graphs' memory: graphs that run one after the other can share it
 
     @property
-    def buckets(self) -> list[int]:
-        """Every bucket up to the largest batch, largest first, so that the smaller find their memory in its pool."""
-        return sorted({batch_bucket(n + 1) for n in range(self._previous.shape[0])}, reverse=True)
+    def buckets(self) -> list[Bucket]:
+        """Every bucket there is, largest first, so that the smaller find their memory in its pool."""
+        decode = {Bucket(batch_bucket(n + 1)) for n in range(self._previous.shape[0])}
+        tokens = {token_bucket(n + 1) for n in range(self._most_tokens)}
+        prompts = {Bucket(seqs, n) for seqs in (1, self._most_seqs) for n in tokens}
+        return sorted(decode | prompts, key=lambda b: (b.tokens, b.seqs), reverse=True)
+
+    def bucket(self, chunks: Sequence[Chunk]) -> Bucket | None:
+        """The bucket for a step; None where there is no graph for its like."""
+        if all(len(c.tokens) == 1 and c.wants_logits for c in chunks):
+            return Bucket(batch_bucket(len(chunks)))
+        tokens = sum(len(c.tokens) for c in chunks)
+        if tokens > self._most_tokens or any(c.all_logits for c in chunks):
+            return None
+        return Bucket(1 if len(chunks) == 1 else self._most_seqs, token_bucket(tokens))
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits [B, V] of decode chunks; a view of a static buffer, overwritten by the next step."""
-        captured = self.capture(batch_bucket(len(chunks)))
-        self._host.reverse()
-        used = write_decode(captured.layout, self._host[0], chunks, self._cache.page_size)
-        self._device[:used].copy_(self._host[0][:used], non_blocking=True)
+    def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Logits [R, V] of the chunks that want them, a view of a static buffer that the next step overwrites; None, and nothing
+        was done, where there is no graph for such a step."""
+        bucket = self.bucket(chunks)
+        if bucket is None:
+            return None
+        captured = self.capture(bucket)
+        used = write(captured.layout, self._staging.host(), chunks, self._cache.page_size)
+        self._staging.send(used)
         captured.graph.replay()
-        return captured.logits[: len(chunks)]
+        return self._logits[: sum(c.wants_logits for c in chunks)]
 
     @torch.inference_mode()
-    def capture(self, size: int) -> _Captured:
-        """The graph for `size` sequences, captured if it is not there yet."""
-        if size in self._graphs:
-            return self._graphs[size]
-        batch = self.batch(size)
-        write_decode(batch.layout, self._host[0], [], self._cache.page_size)
-        self._device.copy_(self._host[0])  # padding, which touches no page
+    def capture(self, bucket: Bucket) -> _Captured:
+        """The graph for a bucket, captured if it is not there yet."""
+        if bucket in self._graphs:
+            return self._graphs[bucket]
+        batch = self._batch(bucket)
+        write(batch.layout, self._staging.host(), [], self._cache.page_size)  # padding, which touches no page
+        self._staging.send()
         device = self._model.device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -85,22 +117,30 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._model(batch, self._cache)
+            self._model(batch, self._cache)
         self._pool = self._pool or graph.pool()
-        self._graphs[size] = _Captured(graph, batch.layout, logits)
-        return self._graphs[size]
+        self._graphs[bucket] = _Captured(graph, batch.layout)
+        return self._graphs[bucket]
 
-    def batch(self, size: int) -> Batch:
-        """The static decode batch of `size` rows over the device buffer."""
-        splits = max_splits(size, self._max_seq_len, self._cache)
-        batch = Batch.static(self._device, size, self._max_seq_len, splits, self._cache.page_size)
-        return batch.after(self._previous)
+    def _layout(self, bucket: Bucket) -> Layout:
+        seqs = bucket.seqs
+        return Layout(bucket.tokens or seqs, seqs, seqs, self._cache.pages_for(self._max_seq_len))
+
+    def _batch(self, bucket: Bucket) -> Batch:
+        """The static batch over the device buffer."""
+        splits = max_splits(bucket.seqs, self._max_seq_len, self._cache)
+        return Batch.static(
+            self._staging.device, self._layout(bucket), self._max_seq_len, splits, decode=not bucket.tokens,
+            previous=self._previous, logits=self._logits[: bucket.seqs],
+        )  # fmt: skip
 
     @torch.inference_mode()
     def replay_times(self, chunks: Sequence[Chunk], repeats: int) -> list[float]:
-        """Seconds of each of `repeats` replays for these decode chunks, by CUDA events."""
+        """Seconds of each of `repeats` replays for these decode chunks, by CUDA events, after as many that are not counted."""
         self.run(chunks)
-        graph = self.capture(batch_bucket(len(chunks))).graph
+        graph = self.capture(Bucket(batch_bucket(len(chunks)))).graph
+        for _ in range(repeats):
+            graph.replay()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         events[0].record()
         for event in events[1:]:

@@ -19,7 +19,7 @@ from minirt.errors import ContextLengthError, DeviceError, InputError, MinirtErr
 from minirt.kv_cache import KVCache
 from minirt.runner import Progress, Runner, Step
 from minirt.sampling import EffectiveSampling
-from minirt.scheduler import Scheduler, Sequence
+from minirt.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
 
 EVALUATION_CHUNK = 512  # tokens whose logits are computed at once by `Engine.logits`
 
@@ -53,7 +53,7 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]; a `Model`, or anything with this signature.
         vocab_size: ids at or above it are refused.
-        graphs: run decode steps as CUDA graphs (a `Model` on a GPU, all of whose layers can be captured).
+        graphs: run small steps as CUDA graphs (a `Model` on a GPU, all of whose layers can be captured).
         lookahead: steps that are started before the tokens of an earlier one are read: 0, or 1; None: 1 on a GPU.
     """
 
@@ -65,7 +65,7 @@ class Engine:
         vocab_size: int,
         max_model_len: int,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 8192,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         device: torch.device | str = "cpu",
         graphs: bool = False,
         lookahead: int | None = None,
@@ -74,8 +74,9 @@ class Engine:
         device = torch.device(device)
         self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len)
         self._runner = Runner(
-            model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len, graphs=graphs
-        )
+            model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
+            max_num_batched_tokens=max_num_batched_tokens, graphs=graphs,
+        )  # fmt: skip
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _Request] = {}
@@ -106,7 +107,7 @@ class Engine:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel and capture every graph that a step can need; without it that happens when one does."""
-        self._runner.warm_up(self._scheduler.max_num_batched_tokens, progress)
+        self._runner.warm_up(progress)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds that the bare CUDA graph of a decode step takes, `repeats` times; see `Generator.replay_times`."""

@@ -34,6 +34,7 @@ from minirt.progress import prompt_bar
 from minirt.quantize import Quantization
 from minirt.sampling import EffectiveSampling, SamplingParams
 from minirt.sampling import resolve as resolve_sampling
+from minirt.scheduler import MAX_NUM_BATCHED_TOKENS
 from minirt.tokenizer import IncrementalDecoder, StopStrings, Tokenizer, eos_token_ids
 
 Prompt = str | Sequence[int]
@@ -59,6 +60,7 @@ class Generator:
         eos_token_ids: Sequence[int] = (),
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
     ) -> None:
         """Wrap a `Model` whose weights are allocated, filled and resolved.
 
@@ -78,7 +80,8 @@ class Generator:
         self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.kv_dtype)
         self._engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
-            max_num_seqs=max_num_seqs, device=model.device, graphs=model.graphable,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
+            graphs=model.graphable,
         )
         self._inbox: dict[int, list[TokenOutput]] = {}  # by open request: what its stream has not taken yet
 
@@ -101,6 +104,7 @@ class Generator:
         kv_cache_dtype: str = "auto",
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         enforce_eager: bool = False,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> "Generator":
@@ -122,6 +126,8 @@ class Generator:
                 tensors that it leaves out are listed in `unused_tensors` instead of refused.
             kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
             max_num_seqs: requests computed in one step at most; more wait.
+            max_num_batched_tokens: tokens computed in one step at most: longer prompts are computed in chunks, beside which
+                requests that are being answered get a token each step.
             enforce_eager: start at once: on a GPU, kernels are compiled and CUDA graphs captured when first needed, in the
                 middle of generation, instead of before it.
             progress: called with ("weights", bytes read, bytes in all), then ("warm-up", steps done, steps in all).
@@ -158,7 +164,7 @@ class Generator:
         generator = cls(
             graph, tokenizer, name=str(model), generation_config=generation_config,
             eos_token_ids=eos_token_ids(generation_config, files.config if files else {}, tokenizer),
-            kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
+            kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         )
         generator.bytes_read, generator.unused_tensors = report.bytes_read, report.unused
         generator.load_time_s = time.perf_counter() - started

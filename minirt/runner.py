@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.batch import Batch, Chunk
-from minirt.cuda_graphs import DecodeGraphs, batch_bucket, max_splits
+from minirt.cuda_graphs import StepGraphs, batch_bucket, max_splits
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.graph import Model
 from minirt.kv_cache import KVCache
@@ -46,7 +46,7 @@ class Runner:
 
     Args:
         model: `model(batch, cache)` → logits [R, V] fp32.
-        graphs: decode steps as CUDA graphs; needs a `Model` whose layers all can be captured.
+        graphs: small steps as CUDA graphs; needs a `Model` whose layers all can be captured.
     """
 
     def __init__(
@@ -58,12 +58,13 @@ class Runner:
         vocab_size: int,
         max_num_seqs: int,
         max_seq_len: int,
+        max_num_batched_tokens: int,
         graphs: bool,
     ) -> None:
         self._model, self._cache, self._device, self._vocab_size = model, cache, device, vocab_size
-        self._max_seq_len = max_seq_len
+        self._max_seq_len, self._max_num_batched_tokens = max_seq_len, max_num_batched_tokens
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._cuda = device.type == "cuda"
         if self._cuda:
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
@@ -71,14 +72,13 @@ class Runner:
         if isinstance(model, Model):
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache))
         if graphs and isinstance(model, Model):
-            self.graphs = DecodeGraphs(model, cache, self._previous, max_seq_len)
+            self.graphs = StepGraphs(model, cache, self._previous, max_seq_len, max_num_batched_tokens, vocab_size)
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
         """Queue a step; `settings` has a row for each chunk that wants logits. Raises torch.OutOfMemoryError."""
-        if self.graphs is not None and all(len(c.tokens) == 1 and c.wants_logits for c in chunks):
-            logits = self.graphs.run(chunks)
-        else:
+        logits = self.graphs.run(chunks) if self.graphs is not None else None
+        if logits is None:
             logits = self._run(chunks)
         count = len(settings)
         if not count:
@@ -98,7 +98,7 @@ class Runner:
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         return self._model(Batch.build(chunks, self._cache.page_size).after(self._previous), self._cache)
 
-    def warm_up(self, max_num_batched_tokens: int, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
 
         Kernels are compiled by running steps of each kind, in threads: the compiler leaves Python's lock free most of the time.
@@ -106,12 +106,13 @@ class Runner:
         """
         if not self._cuda:
             return
-        prompts = [_prompts(n, self._max_seq_len) for n in _token_counts(max_num_batched_tokens)]
-        sizes = self.graphs.buckets if self.graphs else [batch_bucket(self._previous.shape[0])]
+        prompts = [_prompts(n, self._max_seq_len) for n in _token_counts(self._max_num_batched_tokens)]
+        buckets = self.graphs.buckets if self.graphs else []
+        sizes = [b.seqs for b in buckets if not b.tokens] or [batch_bucket(self._previous.shape[0])]
         jobs: list[tuple[Callable, Any]] = [(self._run, chunks) for chunks in prompts]
         jobs += [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
         jobs += [(self._sample, kind) for kind in _sampling_kinds()]
-        total = len(jobs) + (len(sizes) if self.graphs else 0)
+        total = len(jobs) + len(buckets)
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             futures = [pool.submit(job, argument) for job, argument in jobs]
             for done, future in enumerate(as_completed(futures), 1):
@@ -119,8 +120,8 @@ class Runner:
                 if progress is not None:
                     progress(done, total)
         if self.graphs:
-            for done, size in enumerate(sizes, len(jobs) + 1):
-                self.graphs.capture(size)
+            for done, bucket in enumerate(buckets, len(jobs) + 1):
+                self.graphs.capture(bucket)
                 if progress is not None:
                     progress(done, total)
         torch.cuda.synchronize(self._device)

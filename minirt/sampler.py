@@ -25,6 +25,7 @@ from torch import Tensor
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.philox import philox, uniform
 from minirt.sampling import EffectiveSampling
+from minirt.staging import Staging
 
 if TYPE_CHECKING:
     from minirt.kernels.sampling import SamplingWorkspace
@@ -100,19 +101,16 @@ class SamplingBuffers:
     def __init__(self, max_batch: int, vocab: int, device: torch.device) -> None:
         self.workspace = _kernels().SamplingWorkspace(max_batch, vocab, device)
         rows = -(-max_batch // 4) * 4  # so that every part is aligned to 16 bytes
-        self._device = torch.zeros(8, rows, dtype=torch.int32, device=device)
-        # Two, since the copy of one may still be to come when the next is written.
-        self._host = [torch.zeros(8, rows, dtype=torch.int32).pin_memory() for _ in range(2)]
+        self._staging = Staging((8, rows), device)
 
     def fill(self, requests: Sequence[tuple[EffectiveSampling, int]]) -> SamplingBatch:
         flags, count = _flags(requests), len(requests)
         all_greedy = flags[0]
         if not all_greedy:  # else nothing reads them
-            self._host.reverse()
-            for view, values in zip(_views(self._host[0], count), _columns(requests), strict=True):
+            for view, values in zip(_views(self._staging.host(), count), _columns(requests), strict=True):
                 view.copy_(torch.tensor(values, dtype=view.dtype))
-            self._device.copy_(self._host[0], non_blocking=True)
-        temperature, top_k, top_p, min_p, seed, step = _views(self._device, count)
+            self._staging.send()
+        temperature, top_k, top_p, min_p, seed, step = _views(self._staging.device, count)
         return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, *flags)
 
 

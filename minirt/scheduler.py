@@ -13,6 +13,8 @@ from minirt.batch import Chunk
 from minirt.errors import ContextLengthError, InputError
 from minirt.kv_cache import KVCache
 
+MAX_NUM_BATCHED_TOKENS = 8192  # of a step, unless told otherwise
+
 
 @dataclass(eq=False)
 class Sequence:

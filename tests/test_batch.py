@@ -4,7 +4,7 @@ batch in a static buffer that differs from one built for the step."""
 import pytest
 import torch
 
-from minirt.batch import KV_SPLIT, Batch, Chunk, Layout, write_decode
+from minirt.batch import KV_SPLIT, Batch, Chunk, Layout, write
 
 PAGE = 16
 NAMES = ("tokens", "positions", "slots", "logits_indices", "query_starts", "seq_lens", "split_starts", "block_tables")
@@ -49,7 +49,7 @@ def test_decode_in_a_static_buffer(lengths):
     size, width = 8, 20
     layout = Layout(size, size, size, width)
     flat = torch.full((layout.words,), 12345, dtype=torch.int32)
-    used = write_decode(layout, flat, decode_chunks(lengths), PAGE)
+    used = write(layout, flat, decode_chunks(lengths), PAGE)
     flat[used:] = -777  # what is not copied
     views = dict(zip(NAMES, layout.views(flat), strict=True))
     built = Batch.build(decode_chunks(lengths), PAGE)
@@ -64,8 +64,41 @@ def test_decode_in_a_static_buffer(lengths):
     assert views["tokens"][count:].tolist() == [0] * (size - count)
     assert views["split_starts"][count:].unique().numel() == 1, "padding has no splits"
     assert views["logits_indices"].tolist() == list(range(size))
-    assert views["query_starts"].tolist() == list(range(size + 1))
-    static = Batch.static(flat, size, width * PAGE, 40, PAGE)
-    assert static.layout == layout
+    assert views["query_starts"].tolist() == [min(i, count) for i in range(size + 1)]
+    static = Batch.static(flat, layout, width * PAGE, 40, decode=True, previous=flat, logits=flat)
+    assert static.every_row
     assert (static.max_query_len, static.max_seq_len, static.max_splits) == (1, width * PAGE, 40)
     assert built.max_splits == sum(-(-n // KV_SPLIT) for n in lengths)
+
+
+def test_a_mixed_batch_in_a_static_buffer():
+    """Padding tokens belong to no sequence and go nowhere; padding sequences have no tokens."""
+    chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], wants_logits=False)]
+    layout = Layout(16, 5, 5, 24)
+    flat = torch.full((layout.words,), 12345, dtype=torch.int32)
+    used = write(layout, flat, chunks, PAGE)
+    flat[used:] = -777
+    views, built = dict(zip(NAMES, layout.views(flat), strict=True)), Batch.build(chunks, PAGE)
+    for name in ("tokens", "positions", "slots"):
+        assert torch.equal(views[name][:6], getattr(built, name)), name
+    assert views["slots"][6:].tolist() == [-1] * 10
+    assert views["query_starts"].tolist() == [0, 3, 4, 6, 6, 6]
+    assert views["seq_lens"].tolist() == [17, 301, 2, 0, 0]
+    assert views["split_starts"].tolist() == [0, 1, 3, 4, 4, 4]
+    assert views["logits_indices"][:2].tolist() == [2, 3]
+    assert 0 <= views["logits_indices"].min() <= views["logits_indices"].max() < 16
+    assert torch.equal(views["block_tables"][:3, :19], built.block_tables)
+    static = Batch.static(flat, layout, 24 * PAGE, 40, decode=False, previous=flat, logits=flat)
+    assert not static.every_row
+    assert static.max_query_len > 1
+
+
+def test_as_many_rows_as_tokens_are_not_every_row():
+    """Of a static batch the sizes say nothing: a head that took equal sizes for "all rows in order" would skip its gather."""
+    layout = Layout(16, 16, 16, 4)
+    flat = torch.zeros(layout.words, dtype=torch.int32)
+    write(layout, flat, [Chunk([5, 6, 7], 0, [1])], PAGE)
+    assert layout.views(flat)[3][0] == 2
+    assert not Batch.static(flat, layout, 64, 16, decode=False, previous=flat, logits=flat).every_row
+    assert Batch.build([Chunk([5, 6], 0, [1], all_logits=True), Chunk([3], 9, [2])], PAGE).every_row
+    assert not Batch.build([Chunk([5, 6], 0, [1])], PAGE).every_row

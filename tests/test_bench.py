@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from minirt import SamplingParams
-from minirt.bench import ceiling, check, decode, latency, measure, report, throughput
+from minirt import SamplingParams, models
+from minirt.bench import ceiling, check, decode, latency, measure, prefill, report, throughput
+from minirt.completion import Completion
 from minirt.errors import ContextLengthError, InputError, MinirtError, NumericsError, UnsupportedError
+
+QWEN = models.preset("Qwen2.5-7B").config
 
 
 class Machine:
@@ -40,7 +43,7 @@ class Machine:
         slowness = self.slowness[len(self.calls) % len(self.slowness)]
         self.calls.append((prompts, params))
         started, left = self.now, [len(prompt) for prompt in prompts]
-        tokens, first, last = [0] * len(prompts), [0.0] * len(prompts), [0.0] * len(prompts)
+        tokens, arrived = [0] * len(prompts), [[] for _ in prompts]
         while any(tokens[i] < params[i].max_tokens for i in range(len(prompts))):
             budget, prefill, rows = self.max_num_batched_tokens, 0, []
             running = [i for i in range(len(prompts)) if tokens[i] < params[i].max_tokens][: self.max_num_seqs]
@@ -56,15 +59,11 @@ class Machine:
             self.now += slowness * (2**-10 + prefill * 2**-20 + decoding * 2**-14)
             for i in rows:
                 tokens[i] += 1
-                first[i], last[i] = first[i] or self.now, self.now
-        rates = [(n - 1) / (b - a) if n > 1 else 0.0 for n, a, b in zip(tokens, first, last, strict=True)]
+                arrived[i].append(self.now - started)
         return [
-            SimpleNamespace(
-                prompt_token_ids=prompt, token_ids=[0] * n, finish_reason="length", time_to_first_token_s=a - started,
-                decode_tokens_per_s=rate,
-            )
-            for prompt, n, a, rate in zip(prompts, tokens, first, rates, strict=True)
-        ]  # fmt: skip
+            Completion(prompt, [0] * n, "", "length", None, times)
+            for prompt, n, times in zip(prompts, tokens, arrived, strict=True)
+        ]
 
     def replay_times(self, batch_size, context_len):
         self.replays.append((batch_size, context_len))
@@ -230,6 +229,48 @@ def test_throughput():
     (row,) = throughput.run(Machine(), 2, (5, 5), (1, 1), repeats=1, sampling={}, seed=1)
     assert row["time_per_output_token_s"] is None, "no request has a second token"
     assert row["test"] == "throughput n2 in5 out1"
+
+
+def test_prefill():
+    machine = Machine(slowness=(100, 50, 1, 4, 2))
+    kwargs = {"repeats": 3, "sampling": {}, "seed": 1, "progress": lambda text: None, "clock": machine.clock}
+    machine.config = QWEN
+    (row,) = prefill.run(machine, [40], ceiling=ceiling.MatmulCeiling(1e12, "made up"), **kwargs)
+    one = 2**-10 + 40 * 2**-20
+    assert row["time_to_first_token_s"]["all"] == pytest.approx([one, 4 * one, 2 * one], rel=1e-12)
+    assert row["tokens_per_s"] == pytest.approx(40 / (2 * one), rel=1e-12)
+    assert row["flops_per_s"] == pytest.approx(row["flops"] / (2 * one), rel=1e-12)
+    assert row["share_of_matmul_ceiling"] == pytest.approx(row["flops_per_s"] / 1e12)
+    assert all(params[0].max_tokens == 1 for _, params in machine.calls)
+
+
+def test_prompt_flops():
+    """Of Qwen2.5-7B, by hand: 6.53 G weights in linear layers, 545 M in the head, 28 heads of 128 in 28 layers."""
+    linears = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584)
+    assert prefill.prompt_flops(QWEN, 1) == 2 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128
+    assert prefill.prompt_flops(QWEN, 3) == 6 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128 * 6
+
+
+@pytest.mark.parametrize(("budget", "largest"), [(8192, 8192), (108, 108)])
+def test_prompts_beside_decoding_requests(budget, largest):
+    """With chunks a step is short; without, every decoding request waits for whole prompts."""
+    machine = Machine(budget)
+    row = prefill.beside(machine, 2000, 8, sampling={}, seed=0, context_len=10, clock=machine.clock)
+    assert row["inter_token_s"]["max"] == pytest.approx(2**-10 + 8 * 2**-14 + largest * 2**-20, rel=0.05)
+    assert row["inter_token_s"]["p50"] <= row["inter_token_s"]["p99"] <= row["inter_token_s"]["max"]
+    assert row["decoding"] == 8
+    assert len(row["time_to_first_token_s"]["all"]) == prefill.LONG_PROMPTS
+    assert row["tokens_per_s"] == pytest.approx(prefill.LONG_PROMPTS * 2000 / max(row["time_to_first_token_s"]["all"]))
+
+
+def test_prompts_that_would_keep_nobody_waiting():
+    machine = Machine()
+    prefill.check(machine, [2000], 63)
+    prefill.check(machine, [20], 0)
+    with pytest.raises(InputError, match="no room for a prompt beside the others"):
+        prefill.check(machine, [2000], 64)
+    with pytest.raises(InputError, match="too short to keep others waiting"):
+        prefill.check(machine, [2000, 20], 8)
 
 
 # Checking before timing

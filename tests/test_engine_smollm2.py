@@ -52,7 +52,7 @@ def run(engine, cache, requests, aborts):
             assert ids[output.request_id] not in ended, "a token after the end"
             tokens[ids[output.request_id]].append(output.token)
             if output.finish_reason:
-                ended[ids[output.request_id]] = output.finish_reason
+                ended[ids[output.request_id]] = str(output.error or output.finish_reason)
         if not engine.has_work and step > max(r[0] for r in requests):
             engine.step()  # collects what was in flight for aborted requests
             assert cache.allocator.num_free == pages, "pages leaked"

@@ -15,6 +15,7 @@ from minirt import Generator, SamplingParams
 from minirt.errors import OutOfMemoryError
 from minirt.layers import register
 from minirt.layers.base import implementation
+from minirt.runner import Runner
 
 pytestmark = pytest.mark.gpu
 SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
@@ -100,11 +101,32 @@ def test_memory_that_runs_out_in_a_step(smollm2):
         assert generator.generate([1, 2, 3], params).token_ids == expected
 
 
+def test_a_slow_gpu_changes_no_token(smollm2, monkeypatch):
+    """Every step finds the GPU busy, so that nothing the host queued has happened yet when it goes on: a buffer that the host
+    overwrites too early, for the next step or while a graph is captured in the middle of work, shows."""
+    draw = random.Random(3)
+    prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 1, 200, 5, 90, 130, 2)]
+    params = [SamplingParams(max_tokens=draw.randrange(3, 25), temperature=0.0, ignore_eos=True) for _ in prompts]
+    options = {"dtype": "float32", "impl": "triton", "kv_cache_memory": 1 << 28, "max_model_len": 512, "enforce_eager": True}
+    with Generator.from_pretrained(smollm2, **options) as generator:
+        expected = [generator.generate(p, own).token_ids for p, own in zip(prompts, params, strict=True)]
+    start = Runner.start
+
+    def late(self, chunks, settings):
+        torch.cuda._sleep(40_000_000)  # cycles: some 20 ms
+        return start(self, chunks, settings)
+
+    monkeypatch.setattr(Runner, "start", late)
+    with Generator.from_pretrained(smollm2, max_num_batched_tokens=64, **options) as generator:
+        assert [c.token_ids for c in generator.generate(prompts, params)] == expected
+
+
 BROKEN = """
 import sys, torch
 from minirt.cli import main
 from minirt.layers import register
 from minirt.layers.base import implementation
+from minirt.runner import Runner
 
 @register("mlp", "broken")
 def factory(layer):

@@ -46,11 +46,11 @@ def triton(layer: Head) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         rows = x
-        if batch.logits_indices.shape[0] != batch.num_tokens:
+        if not batch.every_row:
             rows = embedding(batch.logits_indices, x, check=False)
         return norm_linear(
-            rows, norm.weight, eps, lm_head.weight, scale=lm_head.scale, workspace=workspace, out_dtype=torch.float32,
-            pdl=pdl, check=False,
+            rows, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
+            out_dtype=torch.float32, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

@@ -1,0 +1,130 @@
+"""`minirt bench prefill`: the time from a prompt to its first token, and what long prompts do to requests beside them.
+
+How far from the limit: a prompt's arithmetic over the rate of large matrix products, measured by the library in the same run.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from minirt.bench.ceiling import MatmulCeiling
+from minirt.bench.measure import Clock, check_room, percentile, random_prompts, summarize, timed_run
+from minirt.config import ModelConfig
+from minirt.errors import InputError
+from minirt.generator import Generator
+from minirt.sampling import SamplingParams
+from minirt.usage import peak_memory
+
+LONG_PROMPTS = 8  # that arrive beside the decoding requests, one after the other
+
+
+def prompt_flops(config: ModelConfig, tokens: int) -> int:
+    """Floating-point operations that a prompt needs: all linear layers for each token, attention on the tokens before it,
+    the LM head for the last."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    seen = tokens * (tokens + 1) // 2
+    scores = 4 * config.num_heads * config.head_dim * seen
+    return config.num_layers * (2 * tokens * (attention + mlp) + scores) + 2 * config.vocab_size * config.hidden_size
+
+
+def check(generator: Generator, input_lens: Sequence[int], beside: int) -> None:
+    """Refuse what cannot be measured; see `check_room`. Beside the decoding requests there is one prompt at a time."""
+    check_room(generator, 1, max(input_lens) + 1)
+    if not beside:
+        return
+    if beside + 1 > generator.max_num_seqs:
+        what, expected = "no room for a prompt beside the others", f"--max-num-seqs {beside + 1} or more"
+        raise InputError(what, where="--beside", expected=expected, found=generator.max_num_seqs)
+    if LONG_PROMPTS * min(input_lens) <= generator.max_num_batched_tokens:
+        expected = f"more than --max-num-batched-tokens, {generator.max_num_batched_tokens}, for {LONG_PROMPTS} prompts together"
+        raise InputError("too short to keep others waiting", where="--input-len", expected=expected, found=min(input_lens))
+
+
+def run(
+    generator: Generator,
+    input_lens: Sequence[int],
+    *,
+    repeats: int,
+    sampling: dict[str, Any],
+    seed: int,
+    ceiling: MatmulCeiling,
+    progress: Callable[[str], None],
+    clock: Clock = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """A result for each prompt length: seconds from the call to the first token, medians of `repeats` after two runs that
+    are not counted."""
+    rng, results = random.Random(seed), []
+    params = [SamplingParams(max_tokens=1, ignore_eos=True, **sampling)]
+    for length in input_lens:
+        prompts = [random_prompts(rng, [length], generator.config.vocab_size) for _ in range(repeats + 2)]
+        times = [timed_run(generator, prompt, params, clock)[0] for prompt in prompts][2:]
+        flops = prompt_flops(generator.config, length)
+        rate = flops / statistics.median(times)
+        results.append(
+            {
+                "test": f"pp{length}",
+                "input_len": length,
+                "time_to_first_token_s": summarize(times),
+                "tokens_per_s": length / statistics.median(times),
+                "flops": flops,
+                "flops_per_s": rate,
+                "share_of_matmul_ceiling": rate / ceiling.flops_per_s,
+                "inter_token_s": None,
+                "peak_memory_bytes": peak_memory(),
+            }
+        )
+        progress(f"pp{length}: {statistics.median(times) * 1e3:.3f} ms to the first token")
+    return results
+
+
+def beside(
+    generator: Generator,
+    input_len: int,
+    count: int,
+    *,
+    sampling: dict[str, Any],
+    seed: int,
+    context_len: int = 128,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """What LONG_PROMPTS prompts of `input_len` tokens that come at once do to `count` requests that decode all the while.
+
+    Returns:
+        a result: the prompts' times to their first token, the waiting for each other included, from when the others decode;
+        and of those every time between two tokens while there are prompts: p50, p99 and the longest.
+    """
+    rng = random.Random(seed)
+    chunks = -(-input_len // max(1, generator.max_num_batched_tokens - count))
+    steps = LONG_PROMPTS * (chunks + 1) + 16  # so that they decode to the end
+    params = [SamplingParams(max_tokens=steps, ignore_eos=True, **sampling)] * count
+    params += [SamplingParams(max_tokens=1, ignore_eos=True, **sampling)] * LONG_PROMPTS
+    for _ in range(2):  # the first run is not counted
+        lengths = [context_len] * count + [input_len] * LONG_PROMPTS
+        prompts = random_prompts(rng, lengths, generator.config.vocab_size)
+        _, completions = timed_run(generator, prompts, params, clock)
+    began = max(completion.token_times_s[0] for completion in completions[:count])
+    firsts = [completion.token_times_s[0] - began for completion in completions[count:]]
+    gaps = [
+        later - earlier
+        for completion in completions[:count]
+        for earlier, later in pairwise(completion.token_times_s)
+        if began < later <= began + max(firsts)
+    ]
+    return {
+        "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}",
+        "input_len": input_len,
+        "decoding": count,
+        "max_num_batched_tokens": generator.max_num_batched_tokens,
+        "time_to_first_token_s": summarize(firsts),
+        "tokens_per_s": LONG_PROMPTS * input_len / max(firsts),
+        "flops": None,
+        "flops_per_s": None,
+        "share_of_matmul_ceiling": None,
+        "inter_token_s": {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99), "max": max(gaps)} if gaps else None,
+        "peak_memory_bytes": peak_memory(),
+    }
