@@ -1,12 +1,12 @@
 """How fast does a real sharded checkpoint load, and in how much host memory?
 
-python -P bench/loading.py write FOLDER [PRESET]    random weights on disk, in Hugging Face's form
-python -P bench/loading.py measure FOLDER           one load in a fresh process, printed as JSON
+python -P bench/loading.py write FOLDER [PRESET]     random weights on disk, in Hugging Face's form
+python -P bench/loading.py hub FOLDER [PRESET]       the same as a Hub cache: HF_HUB_CACHE=FOLDER HF_HUB_OFFLINE=1 minirt …
+python -P bench/loading.py measure MODEL [--fp8]     one load in a fresh process, printed as JSON
 """
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -46,28 +46,50 @@ def write(folder: Path, name: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def measure(folder: Path) -> dict:
-    """Load `folder` once and generate a few tokens; call in a fresh process, since the peak is the process's own."""
-    from minirt import Generator, SamplingParams
-    from minirt.usage import environment, host_peak_memory
+def write_hub(cache: Path, name: str) -> None:
+    """The same in the layout of the Hub's cache, with the embedded model's tokenizer, so that it can be loaded by its name."""
+    from minirt import models
 
-    torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+    snapshot = "0" * 40
+    hub_id = next(preset.hub_id for preset in models.presets() if preset.name == name)
+    repository = cache / ("models--" + hub_id.replace("/", "--"))
+    write(repository / "snapshots" / snapshot, name)
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(snapshot)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (repository / "snapshots" / snapshot / file).write_bytes((models.embedded() / file).read_bytes())
+
+
+def measure(model: str, fp8: bool) -> dict:
+    """Load once and generate a few tokens; call in a fresh process, since the peaks are the process's own."""
+    from minirt import Generator, SamplingParams
+    from minirt.bench.report import commit
+    from minirt.usage import environment, host_peak_memory, peak_memory
+
+    cuda = torch.cuda.is_available()
+    torch.zeros(1, device="cuda" if cuda else "cpu")
     before = host_peak_memory()
-    started = time.perf_counter()
-    with Generator.from_pretrained(folder, max_model_len=4096) as generator:
-        loaded = time.perf_counter() - started
+    quantization = "fp8" if fp8 else None
+    with Generator.from_pretrained(
+        model, max_model_len=4096, quantization=quantization, kv_cache_memory=1 << 28
+    ) as generator:
         peak = host_peak_memory()
+        resident = torch.cuda.memory_allocated() if cuda else None
         completion = generator.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        seconds = generator.load_time_s
         return {
-            "bytes": generator.bytes_read, "seconds": loaded, "gb_per_s": generator.bytes_read / loaded / 1e9,
-            "host_peak_gb": peak / 1e9, "host_before_gb": before / 1e9, "token_ids": completion.token_ids,
+            "model": model, "quantization": quantization, "commit": commit(), "bytes": generator.bytes_read,
+            "seconds": seconds, "gb_per_s": generator.bytes_read / seconds / 1e9, "warm_up_s": generator.warm_up_time_s,
+            "host_peak_gb": peak / 1e9, "host_before_gb": before / 1e9, "weights_gb": generator.plan.weight_bytes / 1e9,
+            "gpu_resident_gb": resident / 1e9 if cuda else None, "gpu_peak_gb": peak_memory() / 1e9 if cuda else None,
+            "time_to_first_token_s": completion.time_to_first_token_s, "token_ids": completion.token_ids,
             "environment": environment(),
         }  # fmt: skip
 
 
 if __name__ == "__main__":
-    command, target = sys.argv[1], Path(sys.argv[2])
-    if command == "write":
-        write(target, sys.argv[3] if len(sys.argv) > 3 else "Qwen2.5-7B")
+    command, target, *rest = sys.argv[1:]
+    if command == "measure":
+        print(json.dumps(measure(target, "--fp8" in rest)))
     else:
-        print(json.dumps(measure(target)))
+        {"write": write, "hub": write_hub}[command](Path(target), rest[0] if rest else "Qwen2.5-7B")
