@@ -1,6 +1,7 @@
 """`Model`, a list of layers run in order, and `Plan`, the printable record of how each of them runs."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -54,7 +55,7 @@ class Model:
         self.config, self.layers = config, list(layers)
         self._check_order()
         if quantization is not None:
-            for layer in self.layers if quantization.head else self.layers[:-1]:
+            for layer in self.layers if quantization.covers_head(config.tie_word_embeddings) else self.layers[:-1]:
                 for linear in layer.linears():
                     linear.format = quantization.format
         seen: dict[tuple[str, str | None], Parameter] = {}
@@ -177,11 +178,17 @@ class Model:
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
         pages = iter(cache.layers)
-        batch = batch.to(self.device)
-        x = torch.empty(0, device=self.device)
-        for layer in self.layers:
-            x = layer(x, batch, next(pages) if isinstance(layer, Attention) else None)
+        with on_device(self.device):
+            batch = batch.to(self.device)
+            x = torch.empty(0, device=self.device)
+            for layer in self.layers:
+                x = layer(x, batch, next(pages) if isinstance(layer, Attention) else None)
         return x
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Makes a CUDA device the current one, on which Triton launches; of any other there is one alone."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:

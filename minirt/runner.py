@@ -17,7 +17,7 @@ from torch import Tensor
 from minirt.batch import Batch, Chunk
 from minirt.cuda_graphs import StepGraphs, batch_bucket, max_splits
 from minirt.errors import ContextLengthError, UnsupportedError
-from minirt.graph import Model
+from minirt.graph import Model, on_device
 from minirt.kv_cache import KVCache
 from minirt.sampler import SamplingBatch, SamplingBuffers, sample
 from minirt.sampling import EffectiveSampling, SamplingParams, resolve
@@ -77,6 +77,10 @@ class Runner:
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
         """Queue a step; `settings` has a row for each chunk that wants logits. Raises torch.OutOfMemoryError."""
+        with on_device(self._device):
+            return self._start(chunks, settings)
+
+    def _start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
         logits = self.graphs.run(chunks) if self.graphs is not None else None
         if logits is None:
             logits = self._run(chunks)
@@ -113,15 +117,20 @@ class Runner:
         jobs += [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
         jobs += [(self._sample, kind) for kind in _sampling_kinds()]
         total = len(jobs) + len(buckets)
+
+        def run(job: Callable, argument: Any) -> None:
+            with on_device(self._device):  # each thread has its own
+                job(argument)
+
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            futures = [pool.submit(job, argument) for job, argument in jobs]
+            futures = [pool.submit(run, job, argument) for job, argument in jobs]
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
                 if progress is not None:
                     progress(done, total)
         if self.graphs:
             for done, bucket in enumerate(buckets, len(jobs) + 1):
-                self.graphs.capture(bucket)
+                run(self.graphs.capture, bucket)
                 if progress is not None:
                     progress(done, total)
         torch.cuda.synchronize(self._device)
@@ -142,7 +151,8 @@ class Runner:
             raise ContextLengthError("too few KV pages", expected=expected, found=cache.allocator.num_free)
         pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
         try:
-            return self.graphs.replay_times([Chunk([1], context_len - 1, own) for own in pages], repeats)
+            with on_device(self._device):
+                return self.graphs.replay_times([Chunk([1], context_len - 1, own) for own in pages], repeats)
         finally:
             for own in pages:
                 cache.allocator.release(own)

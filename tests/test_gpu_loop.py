@@ -121,6 +121,18 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
         assert [c.token_ids for c in generator.generate(prompts, params)] == expected
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_another_device_than_the_current_one():
+    """Triton launches on the current device, which nobody but minirt can set here; its warm-up's threads have their own."""
+    params = SamplingParams(max_tokens=30, temperature=0.7, seed=1)
+    texts = []
+    for device in ("cuda:0", "cuda:1"):
+        with Generator.from_pretrained(device=device, kv_cache_memory=1 << 26) as generator:
+            texts.append(generator.generate(["Once upon a time", "The cat"], params)[0].text)
+            assert torch.cuda.current_device() == 0
+    assert texts[0] == texts[1]
+
+
 BROKEN = """
 import sys, torch
 from minirt.cli import main

@@ -1,0 +1,99 @@
+"""`minirt tune`: launch configurations measured on this GPU, for the shapes of one model.
+
+Chosen on one run and confirmed on another, interleaved with the rule's own configuration: the best of many noisy timings
+flatters itself. Candidates are compiled in parallel; one that cannot be compiled or launched, or computes something else, is out.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from minirt.errors import NumericsError
+from minirt.kernels.tuning import Case
+
+MARGIN = 0.98  # of the rule's time: what is not this much faster, twice, is not worth a configuration of its own
+REPEATS = 20
+
+Clock = Callable[[Callable[[], None]], float]  # microseconds of one launch
+
+
+@dataclass
+class Outcome:
+    """What became of a case. Times in microseconds, of the run that confirms; `config` None: the rule's own stays."""
+
+    bucket: str
+    config: Any
+    default_us: float
+    best_us: float
+    tried: int
+    failed: dict[str, str] = field(default_factory=dict)  # candidate → why it is out
+
+
+def tune(case: Case, time: Clock | None = None) -> Outcome:
+    """Try a case's candidates.
+
+    Args:
+        time: how long a launch takes; None: with CUDA events.
+    Raises:
+        NumericsError, and whatever else the rule's own configuration raises.
+    """
+    time = time or event_time
+    launch, check = case.prepare()
+    launch(case.default)
+    check(case.default)
+    candidates = [config for config in dict.fromkeys(case.candidates) if config != case.default]
+    failed = _compile(launch, candidates)
+    for config in candidates:
+        if repr(config) not in failed:
+            try:
+                check(config)
+            except NumericsError as error:
+                failed[repr(config)] = str(error)
+    able = [config for config in candidates if repr(config) not in failed]
+    first = _rounds(launch, [case.default, *able], time)
+    best = min(first, key=lambda config: first[config])
+    second = _rounds(launch, [case.default, best], time)
+    keep = all(run[best] < MARGIN * run[case.default] for run in (first, second))
+    default_us, best_us = second[case.default], second[best]
+    return Outcome(case.bucket, best if keep else None, default_us, best_us if keep else default_us, len(candidates), failed)
+
+
+def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[str, str]:
+    """Launch each once, in threads: Triton compiles with Python's lock free. → the failures. A kernel that does not fit or does
+    not compile raises what is neither a RuntimeError nor an OSError, so everything is caught."""
+    failed: dict[str, str] = {}
+
+    def attempt(config: Any) -> None:
+        try:
+            launch(config)
+        except Exception as error:
+            failed[repr(config)] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(attempt, candidates))
+    return failed
+
+
+def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) -> dict[Any, float]:
+    """The median of REPEATS launches of each, taking turns."""
+    times: dict[Any, list[float]] = {config: [] for config in configs}
+    for _ in range(REPEATS):
+        for config, own in times.items():
+            own.append(time(lambda config=config: launch(config)))
+    return {config: statistics.median(own) for config, own in times.items()}
+
+
+def event_time(run: Callable[[], None]) -> float:
+    """Microseconds on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(20_000)  # cycles: what is timed is queued before it starts, so that the host's time does not count
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3

@@ -1,0 +1,160 @@
+"""Tuned launch configurations: where they are kept, and how a kernel finds its own. Looking up never measures.
+
+A kernel family registers a `Tunable`. `minirt tune` measures and stores; a launch asks `Tunable.find` for its bucket of shapes
+and falls back to the family's own rule. What was tuned holds for one GPU model, one Triton version and one state of the
+kernel's source.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from minirt.errors import InputError, MinirtError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to tune: a bucket of shapes, what the rule takes there, what else to try, and how to run it.
+
+    `prepare()` allocates inputs and returns `launch(config)`, which runs the kernel once on inputs that are not in a cache, and
+    `check(config)`, which raises NumericsError if the result is wrong.
+    """
+
+    bucket: str
+    default: Any
+    candidates: tuple[Any, ...]
+    prepare: Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """A kernel family whose configurations can be tuned.
+
+    Args:
+        name: as `minirt tune` shows it.
+        config: the frozen dataclass of a configuration; its fields are numbers, strings, booleans or None.
+        sources: the files whose change makes stored configurations stale.
+        cases: `cases(linears, device)` → what to tune, for the (name, N, K, gated, format) of a model's linear layers.
+    """
+
+    name: str
+    config: type
+    sources: tuple[str, ...]
+    cases: Callable[[Iterable[tuple], torch.device], Iterator[Case]]
+
+    def find(self, device: torch.device, bucket: str) -> Any:
+        """The stored configuration of a bucket, or None."""
+        return _stored(self, device).get(bucket) if device.type == "cuda" else None
+
+
+_TUNABLES: dict[str, Tunable] = {}
+
+
+def register(tunable: Tunable) -> Tunable:
+    """Make a kernel family known to `minirt tune`; one of your own as well."""
+    if tunable.name in _TUNABLES:
+        raise InputError("this name is taken", where=f"register(Tunable({tunable.name!r}))")
+    _TUNABLES[tunable.name] = tunable
+    return tunable
+
+
+def tunables() -> dict[str, Tunable]:
+    return dict(_TUNABLES)
+
+
+def folder() -> Path:
+    """Where tuned configurations are kept: $MINIRT_CACHE, or minirt in the user's cache folder."""
+    if "MINIRT_CACHE" in os.environ:
+        return Path(os.environ["MINIRT_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirt"
+
+
+def path(device: torch.device) -> Path:
+    """The file for a GPU model and this Triton version."""
+    gpu = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device).lower())
+    return folder() / f"tuned-{gpu}-triton-{triton.__version__}.json"
+
+
+@cache
+def source_hash(sources: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(Path(source).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
+    """Add configurations by bucket to the file, which is replaced as a whole; those of an older source are dropped."""
+    known = _read(file)
+    own = known.get(tunable.name, {})
+    kept = own.get("configs", {}) if own.get("source") == source_hash(tunable.sources) else {}
+    kept = kept | {bucket: asdict(config) for bucket, config in configs.items()}
+    known[tunable.name] = {"source": source_hash(tunable.sources), "configs": kept}
+    text = json.dumps({"schema": SCHEMA, "kernels": known}, indent=1)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as temporary:
+            temporary.write(text)
+        os.replace(temporary.name, file)
+    except OSError as error:
+        raise MinirtError("cannot store tuned configurations", where=file, found=error, hint="set MINIRT_CACHE") from error
+    _stored.cache_clear()
+
+
+def load(tunable: Tunable, file: Path) -> dict[str, Any]:
+    """The configurations by bucket that the file has for this state of the kernel's source.
+
+    A file that cannot be read, or holds something else, is ignored with a warning: a kernel without a tuned configuration is
+    only slower. One of an older source is no fault, and ignored.
+    """
+    own = _read(file).get(tunable.name)
+    if own is None:
+        return {}
+    names = {field.name for field in fields(tunable.config)}
+    try:
+        if own["source"] != source_hash(tunable.sources):
+            return {}
+        configs = own["configs"]
+        for bucket, values in configs.items():
+            if set(values) != names or not all(isinstance(v, int | float | str | None) for v in values.values()):
+                raise ValueError(f"{bucket}: {values}")
+        return {bucket: tunable.config(**values) for bucket, values in configs.items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        _warn(file, f"{tunable.name}: {type(error).__name__}: {error}")
+        return {}
+
+
+@cache
+def _stored(tunable: Tunable, device: torch.device) -> dict[str, Any]:
+    return load(tunable, path(device))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What the file has for each kernel; nothing, with a warning, if it is not such a file."""
+    try:
+        content = json.loads(file.read_text())
+        if content["schema"] != SCHEMA or not all(isinstance(v, dict) for v in content["kernels"].values()):
+            raise ValueError(f"schema {content['schema']}")
+        return content["kernels"]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _warn(file, f"{type(error).__name__}: {error}")
+        return {}
+
+
+def _warn(file: Path, found: str) -> None:
+    what = f"{file} holds no tuned configurations that can be used ({found})"
+    warnings.warn(f"{what}; the kernels' own rules apply. `minirt tune` writes it anew", RuntimeWarning, stacklevel=3)
