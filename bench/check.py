@@ -13,7 +13,9 @@ from minirt.errors import NumericsError
 from minirt.generator import Generator
 from minirt.sampling import SamplingParams
 
-LENGTHS = (*range(9, 16), 300)  # of the prompts: all different, so that rows which change places show
+# Of the prompts: all different, so that rows which change places show, and one beyond the kernels for few tokens (or as long as
+# the model allows).
+LENGTHS = (*range(9, 16), 300)
 NEW_TOKENS = 16
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -29,7 +31,8 @@ class Reference:
 
 def reference(generator: Generator) -> Reference:
     """Ask a generator whose layers are all eager. It may be closed afterwards: both need not fit the memory at once."""
-    prompts = random_prompts(random.Random(0), LENGTHS, generator.config.vocab_size)
+    lengths = [min(length, generator.max_len - NEW_TOKENS) for length in LENGTHS]
+    prompts = random_prompts(random.Random(0), lengths, generator.config.vocab_size)
     tokens = [completion.token_ids for completion in generator.generate(prompts, _GREEDY)]
     return Reference(prompts, tokens, [_logits(generator, *pair) for pair in zip(prompts, tokens, strict=True)])
 

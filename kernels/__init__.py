@@ -3,7 +3,8 @@
 `reference` holds what each must compute, in eager PyTorch. Triton is imported with the first kernel that is used, so that the
 eager layers work without it. Every function checks its arguments and names the one that is wrong (`check=False` skips that in a
 hot loop); `out=` takes the result's place; `cost(...)` in each file gives the bytes and operations that the work needs.
-The two that share their file's name are imported from it: `from minirt.kernels.gemm import gemm`, `…embedding import embedding`.
+Those that share their file's name are imported from it: `from minirt.kernels.gemm import gemm`, `…embedding import embedding`,
+`…quantize import quantize`.
 """
 
 from importlib import import_module
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from minirt.kernels.gemm import gemm_gated
     from minirt.kernels.kv_write import qk_norm_rope_kv_write
     from minirt.kernels.linear import linear_residual, norm_gate_up, norm_linear
-    from minirt.kernels.norm import rms_norm
+    from minirt.kernels.norm import rms_norm, rms_norm_quantize
     from minirt.kernels.sampling import sample
 
 _HOMES = {
@@ -29,6 +30,7 @@ _HOMES = {
     "paged_attention_prefill": "attention",
     "qk_norm_rope_kv_write": "kv_write",
     "rms_norm": "norm",
+    "rms_norm_quantize": "norm",
     "rope_paged_attention_decode": "attention_decode",
     "sample": "sampling",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "paged_attention_prefill",
     "qk_norm_rope_kv_write",
     "rms_norm",
+    "rms_norm_quantize",
     "rope_paged_attention_decode",
     "sample",
 ]

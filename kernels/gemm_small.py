@@ -1,7 +1,7 @@
 """The linear layers of 2 to 128 tokens, where reading the weights is most of the work.
 
 The weights are on the wide M side of the tensor cores' MMA, the tokens, padded to a power of two, on its N side: acc [n, t].
-From sm_90 on tiles travel by TMA, where alignment permits; fp8 weights become 16 bits wide in registers. Gated activation,
+From sm_90 on tiles travel by TMA, where alignment permits. Both operands are 16 or 32 bits wide, or both e4m3. Gated activation,
 scales, bias and residual are the epilogue. Where N gives too few programs, K is split: partial sums go to the workspace and
 the last program to arrive adds them up in a fixed order, so the same input gives the same bits.
 
@@ -71,57 +71,22 @@ def _touch(ptrs):
 
 
 @triton.jit
-def _to_bf16(w):
-    """float8_e4m3fn to bf16, exactly, with a third of the instructions of a conversion through fp32.
-
-    Sign, exponent and mantissa move to their places in 16 bits; times 2¹²⁰ makes up for the exponents' different offsets. What
-    is added to that is 0, or NaN for NaN, whose low seven bits are the only ones to carry into the eighth when 1 is added.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, e;
-        and.b32 e, $2, 0x7f7f7f7f;
-        add.u32 e, e, 0x01010101;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 c, c, 0x07f007f0;
-        and.b32 d, d, 0x07f007f0;
-        lop3.b32 a, a, 0x80008000, c, 0xea;
-        lop3.b32 b, b, 0x80008000, d, 0xea;
-        prmt.b32 c, e, e, 0x9988;
-        prmt.b32 d, e, e, 0xbbaa;
-        mov.b32 e, 0x7b807b80;
-        fma.rn.bf16x2 $0, a, e, c;
-        fma.rn.bf16x2 $1, b, e, d;
-        }""",
-        "=r,=r,r",
-        [w],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _widened(w, dtype: tl.constexpr):
-    """Weights in the dtype of the activations."""
-    if w.dtype == dtype:
-        return w
-    elif dtype == tl.bfloat16:
-        return _to_bf16(w)
+def _product(w, x, acc):
+    """acc + w [BLOCK_N, BLOCK_K] · xᵀ, x [BLOCK_T, BLOCK_K]."""
+    if w.dtype == tl.float8e4nv:
+        # Hopper's tensor cores keep few bits of such sums: at most one step in K before fp32 takes over.
+        return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
     else:
-        return w.to(dtype)
+        return tl.dot(w, x.T, acc, input_precision="ieee")
 
 
 @triton.jit
-def _scaled(acc, scale_ptr, bias_ptr, n, valid):
-    if scale_ptr is not None:
-        acc *= tl.load(scale_ptr + n, mask=valid, other=0.0)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=valid, other=0.0).to(tl.float32)
-    return acc
+def _column(ptr, n, N, first):
+    """ptr[first + n] as a column, fp32; zeros where there is nothing."""
+    if ptr is None:
+        return tl.zeros_like(n).to(tl.float32)[:, None]
+    else:
+        return tl.load(ptr + first + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -147,6 +112,7 @@ def _tokens_kernel(
     weight,
     weight_ptr,
     scale_ptr,
+    x_scale_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -179,12 +145,22 @@ def _tokens_kernel(
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
     rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
     up = N.to(tl.int64) * K
+    stored = (n[:, None] < N) & (t[None, :] < T)
+    at = t[None, :] * N + n[:, None]
+    # Asked for ahead of the loop, so that nothing waits for them after it.
+    scale, scale_up = _column(scale_ptr, n, N, 0), None
+    added, added_up = _column(bias_ptr, n, N, 0), None
+    if ACTIVATION is not None:
+        scale_up, added_up = _column(scale_ptr, n, N, N), _column(bias_ptr, n, N, N)
     if PDL:
         # The weights' first lines, and what it takes to find them, while the kernel that computes x still runs.
         _touch(rows + first)
         if ACTIVATION is not None:
             _touch(rows + first + up)
         tl.extra.cuda.gdc_wait()
+    x_scale = None
+    if x_scale_ptr is not None:
+        x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[None, :]
     if not TMA:
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * K + k[None, :]
         w_ptrs = rows[:, None] + k[None, :]
@@ -198,34 +174,28 @@ def _tokens_kernel(
         else:
             a = _load(x_ptrs + start, j, K, BLOCK_K, "evict_last")
             w = _load(w_ptrs + start, j, K, BLOCK_K, "evict_first")
-        acc = tl.dot(_widened(w, a.dtype), a.T, acc, input_precision="ieee")
+        acc = _product(w, a, acc)
         if ACTIVATION is not None:
             w = weight.load([N + n0, start]) if TMA else _load(w_ptrs + up + start, j, K, BLOCK_K, "evict_first")
-            acc_up = tl.dot(_widened(w, a.dtype), a.T, acc_up, input_precision="ieee")
+            acc_up = _product(w, a, acc_up)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not before: programs that wait would take the room of those that read
-    n, t = n[:, None], t[None, :]
-    at = t * N + n
-    inside = (n < N) & (t < T)
+    if x_scale_ptr is not None:
+        acc *= scale * x_scale
+        if ACTIVATION is not None:
+            acc_up *= scale_up * x_scale
     if ACTIVATION is not None:
-        acc = _scaled(acc, scale_ptr, bias_ptr, n, n < N)
-        acc_up = _scaled(acc_up, scale_ptr, bias_ptr, n + N, n < N)
-        acc = activate(acc, ACTIVATION) * acc_up
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
     else:
-        acc = _scaled(acc, scale_ptr, None, n, n < N)
-        added = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)  # loaded here, ahead of the wait for the other parts
-        if bias_ptr is not None:
-            added += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            added += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if SPLIT == 1:
-            tl.store(out_ptr + at, (acc + added).to(out_ptr.dtype.element_ty), mask=inside)
-        else:
+        if residual_ptr is not None:  # loaded here, ahead of the wait for the other parts
+            added += tl.load(residual_ptr + at, mask=stored, other=0.0).to(tl.float32)
+        mine = True
+        if SPLIT > 1:
             sums_ptr += tile * (SPLIT * BLOCK_N * BLOCK_T)
-            acc, mine = _add_parts(acc, n - n0, t, inside, sums_ptr, counters_ptr + tile, part, SPLIT)
-            if mine:
-                tl.store(out_ptr + at, (acc + added).to(out_ptr.dtype.element_ty), mask=inside)
+            acc, mine = _add_parts(acc, n[:, None] - n0, t[None, :], stored, sums_ptr, counters_ptr + tile, part, SPLIT)
+        if mine:
+            tl.store(out_ptr + at, (acc + added).to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def token_block(T: int) -> int:
@@ -233,48 +203,49 @@ def token_block(T: int) -> int:
     return max(16, triton.next_power_of_2(T))
 
 
-def _tile(block_t: int, tiles: int, gated: bool, num_processors: int) -> tuple[int, int, int]:
-    """(rows, steps in K, programs a processor) on a device with much shared memory, for `tiles` tiles of 64 rows.
+def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_processors: int) -> tuple[int, int, int]:
+    """(rows, bytes of a row a step, programs a processor) on a device with much shared memory, for `tiles` tiles of 64 rows.
 
     The more tokens, the more arithmetic and the larger the sums that parts of K cost: then fewer programs, with more tiles
     on their way in each. From an H200, all of it (bench/LOG.md).
     """
-    wide = tiles > 2 * num_processors and not gated  # many programs: larger tiles read x less often
+    few = tiles <= 2 * num_processors  # programs, unless K is split
+    wide = not gated and not few  # larger tiles read x less often
     if block_t <= 32:
-        return 64, 128, 3
+        return 64, 256, 2 if block_t == 32 and few and not gated else 3
     if block_t == 64 and (gated or wide):
-        return (128 if wide else 64), 64, 3
+        return (128 if wide else 64), 128, 3
     if block_t == 64:
         once = num_processors // tiles * tiles  # programs, where each processor has one
-        return 64, 128, 1 if once >= 0.8 * num_processors else 2
-    return (128 if wide else 64), 64, 1
+        return 64, 256, 1 if once >= 0.7 * num_processors else 2
+    if itemsize == 1 and not wide:
+        return 64, 256, 2 if num_processors < tiles <= 2 * num_processors else 1
+    return (128 if wide else 64), 128, 1
 
 
-def choose_config(
-    T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_processors: int, weight_itemsize: int | None = None
-) -> TokensConfig:
+def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_processors: int) -> TokensConfig:
     """The configuration for a shape and a regime: of T only the power of two it is padded to counts."""
-    weight_itemsize = weight_itemsize or itemsize
     block_t, tiles, large = token_block(T), triton.cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
-        block_n, block_k, programs = 32, 32, 2
+        block_n, step, programs = 32, 128, 2
     elif large:
-        block_n, block_k, programs = _tile(block_t, tiles, gated, num_processors)
+        block_n, step, programs = _tile(block_t, tiles, gated, itemsize, num_processors)
     else:
-        block_n, block_k, programs = 64, 64, 2
+        block_n, step, programs = 64, 128, 2
     if gated and block_t <= 32 and 4 * tiles < 3 * num_processors:
         block_n = 32
-    if weight_itemsize == 1:
-        block_k *= 2  # rows of as many bytes
+    block_k = step // itemsize
     budget = min(shared_limit(cc) // programs - 2048, _LARGE)
-    row_bytes = block_n * (2 if gated else 1) * weight_itemsize + block_t * itemsize
+    row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
     # Where three programs fit, parts for two and a half: a few more bytes on their way are worth less than a part less.
     enough = min(2.5, programs) * num_processors
-    split = 1 if gated else max(1, min(int(enough / triton.cdiv(N, block_n)), _MOST_PARTS, K // block_k // 2))
-    num_warps = 8 if block_t == 128 and not large else 4  # for the registers
-    tma = cc >= 90 and itemsize == 2 and K * weight_itemsize % 16 == 0
+    shortest = block_k * (12 if block_t == 128 else 2)  # part of K that is worth its sums
+    split = 1 if gated else max(1, min(int(enough / triton.cdiv(N, block_n)), _MOST_PARTS, K // shortest))
+    # Eight warps for the registers, and of fp8 for the sums between the tensor cores' steps.
+    num_warps = 8 if block_t == 128 and (itemsize == 1 or not large) else 4
+    tma = cc >= 90 and itemsize <= 2 and K * itemsize % 16 == 0
     stages = fit_stages(row_bytes * block_k, budget, 8)
     return TokensConfig(block_n, block_k, num_warps, stages, split, programs, tma)
 
@@ -288,22 +259,22 @@ def gemm_small(
     activation: str | None = None,
     *,
     scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
     workspace: Workspace | None = None,
     pdl: bool = False,
     config: TokensConfig | None = None,
 ) -> Tensor:
     """x [T, K], T ≤ 128, weight [N, K] (with `activation` [2N, K]) → out [T, N], unchecked; `minirt.kernels.linear` checks.
 
-    The weight has x's dtype, or is float8_e4m3fn with a `scale` fp32 for each row (compute capability 8.9 and later).
+    The weight has x's dtype. Where that is float8_e4m3fn (compute capability 8.9 and later), each of its rows has a `scale` and
+    each token an `x_scale`, fp32.
     """
     (T, K), N = x.shape, out.shape[1]
-    if weight.dtype == torch.float8_e4m3fn:
+    if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     if config is None:
         cc, gated = capability(x.device), activation is not None
-        config = choose_config(
-            T, N, K, x.element_size(), gated, cc, processors(x.device), weight.element_size()
-        )  # fmt: skip
+        config = choose_config(T, N, K, x.element_size(), gated, cc, processors(x.device))
     c, block_t = config, token_block(T)
     tiles, blocks = triton.cdiv(N, c.block_n), triton.cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
@@ -316,8 +287,8 @@ def gemm_small(
         tiles_of = ([block_t, c.block_k], [c.block_n, c.block_k])
         operands = tuple(TensorDescriptor.from_tensor(a, tile) for a, tile in zip(operands, tiles_of, strict=True))
     _tokens_kernel[(tiles * split,)](
-        *operands, weight, scale, bias, residual, out, sums, counters, T, N, K=K, ACTIVATION=activation,
-        SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma, maxnreg=c.registers,
-        **launch_options(c.num_warps, c.num_stages, pdl),
+        *operands, weight, scale, x_scale, bias, residual, out, sums, counters, T, N, K=K, ACTIVATION=activation,
+        SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
+        maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, pdl),
     )  # fmt: skip
     return out

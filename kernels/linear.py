@@ -1,8 +1,11 @@
 """Linear layers with what is fused around them, for any number of tokens: norm + linear, norm + gate/up, linear + residual.
 
 Which kernel computes it depends on how many tokens share each weight that is read: one (`gemv`, norm included), up to 128
-(`gemm_small`), or so many that arithmetic is the work (`gemm`), both with the norm as a kernel before. Weights have the dtype of
-the activations, or are float8_e4m3fn with a `scale` [N] fp32 for each row (compute capability 8.9 and later).
+(`gemm_small`), or so many that arithmetic is the work (`gemm`), both with the norm as a kernel before.
+
+Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32 for each row (compute capability 8.9 and
+later). Then two tokens or more are quantized as well, each with a scale of its own, in the norm's kernel or in one before the
+product; a single token is not. (`reference.linear_fp8` states the same.)
 """
 
 import torch
@@ -12,7 +15,8 @@ from minirt.kernels.common import Workspace, check_linear, check_tensor
 from minirt.kernels.gemm import gemm, gemm_gated
 from minirt.kernels.gemm_small import MAX_TOKENS, gemm_small
 from minirt.kernels.gemv import gemv
-from minirt.kernels.norm import rms_norm
+from minirt.kernels.norm import rms_norm, rms_norm_quantize
+from minirt.kernels.quantize import quantize
 
 CASES = [
     {"T": T, "N": N, "K": K}
@@ -105,18 +109,23 @@ def _run(
         return out
     if T == 1:
         return gemv(x, norm_weight, eps, weight, bias, residual, out, activation, scale=scale, pdl=pdl)
-    h = x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)
-    if T <= MAX_TOKENS or scale is not None:  # fp8 weights have no GEMM: many tokens go through in slices
-        for at in range(0, T, MAX_TOKENS):
-            rows = slice(at, at + MAX_TOKENS)
-            rest = None if residual is None else residual[rows]
-            gemm_small(
-                h[rows], weight, bias, rest, out[rows], activation, scale=scale, workspace=workspace, pdl=pdl
-            )
-        return out
+    h, x_scale = _input(x, norm_weight, eps, scale is not None, pdl)
+    if T <= MAX_TOKENS:
+        return gemm_small(
+            h, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl
+        )
     if activation is not None:
-        return gemm_gated(h, weight, activation, bias, out, check=False)
-    return gemm(h, weight, bias, residual, out, check=False)
+        return gemm_gated(h, weight, activation, bias, out, scale=scale, x_scale=x_scale, check=False)
+    return gemm(h, weight, bias, residual, out, scale=scale, x_scale=x_scale, check=False)
+
+
+def _input(x: Tensor, norm_weight: Tensor | None, eps: float, fp8: bool, pdl: bool) -> tuple[Tensor, Tensor | None]:
+    """What the product of several tokens reads: normalized or as it is, and for fp8 weights quantized, with its scales."""
+    if fp8:
+        if norm_weight is None:
+            return quantize(x, pdl=pdl, check=False)
+        return rms_norm_quantize(x, norm_weight, eps, pdl=pdl, check=False)
+    return (x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)), None
 
 
 def cost(T: int, N: int, K: int, itemsize: int) -> tuple[int, int]:

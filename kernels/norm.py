@@ -1,11 +1,22 @@
-"""RMSNorm (Zhang & Sennrich 2019) as a kernel of its own, before the linear layers of two or more tokens."""
+"""RMSNorm (Zhang & Sennrich 2019) as a kernel of its own, before the linear layers of two or more tokens.
+
+Before fp8 weights it quantizes what it writes: e4m3, and a scale for each row.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import check_activations, check_tensor, launch_options
+from minirt.kernels.common import check_activations, check_tensor, launch_options, require_fp8
+from minirt.kernels.quantize import (
+    finite_magnitude,
+    fp8_scale,
+    quantized_buffers,
+    starts_next_early,
+    to_fp8,
+    wait_for_input,
+)
 
 CASES = [
     {"T": 1, "H": 16},
@@ -17,20 +28,27 @@ CASES = [
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, H, eps, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
+):
+    """A row of out [T, H]; with `scale_ptr` quantized."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
     weight = tl.load(weight_ptr + h, mask=inside, other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        # Not before: the next kernel's programs would crowd on the processors that the kernel before leaves first.
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_input(EARLY)
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
+    inverse_rms = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
     # Normalized value to the activation dtype first, then the weight: the rounding order of Hugging Face.
-    tl.store(out_ptr + t * H + h, (wide * scale).to(x.dtype) * weight, mask=inside)
+    y = (wide * inverse_rms).to(x.dtype) * weight
+    if scale_ptr is not None:
+        y = y.to(tl.float32)
+        scale = fp8_scale(tl.max(finite_magnitude(y), 0))
+        tl.store(scale_ptr + t, scale)
+        y = to_fp8(y, scale)
+    tl.store(out_ptr + t * H + h, y, mask=inside)
 
 
 def rms_norm(
@@ -41,18 +59,47 @@ def rms_norm(
     `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
     """
     if check:
-        check_activations("x", x)
-        check_tensor("weight", weight, (x.shape[1],), x.dtype, x.device)
-    T, H = x.shape
+        _check(x, weight)
     if out is None:
         out = torch.empty_like(x)
     elif check:
-        check_tensor("out", out, (T, H), x.dtype, x.device)
+        check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
+    _launch(x, weight, eps, out, None, pdl)
+    return out
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    pdl: bool = False,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`quantize(rms_norm(x, weight, eps))` in one kernel: x [T, H] → values [T, H] e4m3 and scale [T] fp32."""
+    if check:
+        _check(x, weight)
+    require_fp8(x.device)
+    out, scale = quantized_buffers(x, out, scale, check)
+    _launch(x, weight, eps, out, scale, pdl)
+    return out, scale
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    check_activations("x", x)
+    check_tensor("weight", weight, (x.shape[1],), x.dtype, x.device)
+
+
+def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None, pdl: bool) -> None:
+    T, H = x.shape
     if T:
         block = triton.next_power_of_2(H)
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
-        _rms_norm_kernel[(T,)](x, weight, out, H, eps, BLOCK_H=block, **options)
-    return out
+        _rms_norm_kernel[(T,)](
+            x, weight, out, scale, H, eps, BLOCK_H=block, EARLY=starts_next_early(T), **options
+        )
 
 
 def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:

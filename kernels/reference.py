@@ -29,10 +29,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]. With `scale` [N] fp32 the weights are fp8 and stand for weight · scale."""
-    if scale is None:
-        return F.linear(x, weight, bias)
-    y = (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)  # e4m3 is exact in any of the dtypes
+    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]. With `scale` [N] fp32 the weights are fp8, see `linear_fp8`."""
+    return F.linear(x, weight, bias) if scale is None else linear_fp8(x, weight, scale, bias)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [N] fp32.
+
+    Two tokens or more are quantized first, each with a scale of its own (`quantize_fp8`), for the tensor cores multiply fp8 by
+    fp8. A single token is not: it leaves them nothing to win, and its product is computed from 16-bit activations.
+    """
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # 448 · 448 is more than fp16 holds
+    if x.shape[0] > 1:
+        values, x_scale = quantize_fp8(x)
+        scale = scale * x_scale.unsqueeze(1)
+    else:
+        values = x
+    y = (F.linear(values.to(dtype), weight.to(dtype)).float() * scale).to(x.dtype)  # e4m3 is exact in either dtype
     return y if bias is None else y + bias
 
 

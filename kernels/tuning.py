@@ -1,8 +1,8 @@
 """Tuned launch configurations: where they are kept, and how a kernel finds its own. Looking up never measures.
 
-A kernel family registers a `Tunable`. `minirt tune` measures and stores; a launch asks `Tunable.find` for its bucket of shapes
-and falls back to the family's own rule. What was tuned holds for one GPU model, one Triton version and one state of the
-kernel's source.
+A kernel family has a `Tunable`; a launch asks its `find` for the bucket of its shape and falls back to the family's own rule.
+`minirt tune` measures the cases that are registered and stores what is faster. That holds for one GPU model, one Triton version
+and one state of the kernel's source.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -25,20 +25,6 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Case:
-    """One thing to tune: a bucket of shapes, what the rule takes there, what else to try, and how to run it.
-
-    `prepare()` allocates inputs and returns `launch(config)`, which runs the kernel once on inputs that are not in a cache, and
-    `check(config)`, which raises NumericsError if the result is wrong.
-    """
-
-    bucket: str
-    default: Any
-    candidates: tuple[Any, ...]
-    prepare: Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]
-
-
-@dataclass(frozen=True)
 class Tunable:
     """A kernel family whose configurations can be tuned.
 
@@ -46,32 +32,58 @@ class Tunable:
         name: as `minirt tune` shows it.
         config: the frozen dataclass of a configuration; its fields are numbers, strings, booleans or None.
         sources: the files whose change makes stored configurations stale.
-        cases: `cases(linears, device)` → what to tune, for the (name, N, K, gated, format) of a model's linear layers.
     """
 
     name: str
     config: type
     sources: tuple[str, ...]
-    cases: Callable[[Iterable[tuple], torch.device], Iterator[Case]]
 
     def find(self, device: torch.device, bucket: str) -> Any:
-        """The stored configuration of a bucket, or None."""
+        """The stored configuration for a bucket of shapes, or None."""
         return _stored(self, device).get(bucket) if device.type == "cuda" else None
 
 
-_TUNABLES: dict[str, Tunable] = {}
+@dataclass(frozen=True)
+class Case:
+    """One thing to tune: a bucket of shapes, what the rule takes there, what else to try, and how to run it.
+
+    `prepare()` allocates inputs and returns `launch(config)`, which runs the kernel once on weights that are in no cache, and
+    `check(config)`, which raises NumericsError if the result is wrong.
+    """
+
+    tunable: Tunable
+    bucket: str
+    default: Any
+    candidates: tuple[Any, ...]
+    prepare: Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]
 
 
-def register(tunable: Tunable) -> Tunable:
-    """Make a kernel family known to `minirt tune`; one of your own as well."""
-    if tunable.name in _TUNABLES:
-        raise InputError("this name is taken", where=f"register(Tunable({tunable.name!r}))")
-    _TUNABLES[tunable.name] = tunable
-    return tunable
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer of a model: weight [N, K], gate and up both counted if `gated`, the dtype of activations, and whether the
+    weights are fp8."""
+
+    N: int
+    K: int
+    gated: bool
+    dtype: torch.dtype
+    fp8: bool
 
 
-def tunables() -> dict[str, Tunable]:
-    return dict(_TUNABLES)
+Cases = Callable[[Sequence[LinearShape], torch.device], Iterator[Case]]
+_REGISTERED: dict[str, Cases] = {}
+
+
+def register(name: str, cases: Cases) -> None:
+    """Make a kernel family known to `minirt tune`, one of your own as well: `cases(shapes, device)` yields what to tune for a
+    model's linear layers."""
+    if name in _REGISTERED:
+        raise InputError("this name is taken", where=f"register({name!r})")
+    _REGISTERED[name] = cases
+
+
+def registered() -> dict[str, Cases]:
+    return dict(_REGISTERED)
 
 
 def folder() -> Path:

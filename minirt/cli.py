@@ -1,8 +1,9 @@
-"""The command line: `minirt generate | chat | plan | bench | eval | env`.
+"""The command line: `minirt generate | chat | plan | bench | compare | eval | env`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failure, 2 usage, 130 Ctrl-C. Heavy imports wait
 until a command needs them. Options shared by commands are in cli_options.py, printing is in cli_output.py, the many prompts of
-`generate --prompts` in cli_many.py and cli_prompts.py, `bench` in cli_bench.py, `eval` in cli_eval.py.
+`generate --prompts` in cli_many.py and cli_prompts.py, `bench` in cli_bench.py, `compare` in cli_compare.py,
+`eval` in cli_eval.py.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from minirt.cli_bench import bench
+from minirt.cli_compare import compare
 from minirt.cli_eval import evaluate
 from minirt.cli_many import generate_many
 from minirt.cli_options import (
@@ -41,6 +43,7 @@ def cli() -> None:
 
 
 cli.add_command(bench)
+cli.add_command(compare)
 cli.add_command(evaluate)
 
 

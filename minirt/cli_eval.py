@@ -2,18 +2,22 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli_options import debug_option, load_options, open_generator, quiet_option, read_prompt
+from minirt.cli_options import debug_option, load_options, model_name, open_generator, quiet_option, read_prompt
 from minirt.cli_output import write
 from minirt.progress import LoadProgress, load_bars
 
 if TYPE_CHECKING:
     from minirt.evaluation import Perplexity, Progress
     from minirt.generator import Generator
+
+
+_PAGES = 64 << 20  # bytes for KV pages that nothing uses here: the errors' own are apart
 
 
 @click.group("eval")
@@ -44,6 +48,40 @@ def perplexity_command(
         with _bar(quiet) as progress:
             result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
         write(_as_json(generator, result) if as_json else _as_text(result))
+
+
+@evaluate.command("fp8")
+@click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL.")
+@click.option("--revision", help="Branch, tag or commit of a Hub model.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32.")
+@click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin.")
+@click.option(
+    "--num-tokens", "-n", type=click.IntRange(2), default=512, show_default=True, help="Tokens of it at most: its first.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a linear layer.")
+@quiet_option
+@debug_option
+def fp8_command(file: str, num_tokens: int, as_json: bool, quiet: bool, **options: Any) -> None:
+    """What rounding to FP8 costs each linear layer: relative errors of its weights and, on real activations, of its outputs.
+
+    The model is loaded twice, as it is and with every linear quantized, the LM head too; layers run eager. "1 token": weights
+    rounded, as in a step of one token; "more tokens": activations too. `minirt compare --fp8` shows what kernels err besides.
+    """
+    text = read_prompt(file)
+    name = model_name(options, quiet)
+    from minirt.bench.fp8_error import format_errors, table
+    from minirt.generator import Generator
+
+    with ExitStack() as stack, load_bars(not quiet) as bars:
+        load = partial(
+            Generator.from_pretrained, name, revision=options["revision"], device=options["device"], dtype=options["dtype"],
+            impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, enforce_eager=True, progress=bars,
+        )
+        plain = stack.enter_context(load())
+        quantized = stack.enter_context(load(quantization="fp8", quantize_head=True))
+        errors = format_errors(plain._model, quantized._model, plain.encode(text)[:num_tokens])
+    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if as_json else table(errors))
 
 
 @contextmanager

@@ -56,7 +56,10 @@ graph_options = option_group(
     click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
     click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
     click.option("--fp8", is_flag=True, help="Quantize the weights of all linears to FP8 while they are loaded."),
-    click.option("--fp8-head/--no-fp8-head", default=None, help="With --fp8: quantize the LM head too. [default: yes]"),
+    click.option(
+        "--fp8-head/--no-fp8-head", default=None,
+        help="With --fp8: quantize the LM head too. [default: unless it is tied to the embedding]",
+    ),
 )
 load_options = option_group(
     graph_options,
@@ -124,7 +127,7 @@ def plan_graph(options: dict[str, Any], name: str) -> "tuple[ModelConfig, Model]
     from minirt.choose import plan_model
     from minirt.quantize import Quantization
 
-    quantization = Quantization("fp8", options["fp8_head"] is not False) if options["fp8"] else None
+    quantization = Quantization("fp8", options["fp8_head"]) if options["fp8"] else None
     return plan_model(
         name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
         revision=options["revision"], quantization=quantization,
@@ -155,7 +158,7 @@ def open_generator(options: dict[str, Any], quiet: bool) -> Iterator["Generator"
             name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
             max_model_len=options["max_model_len"], revision=options["revision"], seed=options.get("seed") or 0,
             random_weights=options["random_weights"], check_weights=options["check_weights"],
-            quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"] is not False,
+            quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"],
             kv_cache_dtype=options["kv_cache_dtype"], kv_cache_memory=options["kv_cache_memory"],
             max_num_seqs=options["max_num_seqs"],
             max_num_batched_tokens=options["max_num_batched_tokens"] or MAX_NUM_BATCHED_TOKENS,

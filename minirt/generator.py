@@ -94,7 +94,7 @@ class Generator:
         dtype: str = "auto",
         impl: str | Sequence[str] = "auto",
         quantization: str | None = None,
-        quantize_head: bool = True,
+        quantize_head: bool | None = None,
         max_model_len: int | None = None,
         revision: str | None = None,
         random_weights: bool = False,
@@ -118,7 +118,7 @@ class Generator:
             impl: see `minirt.graph.parse_impl`.
             quantization: None, or "fp8": the weights of all linears as e4m3 with a scale for each output channel, quantized
                 while they are loaded; activations and the embedding keep the dtype.
-            quantize_head: quantize the LM head too.
+            quantize_head: quantize the LM head too; None: unless it is tied to the embedding.
             max_model_len: positions to serve; None: all that the model has.
             random_weights: skip the weights (and for a preset any download); `seed` fixes them.
             check_weights: refuse NaN and Inf in the checkpoint.

@@ -282,6 +282,7 @@ class Answers:
     def __init__(self, change=None, logits_change=None):
         generator = torch.Generator().manual_seed(4)
         self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(rows=[SimpleNamespace(dtype="bfloat16")])
+        self.max_len = 512
         self.change, self.logits_change = change, logits_change
         self.table = {n: torch.randn(check.NEW_TOKENS, 50, generator=generator) for n in check.LENGTHS}
         self.table[10][5, 7], self.table[10][5, 8] = 9.0, 5.0

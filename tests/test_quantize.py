@@ -12,7 +12,7 @@ from minirt import Generator, SamplingParams
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError
 from minirt.graph import Model
-from minirt.kernels.reference import FP8_MAX, quantize_fp8
+from minirt.kernels.reference import FP8_MAX, linear, quantize_fp8
 from minirt.linear import PackedLinear, Part
 from minirt.quantize import FP8, Quantization
 
@@ -55,6 +55,25 @@ def test_rows_without_a_scale():
     torch.testing.assert_close(real[5], w[5])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_product_with_fp8_weights(tokens, dtype):
+    """One token as it is, several quantized each by its own scale; a product of 448 and 448 fits in no fp16."""
+    x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[0] *= 50
+    weight, scale = quantize_fp8(torch.randn(20, 96, generator=torch.Generator().manual_seed(4)) * 0.1)
+    bias = torch.arange(20).to(dtype)
+    exact = x.double()
+    if tokens > 1:
+        values, x_scale = quantize_fp8(x)
+        exact = values.double() * x_scale.double().unsqueeze(1)
+    exact = exact @ (weight.double() * scale.double().unsqueeze(1)).T + bias.double()
+    y = linear(x, weight, bias, scale)
+    assert y.dtype == dtype
+    error = (y.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.max().item() < 2 * torch.finfo(dtype).eps + 1e-6
+
+
 def test_one_channel_times_a_thousand_leaves_the_others_alone():
     w = weights(16, 64)
     plain = [t.clone() for t in quantize_fp8(w)]
@@ -85,10 +104,12 @@ def test_chunks_make_no_difference(monkeypatch):
 @pytest.mark.parametrize(("family", "options"), [("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 32})])
 @pytest.mark.parametrize("head", [True, False])
 def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_folder, tmp_path):
-    """Equal to the unquantized model of a checkpoint whose weights were rounded beforehand."""
+    """Equal to the unquantized model of a checkpoint whose weights were rounded beforehand, where a step has one token; steps of
+    more quantize their activations too and only come near it."""
     folder = hf_folder(family, seed=7, **options)
     with Generator.from_pretrained(folder, device="cpu", quantization="fp8", quantize_head=head) as generator:
         found = generator.logits(TOKENS)
+        alone = [generator.logits([token]) for token in TOKENS[:5]]
         formats = {row.layer: row.dtype for row in generator.plan.rows}
         small, reads = generator.plan.weight_bytes, generator.decode_read_bytes
     tensors = load_file(folder / "model.safetensors")
@@ -102,8 +123,11 @@ def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_f
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with Generator.from_pretrained(tmp_path, device="cpu") as generator:
         expected = generator.logits(TOKENS)
+        for token, logits in zip(TOKENS, alone, strict=False):
+            torch.testing.assert_close(logits, generator.logits([token]), rtol=1e-4, atol=1e-4)
         large, reads_large = generator.plan.weight_bytes, generator.decode_read_bytes
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert 1e-3 < error < 0.25, "what the rounding of activations to e4m3, 2% or so, becomes in a model of random weights"
     assert formats["layers.0.mlp"] == "float32 · fp8"
     assert formats["embedding"] == "float32"
     assert formats["head"] == ("float32 · fp8" if head else "float32")
@@ -113,7 +137,7 @@ def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_f
 
 def test_a_tied_head_is_a_copy(hf_folder):
     folder = hf_folder("Llama", seed=8, tie_word_embeddings=True)
-    with Generator.from_pretrained(folder, device="cpu", quantization="fp8") as generator:
+    with Generator.from_pretrained(folder, device="cpu", quantization="fp8", quantize_head=True) as generator:
         layers = generator._model.layers
         table, head = layers[0].table, layers[-1].lm_head
         assert table is not head

@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self, default, candidates, noise=lambda config, count: 1.0):
         self.now, self.counts, self.noise = 0.0, {}, noise
-        self.case = Case("a bucket", default, tuple(candidates), lambda: (self.launch, self.check))
+        self.case = Case(None, "a bucket", default, tuple(candidates), lambda: (self.launch, self.check))
 
     def launch(self, config):
         if config.fails == "compile":
@@ -69,11 +69,10 @@ def test_a_lucky_run_is_not_believed():
     def noise(config, count):
         return luck.setdefault((config, count > tune.REPEATS + 1), draw.uniform(0.8, 1.2) if config.us != 10 else 1.0)
 
-    chosen = [Bench(Config(10), [Config(10 + i / 1e6) for i in range(1, 31)], noise).tune() for _ in range(1)]
-    first = min(value for (config, second), value in luck.items() if not second)
-    assert first < 0.85, "the test needs a lucky one"
-    for outcome in chosen:
-        assert outcome.config is None or outcome.best_us < tune.MARGIN * outcome.default_us
+    outcome = Bench(Config(10), [Config(10 + i / 1e6) for i in range(1, 31)], noise).tune()
+    lucky = min(luck, key=luck.get)
+    assert luck[lucky] < 0.85, "the test needs a lucky one"
+    assert outcome.config is None, f"{luck}"
 
 
 def test_a_broken_rule_is_an_error():

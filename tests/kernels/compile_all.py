@@ -27,6 +27,7 @@ from minirt.kernels import (
 )
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
+FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # bytes a thread keeps in memory: cubin's EIATTR_FRAME_SIZE
 
 
 class CompileOnly:
@@ -54,6 +55,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         if hasattr(kernel, "result"):
             kernel = kernel.result()
         ptx = kernel.asm["ptx"]
+        given = {name: arg for name, arg in zip(self.arg_names, args, strict=False) if arg is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         results.append(
             {
@@ -61,16 +63,21 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "shared": kernel.metadata.shared,
                 "limit": common.shared_limit(cc),
                 "mma": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))),
+                "fp8": any(getattr(getattr(a, "base", a), "dtype", None) == torch.float8_e4m3fn for a in args[:2]),
+                "fp8_mma": "e4m3.e4m3" in ptx,
+                "stack": max(int.from_bytes(size, "little") for size in FRAMES.findall(kernel.asm["cubin"])),
                 "tma": "cp.async.bulk.tensor" in ptx,
                 "pipelined": "cp.async.wait_group" in ptx,
                 "pdl": "griddepcontrol.wait" in ptx,
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
+                "tiles_before_wait": "cp.async" in before_wait,
+                "scales_or_bias": "scale_ptr" in given or "bias_ptr" in given,
                 "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
             }
         )
 
     jit.JITFunction.run = warm_up
-    for module in (gemm_small, gemm):
+    for module in (gemm_small, gemm, attention):
         module.capability = lambda device: cc
 
 
@@ -95,25 +102,43 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
         linear.norm_gate_up(x, norm_weight, 1e-6, gate_up, "silu", pdl=pdl)
         linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
     if cc >= 89:
-        eight = {"weight": empty(4608, HIDDEN, like=torch.float8_e4m3fn), "scale": empty(4608, like=torch.float32)}
-        for T in (1, 5, 100):
-            linear.norm_linear(empty(T, HIDDEN), norm_weight, 1e-6, **eight, workspace=workspace, pdl=pdl)
+        eight = torch.float8_e4m3fn
+        qkv8, gate_up8, down8 = (torch.empty_like(w, dtype=eight) for w in (qkv, gate_up, down))
+        scales = [empty(len(w), like=torch.float32) for w in (qkv8, gate_up8, down8)]
+        for T in (1, 5, 24, 64, 100):
+            x = empty(T, HIDDEN)
+            linear.norm_linear(x, norm_weight, 1e-6, qkv8, bias, scale=scales[0], workspace=workspace, pdl=pdl)
+            linear.norm_gate_up(x, norm_weight, 1e-6, gate_up8, "silu", scale=scales[1], pdl=pdl)
+            linear.linear_residual(empty(T, INTER), down8, x, scale=scales[2], workspace=workspace, pdl=pdl)
     linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
     for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # every tile of the tables
         x = empty(T, HIDDEN)
         gemm.gemm(x, qkv, bias, empty(T, 4608))
+        gemm.gemm(x, qkv, out=empty(T, 4608, like=torch.float32))
         gemm.gemm_gated(x, gate_up[: 2 * inter], "silu")
+        if cc >= 89:
+            x, x_scale = torch.empty_like(x, dtype=eight), empty(T, like=torch.float32)
+            gemm.gemm(x, qkv8, residual=empty(T, 4608), scale=scales[0], x_scale=x_scale, out=empty(T, 4608))
+            gemm.gemm_gated(x, gate_up8[: 2 * inter], "silu", scale=scales[1][: 2 * inter], x_scale=x_scale)
     for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64))[: 2 if cc == 90 else 1]:
-        k, v = empty(8, PAGE, Nkv, D), empty(8, PAGE, Nkv, D)
         tables, lens, cos_sin = ints(2, 40), ints(2), empty(4096, D, like=torch.float32)
-        for T in (2, 100):
-            heads, where = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
-            kv_write.qk_norm_rope_kv_write(heads, cos_sin, where, where, k, v, Nq, Nkv, empty(D), empty(D), pdl=pdl)
-        attention.paged_attention_prefill(empty(100, Nq, D), k, v, tables, ints(3), lens, 60, D**-0.5)
-        for B in (1, 2):
-            rest = (k, v, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
-            attention_decode.rope_paged_attention_decode(empty(B, (Nq + 2 * Nkv) * D), cos_sin, *rest, Nq, pdl=pdl)
-        attention_decode.paged_attention_decode(empty(2, Nq, D), *rest, pdl=pdl)
+        for fp8 in (False, True)[: 2 if cc >= 89 else 1]:
+            pages = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn if fp8 else dtype)
+            scale = empty(8, PAGE, Nkv, like=torch.float32) if fp8 else None
+            scales = {"k_scales": scale, "v_scales": scale}
+            for T in (2, 100):
+                heads, where = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
+                rest = (cos_sin, where, where, pages, pages, Nq, Nkv, empty(D), empty(D))
+                kv_write.qk_norm_rope_kv_write(heads, *rest, pdl=pdl, **scales)
+            attention.paged_attention_prefill(
+                empty(100, Nq, D), pages, pages, tables, ints(3), lens, D**-0.5, shortest=2, **scales
+            )
+            for B in (1, 2):
+                rest = (pages, pages, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
+                heads = empty(B, (Nq + 2 * Nkv) * D)
+                attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
+            q = empty(100, Nq, D)
+            attention_decode.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
 
 
 def main(cc: int, dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Kernel tests: on a GPU where there is one, else in Triton's interpreter on the CPU. The one place for tolerances.
+"""Kernel tests: on a GPU where there is one, else in Triton's interpreter on the CPU. Tolerances: minirt.bench.bounds.
 
 With MINIRT_TEST_REFERENCE=cpu what the kernels are compared with is computed on the CPU, where compute-sanitizer does not
 follow: some of its tools fail in the library kernels that a GPU would run for it.
@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from minirt.bench import bounds
+from minirt.kernels import reference
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -136,24 +139,52 @@ def cache(make: Callable[..., Tensor], nan: Callable[..., Tensor], device: torch
     return build
 
 
-def floor(dtype: torch.dtype) -> float:
-    """The error to allow where the reference happens to have none: one rounding of the output, half a unit in the last
-    place (bf16 3.9e-3, fp16 4.9e-4), and in fp32, where sums in another order and the GPU's exp2 (2 units in the last place,
-    on scores that are rounded themselves) matter more than rounding, 2e-6."""
-    return max(torch.finfo(dtype).eps / 2, 2e-6)
+class Cache8(NamedTuple):
+    """Pages of fp8 and their scales, NaN wherever no sequence has a token, and the same with zeros there."""
+
+    pages: dict[str, Tensor]  # k_pages, v_pages, k_scales, v_scales
+    clean: tuple[Tensor, Tensor, Tensor, Tensor]  # in the same order
+    tables: Tensor
+    lens: Tensor
+    keys: list[Tensor]  # fp64
+    values: list[Tensor]
 
 
-def _errors(value: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Relative Frobenius error of the whole, and of the worst row."""
-    difference, truth = value.double() - truth, truth.double()
-    whole = difference.norm() / truth.norm().clamp_min(1e-300)
-    row = difference.norm(dim=-1) / truth.norm(dim=-1).clamp_min(1e-300)
-    return whole.item(), row.max().item()
+@pytest.fixture
+def cache8(cache: Callable[..., Cache]) -> Callable[..., Cache8]:
+    """cache8(lengths, Nkv, D, page_size): like `cache`, in fp8. A rotary pair of K is 64 times as large as the others; of
+    five tokens one has a V of zeros and one a V a thousand times as large as the others'."""
+
+    def build(lengths: list[int], Nkv: int, D: int, page_size: int) -> Cache8:
+        wide = cache(lengths, Nkv, D, page_size, torch.float32)
+        wide.k[..., [3, 3 + D // 2]] *= 64
+        wide.v[:, ::5] *= 0
+        wide.v[:, 1::5] *= 1000
+        unused = wide.k[..., 0].isnan()
+        quantized, clean, exact = [], [], []
+        for x in (wide.k, wide.v):
+            values, scales = reference.quantize_fp8(x)
+            quantized.append((values, scales.masked_fill(unused, torch.nan)))
+            clean.append((values.float().nan_to_num(0).to(values.dtype), scales.masked_fill(unused, 0)))
+            exact.append((clean[-1][0].double() * scales.unsqueeze(-1)).flatten(0, 1))
+        keys, values = [], []
+        for n, table in zip(lengths, wide.tables.long(), strict=True):
+            t = torch.arange(n, device=table.device)
+            slots = table[t // page_size] * page_size + t % page_size
+            keys.append(exact[0][slots])
+            values.append(exact[1][slots])
+        (k, k_scales), (v, v_scales) = quantized
+        pages = {"k_pages": k, "v_pages": v, "k_scales": k_scales, "v_scales": v_scales}
+        return Cache8(
+            pages, (clean[0][0], clean[1][0], clean[0][1], clean[1][1]), wide.tables, wide.lens, keys, values
+        )
+
+    return build
 
 
 @pytest.fixture
 def agrees() -> Callable[[Tensor, Tensor, Tensor], None]:
-    """agrees(out, reference, truth): out errs at most twice as much as PyTorch in the same dtype, plus `floor`.
+    """agrees(out, reference, truth): out errs at most twice as much as PyTorch in the same dtype, plus a floor: see `bounds`.
 
     `truth` is the same mathematics in fp64 on the same inputs. The whole tensor and its worst row (last dimension) must
     both hold, so that neither a small bias everywhere nor one wrong token among many passes.
@@ -164,10 +195,10 @@ def agrees() -> Callable[[Tensor, Tensor, Tensor], None]:
             pytest.fail(f"shape {list(out.shape)}, expected {list(truth.shape)}")
         if not bool(torch.isfinite(out).all()):
             pytest.fail(f"{int((~torch.isfinite(out)).sum())} of {out.numel()} values are not finite")
-        found, allowed = _errors(out, truth), _errors(reference, truth)
-        for what, mine, theirs in zip(("whole", "worst row"), found, allowed, strict=True):
-            limit = 2 * theirs + floor(reference.dtype)
-            if not mine <= limit:
-                pytest.fail(f"{what}: relative error {mine:.2e}, PyTorch's {theirs:.2e}, limit {limit:.2e}")
+        fault = bounds.fault(
+            bounds.errors(out, truth), bounds.errors(reference, truth), bounds.floor(reference.dtype)
+        )
+        if fault is not None:
+            pytest.fail(fault)
 
     return check

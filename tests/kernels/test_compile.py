@@ -15,8 +15,11 @@ import pytest
 
 TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(90, "float16"), (90, "float32")]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-DENSE = ("_tokens_kernel", "_gemm_kernel", "_prefill_kernel")
-PDL = ("_vector_kernel", "_rms_norm_kernel", "_tokens_kernel", "_kv_write_kernel", "_decode_kernel", "_combine_kernel")
+DENSE = ("_tokens_kernel", "_gemm_kernel", "_hopper_kernel", "_prefill_kernel")
+PDL = (
+    "_vector_kernel", "_rms_norm_kernel", "_quantize_kernel", "_tokens_kernel", "_kv_write_kernel", "_decode_kernel",
+    "_combine_kernel",
+)  # fmt: skip
 READ_AHEAD = ("_vector_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel")  # weights, lengths, older tokens
 
 
@@ -40,22 +43,30 @@ def compiled() -> dict[tuple[int, str], Future]:
 def test_compiles_as_meant(target, compiled):
     cc, dtype = target
     results = compiled[target].result()
-    assert len({r["kernel"] for r in results}) == 9
+    assert len({r["kernel"] for r in results}) == (11 if cc == 90 else 10 if cc >= 89 else 9)
     for r in results:
         name = r["kernel"]
         assert r["shared"] <= r["limit"], r
-        if dtype == "float32":
-            assert not r["mma"], r
-        elif name in DENSE:
+        if name in DENSE and (r["fp8"] or dtype != "float32"):
             assert r["mma"] == [MMA[cc]], r
+            assert r["fp8_mma"] == (r["fp8"] and cc != 100), r  # sm_100 has the types in a descriptor
+        elif dtype == "float32":
+            assert not r["mma"], r
         elif name == "_decode_kernel":
             assert r["mma"] == ["mma.sync"], r  # 16 rows are too few for the wider instructions
             assert r["pipelined"], r  # also around the wait of a PDL launch
+        if name == "_hopper_kernel":
+            assert r["tma"], r
+            assert not r["stack"], r  # nothing is spilled
         if name == "_gemm_kernel":
-            assert r["tma"] == (cc >= 90 and dtype != "float32"), r
+            assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
+        if name == "_tokens_kernel":
+            assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
         if name in PDL and r["options"].get("launch_pdl"):
             assert r["pdl"], r
             # Only what the kernel before does not write may be read before its end, and where there is such, it must be.
-            assert r["loads_before_wait"] == (name in READ_AHEAD), r
+            ahead = name in READ_AHEAD or (name == "_tokens_kernel" and r["scales_or_bias"])
+            assert r["loads_before_wait"] == ahead, r
+            assert not (name == "_tokens_kernel" and r["tiles_before_wait"]), r
         else:
             assert not r["pdl"], r

@@ -1,4 +1,5 @@
-"""Catches: mean over the padded block instead of H, a missing eps or weight, rows mixed up."""
+"""Catches: mean over the padded block instead of H, a missing eps or weight, rows mixed up; quantized, the scale of padding or of
+the values before the norm."""
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from minirt.errors import InputError
 from minirt.kernels import norm as kernel
 from minirt.kernels import reference
+from minirt.kernels.quantize import quantize
 
 
 def truth(x, weight, eps):
@@ -43,9 +45,36 @@ def test_wrong_arguments_are_named(make):
         kernel.rms_norm(make(8, 2, dtype=torch.float32).t(), make(8, dtype=torch.float32), 1e-6)
 
 
+def check_quantized(T, H, dtype, make, nan):
+    """As in two steps; their norms may differ in a last bit, which takes a value to the next code now and then."""
+    x, weight = make(T, H, dtype=dtype, scale=3.0), make(H, dtype=dtype)
+    x[0], x[-1, 0] = 0, torch.nan if T > 2 else 1.0
+    out = torch.full((T, H), 0x7F, dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)
+    values, scale = kernel.rms_norm_quantize(x, weight, 1e-6, out, nan(T, dtype=torch.float32))
+    expected, expected_scale = quantize(kernel.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(scale, expected_scale, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    found, wanted = (t.view(torch.uint8).int() for t in (values, expected))
+    assert int((found - wanted).abs().max()) <= 1
+    assert (found != wanted).float().mean().item() < 2e-3
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_quantized(case, dtype, make, nan):
+    check_quantized(case["T"], case["H"], dtype, make, nan)
+
+
+def test_quantized_wrong_arguments_are_named(make):
+    x, weight = make(2, 8, dtype=torch.float32), make(8, dtype=torch.float32)
+    with pytest.raises(InputError, match="scale: wrong dtype"):
+        kernel.rms_norm_quantize(x, weight, 1e-6, None, torch.empty(2, dtype=torch.float16))
+    with pytest.raises(InputError, match="weight: wrong shape"):
+        kernel.rms_norm_quantize(x, weight[:3], 1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 200, 8192])
 def test_large(T, half_dtype, make, nan, agrees):
     x, weight = make(T, 3584, dtype=half_dtype, scale=5.0), make(3584, dtype=half_dtype)
     out = kernel.rms_norm(x, weight, 1e-6, nan(T, 3584, dtype=half_dtype))
     agrees(out, reference.rms_norm(x, weight, 1e-6), truth(x, weight, 1e-6))
+    check_quantized(T, 3584, half_dtype, make, nan)

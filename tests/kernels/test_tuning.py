@@ -23,7 +23,7 @@ class Config:
 def tunable(tmp_path):
     source = tmp_path / "kernel.py"
     source.write_text("first")
-    return tuning.Tunable("mine", Config, (str(source),), lambda linears, device: iter(()))
+    return tuning.Tunable("mine", Config, (str(source),))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_what_is_stored_is_found(tunable, file):
 
 
 def test_kernels_do_not_mix(tunable, file):
-    other = tuning.Tunable("other", Config, tunable.sources, tunable.cases)
+    other = tuning.Tunable("other", Config, tunable.sources)
     tuning.store(tunable, file, {"a": Config(64)})
     tuning.store(other, file, {"a": Config(16)})
     assert tuning.load(tunable, file) == {"a": Config(64)}
@@ -90,12 +90,16 @@ def test_a_folder_that_cannot_be_written(tunable, tmp_path):
         tuning.store(tunable, tmp_path / "taken" / "tuned.json", {"a": Config(64)})
 
 
-def test_a_name_is_registered_once(tunable, monkeypatch):
-    monkeypatch.setattr(tuning, "_TUNABLES", {})
-    assert tuning.register(tunable) is tunable
-    assert tuning.tunables() == {"mine": tunable}
+def test_a_name_is_registered_once(monkeypatch):
+    monkeypatch.setattr(tuning, "_REGISTERED", {})
+
+    def cases(shapes, device):
+        yield from ()
+
+    tuning.register("mine", cases)
+    assert tuning.registered() == {"mine": cases}
     with pytest.raises(InputError, match="taken"):
-        tuning.register(tunable)
+        tuning.register("mine", cases)
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -1,0 +1,150 @@
+"""What rounding to FP8 costs each linear layer, whatever computes it: the format's error, on real activations.
+
+What a kernel adds to it is another question, which `minirt compare --fp8` answers: it compares kernels on the same fp8 weights.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minirt.batch import Batch, Chunk
+from minirt.errors import ConfigError, InputError
+from minirt.graph import Model
+from minirt.kernels.reference import linear_fp8
+from minirt.kv_cache import PAGE_SIZE, KVCache
+from minirt.layers import Attention, Forward, Layer, implementation
+from minirt.linear import PackedLinear
+from minirt.quantize import CHUNK
+
+
+class FormatError(NamedTuple):
+    """One quantized linear beside itself in 16 (or 32) bits; all errors are relative, in the Frobenius norm.
+
+    Attributes:
+        layer, linear, shape: `layers.3.mlp`, `gate_up`, (N, K).
+        weights: of the weights.
+        one: of the outputs where a step has one token and its activations are not quantized.
+        many: of the outputs as steps of more tokens compute them, each token's activations quantized too.
+        worst: as `many`, of the token where it is largest.
+    """
+
+    layer: str
+    linear: str
+    shape: tuple[int, int]
+    weights: float
+    one: float
+    many: float
+    worst: float
+
+
+class _Probe(Tensor):
+    """Weights that remember what they are multiplied with."""
+
+    seen: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            args[1].seen = args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def format_errors(plain: Model, quantized: Model, tokens: Sequence[int]) -> list[FormatError]:
+    """The errors of every linear that `quantized` holds as fp8 and `plain`, the same model, does not.
+
+    The activations are those of the plain model, in its eager layers, so that an error is one linear's own. Truths are in fp64.
+
+    Args:
+        plain, quantized: allocated and filled, on one device; how they are resolved does not matter.
+        tokens: of a text; at least two, for a single token's activations are never quantized.
+    Raises:
+        InputError: fewer than two tokens, or more than the plain model has positions for.
+        ConfigError: the models have different layers, or the plain one is quantized too.
+    """
+    if not 2 <= len(tokens) <= plain.max_model_len:
+        expected = f"from 2 to {plain.max_model_len} tokens"
+        raise InputError("cannot measure on this many tokens", where="text", expected=expected, found=len(tokens))
+    if [layer.name for layer in plain.layers] != [layer.name for layer in quantized.layers]:
+        raise ConfigError("not the same layers", where="format_errors", expected="one model in two formats")
+    if any(linear.format for layer in plain.layers for linear in layer.linears()):
+        raise ConfigError("already quantized", where="format_errors", expected="the first model in its own dtype")
+    cache = KVCache(plain.kv_shapes, -(-len(tokens) // PAGE_SIZE), plain.device, plain.dtype)
+    pages = cache.allocator.allocate(cache.num_pages)
+    batch = Batch.build([Chunk(list(tokens), 0, pages, all_logits=True)], cache.page_size).to(plain.device)
+    own = iter(cache.layers)
+    x, found = torch.empty(0, device=plain.device), []
+    for layer, other in zip(plain.layers, quantized.layers, strict=True):
+        forward, probed = _probed(layer)
+        x = forward(x, batch, next(own) if isinstance(layer, Attention) else None)
+        for name, probe in probed.items():
+            twin = getattr(other, name)
+            if twin.scale is not None:
+                found.append(_errors(layer.name, name, probe, twin))
+    return found
+
+
+def _probed(layer: Layer) -> tuple[Forward, dict[str, _Probe]]:
+    """The layer's eager form on probes of its linears' weights, and those by name."""
+    twin, probed = copy.copy(layer), {}
+    for name, holder in vars(layer).items():
+        if isinstance(holder, PackedLinear):
+            linear, probed[name] = copy.copy(holder), holder.weight.as_subclass(_Probe)
+            linear.weight = probed[name]
+            setattr(twin, name, linear)
+    return implementation(layer.kind, "eager").factory(twin), probed
+
+
+def _errors(layer: str, name: str, probe: _Probe, quantized: PackedLinear) -> FormatError:
+    x, weight, scale = probe.seen, probe.as_subclass(Tensor), quantized.scale
+    if scale is None:
+        raise ConfigError("not quantized", where=f"{layer}.{name}")
+    wide = x.double()
+    sums = [torch.zeros(len(x), device=x.device, dtype=torch.float64) for _ in range(3)]  # a token: truth, one, many
+    difference = size = 0.0
+    for rows in _chunks(weight):
+        exact, e4m3 = weight[rows].double(), quantized.weight[rows]
+        delta = e4m3.double() * scale[rows].double().unsqueeze(1) - exact
+        difference, size = difference + float(delta.square().sum()), size + float(exact.square().sum())
+        truth = wide @ exact.T
+        for total, y in zip(sums, (truth, wide @ delta.T, linear_fp8(x, e4m3, scale[rows]).double() - truth), strict=True):
+            total += y.square().sum(1)
+    truth, one, many = sums
+    return FormatError(
+        layer, name, (weight.shape[0], weight.shape[1]), _root(difference, size), _root(float(one.sum()), float(truth.sum())),
+        _root(float(many.sum()), float(truth.sum())), max(map(_root, many.tolist(), truth.tolist())),
+    )  # fmt: skip
+
+
+def _chunks(weight: Tensor) -> Iterator[slice]:
+    """Rows of at most CHUNK weights: what is in fp64 at one time."""
+    step = max(1, CHUNK // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        yield slice(start, start + step)
+
+
+def _root(error: float, size: float) -> float:
+    """sqrt(error / size); nothing that errs by nothing has no error."""
+    return (error / size) ** 0.5 if size else (0.0 if error == 0 else float("inf"))
+
+
+def table(errors: Sequence[FormatError]) -> str:
+    """As Markdown, in percent, and the root mean square over the layers of each kind of linear."""
+    lines = ["| layer | linear | weights | 1 token | more tokens | worst token |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    lines += [f"| {e.layer} | {e.linear} | {_percent(e.weights, e.one, e.many, e.worst)} |" for e in errors]
+    for name in dict.fromkeys(e.linear for e in errors):
+        same = [e for e in errors if e.linear == name]
+        means = [(sum(v * v for v in column) / len(same)) ** 0.5 for column in zip(*(e[3:6] for e in same), strict=True)]
+        lines.append(f"| all {len(same)} | {name} | {_percent(*means, max(e.worst for e in same))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _percent(*values: float) -> str:
+    return " | ".join(f"{100 * value:.3g}%" for value in values)
