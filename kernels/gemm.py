@@ -1,8 +1,10 @@
-"""Linear layers for more than 128 tokens: tiled GEMMs with bias, residual or the gated activation in the epilogue.
+"""Linear layers for more than 128 tokens: tiled GEMMs with scales, bias, residual or the gated activation in the epilogue.
 
 Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by TMA
 through descriptors made on the host, where alignment permits; elsewhere by plain pointers. What is left after whole rounds of
 tiles, one a processor, is cut into smaller tiles, so that the last round keeps more processors busy for less time.
+
+On Hopper, 16-bit outputs of aligned operands are computed by `gemm_hopper`.
 """
 
 from collections.abc import Sequence
@@ -14,14 +16,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from minirt.errors import InputError
 from minirt.kernels.common import (
     activate,
     capability,
     check_linear,
+    check_tensor,
     fit_stages,
     processors,
+    require_fp8,
     shared_limit,
 )
+from minirt.kernels.gemm_hopper import HopperConfig, gemm_hopper, suits
 
 CASES = [
     {"T": 129, "N": 96, "K": 576},
@@ -36,6 +42,8 @@ _TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 4), (64, 64, 4))
 _GATED_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
 _SMALL_TILES = ((128, 128, 8), (64, 64, 4))
 _SMALL_GATED_TILES = ((128, 64, 8), (64, 64, 4))
+# fp8 products are summed in 14 bits or so by Hopper's tensor cores: after this many of K the sum goes to one in fp32.
+_PROMOTE = 512
 _FEW_ROUNDS = 8  # with more, what is left in the last round does not matter
 
 
@@ -67,9 +75,32 @@ def place_tile(tile, T, N, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_T
 @triton.jit
 def accumulate(
     x, weight, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    """x · weightᵀ of a tile, twice (gate and up) with ACTIVATION; sums of PROMOTE steps are added in fp32."""
+    if PROMOTE == 0:
+        return _accumulate_part(
+            x, weight, first_t, first_n, 0, K, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA
+        )
+    else:
+        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        total_up = total
+        for first_k in range(0, K, PROMOTE * BLOCK_K):
+            last_k = tl.minimum(first_k + PROMOTE * BLOCK_K, K)
+            acc, acc_up = _accumulate_part(
+                x, weight, first_t, first_n, first_k, last_k, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA
+            )
+            total += acc
+            if ACTIVATION is not None:
+                total_up += acc_up
+        return total, total_up
+
+
+@triton.jit
+def _accumulate_part(
+    x, weight, first_t, first_n, first_k, last_k, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """x · weightᵀ of a tile, twice (gate and up) with ACTIVATION."""
     k = tl.arange(0, BLOCK_K)
     if not TMA:
         # Rows past the end repeat the last one instead of being masked; they are not stored.
@@ -79,7 +110,7 @@ def accumulate(
         w_ptrs = weight + n[None, :] * K + k[:, None]
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     acc_up = acc
-    for start in range(0, K, BLOCK_K):
+    for start in range(first_k, last_k, BLOCK_K):
         if TMA:
             a = x.load([first_t, start])
             b = weight.load([first_n, start]).T
@@ -103,12 +134,18 @@ def accumulate(
 
 @triton.jit
 def _compute_tile(
-    x, weight, bias_ptr, residual, out, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr,
+    x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, TMA_OUT: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
-    acc, acc_up = accumulate(x, weight, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA)
+    acc, acc_up = accumulate(x, weight, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA, PROMOTE)
     t = first_t + tl.arange(0, BLOCK_T)
     n = first_n + tl.arange(0, BLOCK_N)
+    if scale_ptr is not None:
+        x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[:, None]
+        acc *= x_scale * tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
+        if ACTIVATION is not None:
+            acc_up *= x_scale * tl.load(scale_ptr + N + n, mask=n < N, other=0.0)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION is not None:
@@ -136,6 +173,8 @@ def _gemm_kernel(
     rest_weight,
     rest_residual,
     rest_out,
+    x_scale_ptr,
+    scale_ptr,
     bias_ptr,
     T,
     N,
@@ -149,6 +188,7 @@ def _gemm_kernel(
     GROUP_T: tl.constexpr,
     TMA: tl.constexpr,
     TMA_OUT: tl.constexpr,
+    PROMOTE: tl.constexpr,
 ):
     """out [T, N]; x, weight: descriptors with TMA, else pointers; residual and out with TMA_OUT.
 
@@ -159,16 +199,16 @@ def _gemm_kernel(
     if REST == 1 or pid < whole:
         first_t, first_n = place_tile(pid, T, N, BLOCK_T, BLOCK_N, GROUP_T)
         _compute_tile(
-            x, weight, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA,
-            TMA_OUT,
+            x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T,
+            BLOCK_N, BLOCK_K, TMA, TMA_OUT, PROMOTE,
         )  # fmt: skip
     else:
         PART: tl.constexpr = BLOCK_N // REST
         first_t, first_n = place_tile(whole + (pid - whole) // REST, T, N, BLOCK_T, BLOCK_N, GROUP_T)
         first_n += (pid - whole) % REST * PART
         _compute_tile(
-            x, rest_weight, bias_ptr, rest_residual, rest_out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, PART,
-            BLOCK_K, TMA, TMA_OUT,
+            x, rest_weight, x_scale_ptr, scale_ptr, bias_ptr, rest_residual, rest_out, first_t, first_n, T, N, K,
+            ACTIVATION, BLOCK_T, PART, BLOCK_K, TMA, TMA_OUT, PROMOTE,
         )  # fmt: skip
 
 
@@ -225,12 +265,14 @@ def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, n
     large = shared_limit(cc) > 100 * 1024
     plain, two = (_TILES, _GATED_TILES) if large else (_SMALL_TILES, _SMALL_GATED_TILES)
     tiles: tuple[tuple[int, int, int], ...] = two if gated else plain
-    block_k = 64 if large else 32
+    if itemsize == 1:
+        tiles = tuple(tile for tile in tiles if tile[0] * tile[1] <= 2**14 and not (gated and tile[1] > 64))
+    block_k = (128 if large else 64) // itemsize
     block_t, block_n, num_warps, rest = best_tile(
         tiles, triton.next_power_of_2(T), N, triton.cdiv(K, block_k), gated, num_processors
     )
     stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
-    tma = cc >= 90 and K * itemsize % 16 == 0 and N * itemsize % 16 == 0
+    tma = cc >= 90 and K * itemsize % 16 == 0
     stages = fit_stages(stage_bytes, shared_limit(cc) - 2048, 8)
     return GemmConfig(block_t, block_n, block_k, num_warps, stages, tma, rest, num_processors)
 
@@ -242,11 +284,16 @@ def gemm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
     check: bool = True,
-    config: GemmConfig | None = None,
+    config: GemmConfig | HopperConfig | None = None,
 ) -> Tensor:
-    """x · weightᵀ + bias + residual: x [T, K], weight [N, K], bias [N] → [T, N]. `out` may be `residual`."""
-    return _launch(x, weight, bias, residual, out, None, check, config)
+    """x · weightᵀ + bias + residual: x [T, K], weight [N, K], bias [N] → [T, N]. `out` may be `residual`.
+
+    float8_e4m3fn: x and weight both, with x_scale [T] and scale [N] fp32, which multiply; the output is `out`, or bf16.
+    """
+    return _launch(x, weight, bias, residual, out, None, scale, x_scale, check, config)
 
 
 def gemm_gated(
@@ -256,11 +303,13 @@ def gemm_gated(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
     check: bool = True,
-    config: GemmConfig | None = None,
+    config: GemmConfig | HopperConfig | None = None,
 ) -> Tensor:
-    """act(gate) · up for x [T, K], weight [2I, K] and bias [2I], gate rows first → [T, I]."""
-    return _launch(x, weight, bias, None, out, activation, check, config)
+    """act(gate) · up for x [T, K], weight [2I, K] and bias [2I], gate rows first → [T, I]. float8_e4m3fn: as in `gemm`."""
+    return _launch(x, weight, bias, None, out, activation, scale, x_scale, check, config)
 
 
 def _launch(
@@ -270,24 +319,34 @@ def _launch(
     residual: Tensor | None,
     out: Tensor | None,
     activation: str | None,
+    scale: Tensor | None,
+    x_scale: Tensor | None,
     check: bool,
-    config: GemmConfig | None,
+    config: GemmConfig | HopperConfig | None,
 ) -> Tensor:
+    eight = x.dtype == torch.float8_e4m3fn
+    if eight:
+        require_fp8(x.device)
     if check:
-        check_linear(x, weight, bias, residual, out, activation)
+        check_operands(x, weight, bias, residual, out, activation, scale, x_scale)
     T, K = x.shape
     gated = activation is not None
     N = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
-        out = torch.empty(T, N, dtype=x.dtype, device=x.device)
+        out = torch.empty(T, N, dtype=torch.bfloat16 if eight else x.dtype, device=x.device)
     if T == 0:
         return out
-    c = config or choose_config(T, N, K, x.element_size(), gated, capability(x.device), processors(x.device))
+    cc = capability(x.device)
+    if isinstance(config, HopperConfig) or (config is None and cc == 90 and suits(x, weight, residual, out)):
+        gemm_hopper(x, weight, bias, residual, out, activation, scale, x_scale, config)
+        return out
+    c = config or choose_config(T, N, K, x.element_size(), gated, cc, processors(x.device))
     tiles = triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n)
     whole = whole_tiles(tiles, c)
-    tma = c.tma and all(t is None or t.data_ptr() % 16 == 0 for t in (x, weight, residual, out))
+    tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
     # A wider output (fp32 logits) would not fit in shared memory beside the tiles: it is stored from registers.
-    tma_out = tma and out.dtype == x.dtype
+    ends = [out] if residual is None else [out, residual]
+    tma_out = tma and N % 8 == 0 and all(t.element_size() == 2 and t.data_ptr() % 16 == 0 for t in ends)
     rows = described(x, [c.block_t, c.block_k], tma)
     operands = [
         described(t, tile, by_tma)
@@ -297,11 +356,37 @@ def _launch(
         )
     ]  # fmt: skip
     _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
-        rows, *operands, bias, T, N, whole, K=K, ACTIVATION=activation, BLOCK_T=c.block_t, BLOCK_N=c.block_n,
-        BLOCK_K=c.block_k, REST=c.rest, GROUP_T=8, TMA=tma, TMA_OUT=tma_out, num_warps=c.num_warps,
-        num_stages=c.num_stages,
+        rows, *operands, x_scale, scale, bias, T, N, whole, K=K, ACTIVATION=activation, BLOCK_T=c.block_t,
+        BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, GROUP_T=8, TMA=tma, TMA_OUT=tma_out,
+        PROMOTE=_PROMOTE // c.block_k if eight else 0, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
     return out
+
+
+def check_operands(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    activation: str | None,
+    scale: Tensor | None,
+    x_scale: Tensor | None,
+) -> None:
+    """Raise InputError unless the arguments of `gemm` or `gemm_gated` fit each other."""
+    if x.dtype != torch.float8_e4m3fn:
+        for name, tensor in (("scale", scale), ("x_scale", x_scale)):
+            if tensor is not None:
+                raise InputError("only for float8_e4m3fn activations", where=name, found=x.dtype)
+        check_linear(x, weight, bias, residual, out, activation)
+        return
+    if scale is None or x_scale is None:
+        raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
+    check_tensor("x", x, (None, None), x.dtype, x.device)
+    check_tensor("x_scale", x_scale, (x.shape[0],), torch.float32, x.device)
+    # What is left are the checks of 16-bit activations with fp8 weights: bias and residual are as wide as those would be.
+    like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)
+    check_linear(torch.empty_like(x, dtype=like), weight, bias, residual, out, activation, scale)
 
 
 def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Tensor | TensorDescriptor | None:

@@ -1,12 +1,13 @@
 """Catches: tiles of the grouped order computed twice or never, tails of T, N and K, gate and up swapped (the last tile
-of gate reaches into up's rows), the residual read after it was overwritten, tiles of the last round cut wrongly."""
+of gate reaches into up's rows), the residual read after it was overwritten, tiles of the last round cut wrongly; scales of
+fp8 on the wrong side, and its sums left too long in the tensor cores' few bits."""
 
 import pytest
 import torch
 
 from minirt.errors import InputError
 from minirt.kernels import gemm as kernel
-from minirt.kernels import reference
+from minirt.kernels import gemm_hopper, reference
 from minirt.kernels.common import ACTIVATIONS
 
 LARGE = [(4608, 3584), (3584, 18944)]
@@ -104,7 +105,7 @@ def test_configurations_fit_the_device(T):
             c = kernel.choose_config(T, N, K, 2, gated, cc, 108)
             assert c.num_stages * (c.block_t + c.block_n * (1 + gated)) * c.block_k * 2 <= room * 1024
             assert c.tma == (cc >= 90)
-    assert not kernel.choose_config(T, 4607, 3584, 2, False, 90, 132).tma
+    assert not kernel.choose_config(T, 4608, 3583, 2, False, 90, 132).tma
     assert kernel.choose_config(8192, 4608, 3584, 2, False, 90, 132).block_n == 256
 
 
@@ -123,11 +124,173 @@ def test_no_tokens_and_wrong_arguments(make):
         kernel.gemm_gated(x, weight[:5], "silu")
 
 
+def eight(tensor):
+    """float8_e4m3fn rows, and a scale for each: 1 where a row is zero."""
+    most = tensor.double().abs().amax(-1)
+    scale = torch.where(most > 0, most / 448, 1.0).float()
+    return (tensor.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def eight_bits(T, N, K, make, bias_dtype):
+    """(x, x_scale, weight, scale, bias, truth) with one row of zeros each."""
+    wide, wide_weight = make(T, K, dtype=torch.float32), make(N, K, dtype=torch.float32, scale=1.5 * K**-0.5)
+    wide[T // 2] = wide_weight[N // 3] = 0
+    (x, x_scale), (weight, scale) = eight(wide), eight(wide_weight)
+    bias = make(N, dtype=bias_dtype)
+    truth = (x.double() * x_scale.double()[:, None]) @ (weight.double() * scale.double()[:, None]).T + bias.double()
+    return x, x_scale, weight, scale, bias, truth
+
+
+def check_eight(T, N, K, dtype, make, nan, agrees, config=None, activation="silu"):
+    """`config` makes the configuration from (gated, residual)."""
+    x, x_scale, weight, scale, bias, truth = eight_bits(T, N, K, make, dtype)
+    operands, scales = (x, weight), {"scale": scale, "x_scale": x_scale}
+    residual = make(T, N, dtype=dtype)
+    rounded = torch.float16 if truth.is_cuda and dtype == torch.float32 else dtype  # the tensor cores' own rounding
+    for add in (None, residual, residual.clone()):
+        out = nan(T, N, dtype=dtype) if add is None or add is residual else add  # in place at last
+        chosen = None if config is None else config(False, add is not None)
+        kernel.gemm(*operands, bias, add, out, **scales, config=chosen)
+        wanted = truth if add is None else truth + residual.double()
+        agrees(out, wanted.to(rounded), wanted)
+    if N % 16 == 0:
+        out = nan(T, N // 2, dtype=dtype)
+        chosen = None if config is None else config(True, False)
+        kernel.gemm_gated(*operands, activation, bias, out, **scales, config=chosen)
+        wanted = reference.gated(truth, activation)
+        agrees(out, reference.gated(truth.to(rounded), activation), wanted)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("T", "N", "K"), [(129, 96, 576), (3, 48, 1040), (130, 71, 97), (1, 16, 16)])
+def test_fp8(T, N, K, out_dtype, make, nan, agrees):
+    check_eight(T, N, K, out_dtype, make, nan, agrees)
+
+
+def test_fp8_gives_bf16_unless_told(make):
+    x, x_scale, weight, scale, _, truth = eight_bits(5, 32, 64, make, torch.float32)
+    assert kernel.gemm(x, weight, scale=scale, x_scale=x_scale).dtype == torch.bfloat16
+    assert kernel.gemm_gated(x, weight, "silu", scale=scale, x_scale=x_scale).dtype == torch.bfloat16
+    with pytest.raises(InputError, match="x_scale: missing"):
+        kernel.gemm(x, weight, scale=scale)
+    with pytest.raises(InputError, match="x_scale: wrong shape"):
+        kernel.gemm(x, weight, scale=scale, x_scale=x_scale[:4].contiguous())
+    with pytest.raises(InputError, match="weight: wrong dtype"):
+        kernel.gemm(x, weight.half(), scale=scale, x_scale=x_scale)
+    with pytest.raises(InputError, match="scale: only for float8"):
+        kernel.gemm(truth.half(), truth.half(), scale=scale)
+
+
+MODELS = {"Qwen2.5-7B": (3584, 18944, 4608), "Llama-3.1-8B": (4096, 14336, 6144), "Qwen3-4B": (2560, 9728, 6144),
+          "Qwen2.5-0.5B": (896, 4864, 1152), "SmolLM2-135M": (576, 1536, 960)}  # fmt: skip
+
+
+def linears(model):
+    """(N, K, gated, residual)"""
+    hidden, inter, qkv = MODELS[model]
+    added = ((hidden, hidden, False, True), (hidden, inter, False, True))
+    return ((qkv, hidden, False, False), (inter, hidden, True, False), *added)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_hopper_configurations(model, itemsize):
+    """They depend on regimes only, have tiles enough on their way, and set sums of fp8 products aside in time."""
+    for N, K, gated, residual in linears(model):
+        for regime in (range(129, 257), range(257, 513), range(4097, 8193, 64)):
+            chosen = {gemm_hopper.choose_config(T, N, K, itemsize, gated, residual, 132) for T in regime}
+            assert len(chosen) == 1
+            c = chosen.pop()
+            buffers = 2 * 64 * 2 * (c.width + c.more) // (1 if residual else 2)
+            assert c.num_stages >= 3
+            assert c.num_stages * (128 + c.width + c.more) * 128 + buffers < 227 * 1024
+            most = 0 if itemsize == 2 else 16 if c.width + c.more > 192 else 8
+            assert c.promote <= most
+            assert c.promote > 0 or itemsize == 2 or 128 * most >= K
+
+
+def test_hopper_widths_fill_whole_rounds():
+    """On 132 processors: three strips wide where that leaves none idle, narrow where there are few tiles."""
+    def columns(T, N, K, gated=False):
+        c = gemm_hopper.choose_config(T, N, K, 2, gated, False, 132)
+        return c.width + c.more
+
+    assert columns(8192, 18944, 3584, True) == columns(8192, 3584, 18944) == 256
+    assert columns(256, 18944, 3584, True) == columns(2048, 4608, 3584) == 192
+    assert columns(512, 4608, 3584) == 144
+    assert columns(256, 3584, 3584) == 64
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper")
+
+
+def configs(widths, K, itemsize):
+    return lambda gated, residual: gemm_hopper.config_for(*widths, K, itemsize, residual, 7)  # many tiles each
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", gemm_hopper._WIDTHS, ids=str)
+@pytest.mark.parametrize(("T", "N", "K"), [(129, 656, 576), (300, 144, 1096), (2, 16, 64), (1100, 72, 200)])
+def test_hopper(T, N, K, widths, half_dtype, hopper, make, nan, agrees):
+    config = configs(widths, K, 2)
+    x, weight = make(T, K, dtype=half_dtype), make(N, K, dtype=half_dtype, scale=K**-0.5)
+    bias, residual = make(N, dtype=half_dtype), make(T, N, dtype=half_dtype)
+    out = kernel.gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), config=config(False, False))
+    agrees(out, reference.linear(x, weight, bias), linear64(x, weight, bias))
+    expected, truth = reference.linear(x, weight) + residual, linear64(x, weight) + residual.double()
+    for out in (nan(T, N, dtype=half_dtype), residual):  # in place at last
+        agrees(kernel.gemm(x, weight, None, residual, out, config=config(False, True)), expected, truth)
+    for activation in ACTIVATIONS:
+        check_gated(T, N, K, activation, half_dtype, make, nan, agrees, config(True, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", gemm_hopper._WIDTHS, ids=str)
+@pytest.mark.parametrize(("T", "N", "K"), [(129, 656, 576), (300, 144, 4112), (2, 16, 64)])
+def test_hopper_fp8(T, N, K, widths, hopper, make, nan, agrees):
+    check_eight(T, N, K, torch.bfloat16, make, nan, agrees, configs(widths, K, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [None, *gemm_hopper._WIDTHS], ids=str)
+@pytest.mark.parametrize("K", [3584, 18944])
+def test_fp8_sums_are_set_aside_in_time(K, widths, make, nan):
+    """Under the rounding of a bf16 output (1.7e-3), which fp16 makes visible; never set aside: 1.2e-3 and 3.4e-3."""
+    x, x_scale, weight, scale, bias, truth = eight_bits(256, 640, K, make, torch.float16)
+    config = None if widths is None else configs(widths, K, 1)(False, False)
+    if widths is not None and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper")
+    out = kernel.gemm(x, weight, bias, out=nan(256, 640, dtype=torch.float16), scale=scale, x_scale=x_scale, config=config)
+    assert (out.double() - truth).norm() <= 1.1e-3 * truth.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", gemm_hopper._WIDTHS[:2], ids=str)
+def test_fp8_sums_of_the_largest_values_are_finite(widths, hopper, device):
+    """Sums of one sign are where the tensor cores' bits are fewest: a few per cent go."""
+    x = torch.full((130, 18944), 448.0, device=device).to(torch.float8_e4m3fn)
+    scale, x_scale = torch.full((256,), 2.0**-32, device=device), torch.ones(130, device=device)
+    config = configs(widths, 18944, 1)(False, False)
+    out = kernel.gemm(x, x[:1].expand(256, -1).contiguous(), scale=scale, x_scale=x_scale, config=config)
+    truth = torch.full_like(out, 448.0**2 * 18944 * 2.0**-32, dtype=torch.float64)
+    torch.testing.assert_close(out.double(), truth, rtol=6e-2, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [129, 256, 512, 1000, 4096])
 @pytest.mark.parametrize(("N", "K"), LARGE)
 def test_large(T, N, K, half_dtype, make, nan, agrees):
     check(T, N, K, half_dtype, make, nan, agrees)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [129, 256, 2048])
+@pytest.mark.parametrize(("N", "K"), LARGE)
+def test_large_fp8(T, N, K, make, nan, agrees):
+    check_eight(T, N, K, torch.bfloat16, make, nan, agrees)
 
 
 @pytest.mark.gpu
