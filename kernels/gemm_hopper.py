@@ -10,6 +10,7 @@ Hopper's tensor cores add fp8 products in about 14 bits. So every 1024 or 2048 o
 registers do not suffice, in fp16, divided by what keeps the largest possible sum finite.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minirt.kernels.common import processors, shared_limit
+from minirt.kernels.tuning import Tunable, bucket
 
 # Renamed after Triton 3.6.
 _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -37,7 +39,7 @@ _ROWS = 128  # of a tile: 64 for each group of warps
 _ROW_BYTES = 128  # of K in a step: what one swizzle of TMA spans
 _LARGEST = 448  # of float8_e4m3fn
 # Columns of the two pairs of strips; with a gated activation, half of them are of gate.
-_WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
+WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class HopperConfig:
     num_stages: int
     promote: int
     programs: int
+
+
+TUNABLE = Tunable("gemm_hopper", HopperConfig, (__file__,))
 
 
 @gluon.jit
@@ -328,7 +333,16 @@ def choose_config(
         step = 0.08 + 0.002 * width + (0.055 + 0.0013 * more if more else 0.0)
         return triton.cdiv(tiles, num_processors) * (steps * step + 1.5)
 
-    return config_for(*min(_WIDTHS, key=time), K, itemsize, residual, num_processors)
+    return config_for(*min(WIDTHS, key=time), K, itemsize, residual, num_processors)
+
+
+@functools.cache
+def configured(
+    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool
+) -> HopperConfig:
+    """The configuration that was tuned for a shape with `tokens`, a power of two, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(T=tokens, N=N, K=K, itemsize=itemsize, gated=gated, residual=residual))
+    return tuned or choose_config(tokens, N, K, itemsize, gated, residual, processors(device))
 
 
 def suits(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
@@ -352,7 +366,8 @@ def gemm_hopper(
     """`gemm`, or `gemm_gated` with an activation, of operands that `suits` and that fit each other; T is at least 1."""
     (T, K), N = x.shape, out.shape[1]
     gated = activation is not None
-    c = config or choose_config(T, N, K, x.element_size(), gated, residual is not None, processors(x.device))
+    tokens = triton.next_power_of_2(T)
+    c = config or configured(x.device, tokens, N, K, x.element_size(), gated, residual is not None)
     tiles_n = triton.cdiv(N, (c.width + c.more) // (2 if gated else 1))
     tiles = triton.cdiv(T, _ROWS) * tiles_n
     block_k = _ROW_BYTES // x.element_size()

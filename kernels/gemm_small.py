@@ -9,6 +9,7 @@ What it takes to read at the speed of memory: as many equal programs as run at o
 tiles enough on their way in each. (Programs of unequal shares, as in stream-K, were slower at every size.)
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from minirt.kernels.common import (
     require_fp8,
     shared_limit,
 )
+from minirt.kernels.tuning import Tunable, bucket
 
 MAX_TOKENS = 128
 _REGISTERS = 65536  # of a processor
@@ -51,6 +53,9 @@ class TokensConfig:
         """The most registers a thread may use for `programs` to fit; None where that is no limit."""
         most = _REGISTERS // (self.programs * self.num_warps * 32) // 8 * 8
         return most if most < 255 else None
+
+
+TUNABLE = Tunable("gemm_small", TokensConfig, (__file__,))
 
 
 @triton.jit
@@ -250,6 +255,13 @@ def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, n
     return TokensConfig(block_n, block_k, num_warps, stages, split, programs, tma)
 
 
+@functools.cache
+def configured(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> TokensConfig:
+    """The configuration that was tuned for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))
+    return tuned or choose_config(block_t, N, K, itemsize, gated, capability(device), processors(device))
+
+
 def gemm_small(
     x: Tensor,
     weight: Tensor,
@@ -272,10 +284,8 @@ def gemm_small(
     (T, K), N = x.shape, out.shape[1]
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
-    if config is None:
-        cc, gated = capability(x.device), activation is not None
-        config = choose_config(T, N, K, x.element_size(), gated, cc, processors(x.device))
-    c, block_t = config, token_block(T)
+    block_t = token_block(T)
+    c = config or configured(x.device, block_t, N, K, x.element_size(), activation is not None)
     tiles, blocks = triton.cdiv(N, c.block_n), triton.cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:

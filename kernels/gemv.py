@@ -8,6 +8,7 @@ begins. So a program keeps `tiles` loads in registers and asks for one more when
 dependent launch it asks for the first ones before it waits for the kernel that computes its input.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.common import activate, launch_options, processors, require_fp8
+from minirt.kernels.tuning import Tunable, bucket
 
 WARP = 32
 
@@ -29,6 +31,9 @@ class VectorConfig:
     num_warps: int
     tiles: int
     registers: int | None = None
+
+
+TUNABLE = Tunable("gemv", VectorConfig, (__file__,))
 
 
 @triton.jit
@@ -153,6 +158,13 @@ def choose_config(N: int, K: int, itemsize: int, gated: bool, num_processors: in
     return VectorConfig(2 if gated else 4, num_warps, triton.cdiv(count, 2))
 
 
+@functools.cache
+def configured(device: torch.device, N: int, K: int, itemsize: int, gated: bool) -> VectorConfig:
+    """The configuration that was tuned for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated))
+    return tuned or choose_config(N, K, itemsize, gated, processors(device))
+
+
 def _nearest_power_of_two(x: float) -> int:
     return 1 << max(0, round(math.log2(x)))
 
@@ -184,7 +196,7 @@ def gemv(
     if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     if config is None:
-        config = choose_config(N, K, weight.element_size(), activation is not None, processors(x.device))
+        config = configured(x.device, N, K, weight.element_size(), activation is not None)
     chunk = chunk_size(weight.element_size())
     block_k = chunk * WARP * config.num_warps
     _vector_kernel[(triton.cdiv(N, config.block_n),)](

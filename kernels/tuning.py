@@ -58,25 +58,31 @@ class Case:
     prepare: Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]
 
 
+def bucket(**facts: Any) -> str:
+    """The name of a bucket of shapes."""
+    return " ".join(f"{name}={value}" for name, value in facts.items())
+
+
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear layer of a model: weight [N, K], gate and up both counted if `gated`, the dtype of activations, and whether the
-    weights are fp8."""
+    """A linear layer of a model: N outputs (gated: from 2N rows), K inputs, the dtype of activations, whether a residual is
+    added, and whether the weights are fp8."""
 
     N: int
     K: int
     gated: bool
+    residual: bool
     dtype: torch.dtype
     fp8: bool
 
 
-Cases = Callable[[Sequence[LinearShape], torch.device], Iterator[Case]]
+Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]
 _REGISTERED: dict[str, Cases] = {}
 
 
 def register(name: str, cases: Cases) -> None:
-    """Make a kernel family known to `minirt tune`, one of your own as well: `cases(shapes, device)` yields what to tune for a
-    model's linear layers."""
+    """Make a kernel family known to `minirt tune`, one of your own as well: `cases(shapes, tokens, device)` yields what to tune
+    for a model's linear layers in steps of so many tokens."""
     if name in _REGISTERED:
         raise InputError("this name is taken", where=f"register({name!r})")
     _REGISTERED[name] = cases

@@ -1,9 +1,9 @@
-"""The command line: `minirt generate | chat | plan | bench | compare | eval | env`.
+"""The command line: `minirt generate | chat | plan | bench | compare | eval | tune | env`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failure, 2 usage, 130 Ctrl-C. Heavy imports wait
 until a command needs them. Options shared by commands are in cli_options.py, printing is in cli_output.py, the many prompts of
 `generate --prompts` in cli_many.py and cli_prompts.py, `bench` in cli_bench.py, `compare` in cli_compare.py,
-`eval` in cli_eval.py.
+`eval` in cli_eval.py, `tune` in cli_tune.py.
 """
 
 import json
@@ -33,6 +33,7 @@ from minirt.cli_options import (
     sampling_params,
 )
 from minirt.cli_output import completion_record, completion_summary, format_bytes, note, write
+from minirt.cli_tune import tune
 from minirt.errors import InputError, MinirtError, OutOfMemoryError
 
 
@@ -45,6 +46,7 @@ def cli() -> None:
 cli.add_command(bench)
 cli.add_command(compare)
 cli.add_command(evaluate)
+cli.add_command(tune)
 
 
 @cli.command()

@@ -46,7 +46,7 @@ class _Numbers(click.ParamType):
         return numbers
 
 
-_LIST, _RANGE = _Numbers("N,N,…", ","), _Numbers("LOW:HIGH", ":")
+NUMBERS, _RANGE = _Numbers("N,N,…", ","), _Numbers("LOW:HIGH", ":")
 _measure_options = option_group(
     load_options,
     click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one more comes first."),
@@ -81,8 +81,8 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--batch-size", "-b", type=_LIST, default="1", show_default=True, help="Sequences at once; several: 1,8,64.")
-@click.option("--context-len", "-c", type=_LIST, default="128", show_default=True, help="Prompt tokens; several: 128,8000.")
+@click.option("--batch-size", "-b", type=NUMBERS, default="1", show_default=True, help="Sequences at once; several: 1,8,64.")
+@click.option("--context-len", "-c", type=NUMBERS, default="128", show_default=True, help="Prompt tokens; several: 128,8000.")
 @_measure_options
 @click.pass_context
 def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[int, ...], **options: Any) -> None:
@@ -114,7 +114,7 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
 
 @bench.command()
 @click.option(
-    "--input-len", "-p", type=_LIST, default="128,512,2048", show_default=True, help="Tokens of a prompt; several: 128,2048."
+    "--input-len", "-p", type=NUMBERS, default="128,512,2048", show_default=True, help="Tokens of a prompt; several: 128,2048."
 )
 @click.option(
     "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",

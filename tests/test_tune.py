@@ -5,8 +5,12 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
+from cli_support import caller, refused
 
 from minirt.bench import tune
+from minirt.choose import plan_model
+from minirt.cli_tune import linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.tuning import Case
 
@@ -79,3 +83,41 @@ def test_a_broken_rule_is_an_error():
     with pytest.raises(NumericsError):
         Bench(Config(10, "check"), [Config(1)]).tune()
     assert Bench(Config(10), []).tune().config is None
+
+
+def test_shapes_of_a_model():
+    """Each shape once, with what is fused around it."""
+    _, graph = plan_model("Qwen2.5-7B", device="cpu", dtype="bfloat16")
+    shapes = {(s.N, s.K, s.gated, s.residual, s.fp8) for s in linear_shapes(graph)}
+    assert shapes == {
+        (4608, 3584, False, False, False), (3584, 3584, False, True, False), (18944, 3584, True, False, False),
+        (3584, 18944, False, True, False), (152064, 3584, False, False, False),
+    }  # fmt: skip
+    assert {s.dtype for s in linear_shapes(graph)} == {torch.bfloat16}
+    assert len(linear_shapes(graph)) == 5
+
+
+@pytest.fixture
+def call(capfd, monkeypatch):
+    return caller(capfd, monkeypatch)
+
+
+def test_no_gpu_is_an_error(call):
+    refused(call("tune", "--device", "cpu"), "nothing to tune without a GPU")
+
+
+@pytest.mark.gpu
+def test_tuning_a_model(tmp_path, monkeypatch, call):
+    """End to end: what is stored is looked up by the next launch, and computes the same."""
+    from minirt.kernels import gemv, tuning
+
+    monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
+    tuning._stored.cache_clear()
+    gemv.configured.cache_clear()
+    code, _, progress = call("tune", "-t", "1,20,200", "--dtype", "bfloat16")
+    assert code == 0, progress
+    _, shown, _ = call("tune", "--show")
+    device = torch.device("cuda", 0)
+    stored = tuning.load(gemv.TUNABLE, tuning.path(device))
+    assert all(config == gemv.TUNABLE.find(device, bucket) for bucket, config in stored.items())
+    assert shown.count("gemv N=") == len(stored)

@@ -232,7 +232,7 @@ def configs(widths, K, itemsize):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths", gemm_hopper._WIDTHS, ids=str)
+@pytest.mark.parametrize("widths", gemm_hopper.WIDTHS, ids=str)
 @pytest.mark.parametrize(("T", "N", "K"), [(129, 656, 576), (300, 144, 1096), (2, 16, 64), (1100, 72, 200)])
 def test_hopper(T, N, K, widths, half_dtype, hopper, make, nan, agrees):
     config = configs(widths, K, 2)
@@ -248,14 +248,14 @@ def test_hopper(T, N, K, widths, half_dtype, hopper, make, nan, agrees):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths", gemm_hopper._WIDTHS, ids=str)
+@pytest.mark.parametrize("widths", gemm_hopper.WIDTHS, ids=str)
 @pytest.mark.parametrize(("T", "N", "K"), [(129, 656, 576), (300, 144, 4112), (2, 16, 64)])
 def test_hopper_fp8(T, N, K, widths, hopper, make, nan, agrees):
     check_eight(T, N, K, torch.bfloat16, make, nan, agrees, configs(widths, K, 1))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths", [None, *gemm_hopper._WIDTHS], ids=str)
+@pytest.mark.parametrize("widths", [None, *gemm_hopper.WIDTHS], ids=str)
 @pytest.mark.parametrize("K", [3584, 18944])
 def test_fp8_sums_are_set_aside_in_time(K, widths, make, nan):
     """Under the rounding of a bf16 output (1.7e-3), which fp16 makes visible; never set aside: 1.2e-3 and 3.4e-3."""
@@ -268,7 +268,7 @@ def test_fp8_sums_are_set_aside_in_time(K, widths, make, nan):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths", gemm_hopper._WIDTHS[:2], ids=str)
+@pytest.mark.parametrize("widths", gemm_hopper.WIDTHS[:2], ids=str)
 def test_fp8_sums_of_the_largest_values_are_finite(widths, hopper, device):
     """Sums of one sign are where the tensor cores' bits are fewest: a few per cent go."""
     x = torch.full((130, 18944), 448.0, device=device).to(torch.float8_e4m3fn)

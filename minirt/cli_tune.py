@@ -1,0 +1,104 @@
+"""`minirt tune`: launch configurations for the shapes of one model on this GPU."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli_bench import NUMBERS
+from minirt.cli_options import debug_option, graph_options, model_name, plan_graph, quiet_option
+from minirt.cli_output import note, write
+from minirt.errors import DeviceError, InputError
+
+if TYPE_CHECKING:
+    from minirt.bench.tune import Outcome
+    from minirt.graph import Model
+    from minirt.kernels.tuning import LinearShape
+
+
+@click.command()
+@graph_options
+@click.option(
+    "--tokens", "-t", type=NUMBERS, default="1,8,32,64,128,256,512,2048", show_default=True,
+    help="Tokens of the steps to tune for; what shares a bucket with them profits too.",
+)
+@click.option("--kernel", help="Tune this family alone; default: all that are registered.")
+@click.option("--show", is_flag=True, help="List what is stored for this GPU, and measure nothing.")
+@quiet_option
+@debug_option
+def tune(tokens: tuple[int, ...], kernel: str | None, show: bool, **options: Any) -> None:
+    """Measure launch configurations of the linear layers' kernels on this GPU and keep those that beat the built-in rules.
+
+    Chosen on one run and confirmed on another. They are stored for the GPU model, the Triton version and the kernel's source, in
+    $MINIRT_CACHE or the user's cache folder; loading a model looks them up and never measures.
+    """
+    import torch
+
+    from minirt.choose import pick_device
+
+    device = pick_device(options["device"])
+    if device.type != "cuda":
+        raise DeviceError("there is nothing to tune without a GPU", where="--device", found=str(device))
+    from minirt.bench.tune import tune as measure
+    from minirt.kernels import linear_tuning, tuning
+
+    if show:
+        write(_stored(tuning.path(device), linear_tuning.TUNABLES))
+        return
+    families = tuning.registered()
+    if kernel is not None and kernel not in families:
+        raise InputError("unknown kernel family", where="--kernel", expected=", ".join(families), found=kernel)
+    _, graph = plan_graph(options, model_name(options, options["quiet"]))
+    shapes, outcomes = linear_shapes(graph), []
+    with torch.inference_mode(), torch.cuda.device(device):
+        for name in families if kernel is None else [kernel]:
+            for case in families[name](shapes, tokens, device):
+                outcome = measure(case)
+                outcomes.append(outcome)
+                if outcome.config is not None:
+                    tuning.store(case.tunable, tuning.path(device), {case.bucket: outcome.config})
+                if not options["quiet"]:
+                    note(_line(name, outcome))
+                torch.cuda.empty_cache()
+    faster = sum(outcome.config is not None for outcome in outcomes)
+    write(f"{faster} of {len(outcomes)} buckets have a faster configuration than the rule's, in {tuning.path(device)}\n")
+
+
+def linear_shapes(graph: "Model") -> "list[LinearShape]":
+    """The linear layers of a model, each shape once."""
+    import torch
+
+    from minirt.kernels.tuning import LinearShape
+    from minirt.layers import MLP, Attention, Head
+
+    dtype = getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
+    shapes = []
+    for layer in graph.unique_layers():
+        own: list[tuple[Any, bool, bool]] = []  # linear, gated, residual
+        if isinstance(layer, Attention):
+            own = [(layer.qkv, False, False), (layer.o, False, True)]
+        elif isinstance(layer, MLP):
+            own = [(layer.gate_up, True, False), (layer.down, False, True)]
+        elif isinstance(layer, Head):
+            own = [(layer.lm_head, False, False)]
+        for linear, gated, residual in own:
+            rows = linear.out_features // 2 if gated else linear.out_features
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, dtype, linear.format is not None))
+    return list(dict.fromkeys(shapes))
+
+
+def _line(name: str, outcome: "Outcome") -> str:
+    what = f"{outcome.default_us:.1f} µs, the rule's stays"
+    if outcome.config is not None:
+        what = f"{outcome.default_us:.1f} → {outcome.best_us:.1f} µs with {outcome.config}"
+    out = f", {len(outcome.failed)} of them failed" if outcome.failed else ""
+    return f"{name} {outcome.bucket}: {what} ({outcome.tried} tried{out})"
+
+
+def _stored(path: Any, tunables: Any) -> str:
+    from minirt.kernels import tuning
+
+    lines = [str(path)]
+    for tunable in tunables:
+        for bucket, config in tuning.load(tunable, path).items():
+            lines.append(f"{tunable.name} {bucket}: {config}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "nothing is stored"]) + "\n"
