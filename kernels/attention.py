@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.common import check_activations, check_tensor
+from minirt.kernels.common import capability, check_activations, check_tensor
+from minirt.kernels.kv_write import INTERPRETED, as_integers, check_pages
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
@@ -37,70 +38,228 @@ class AttentionConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    registers: int | None = None  # the most that a thread may use, for more programs to run at once
 
 
 @triton.jit
-def _block(
-    table_ptr, first, limit, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The tokens t = first + [0, BLOCK_N) of a sequence, and where they are in the pages [BLOCK_N, D]; `first` is a
-    multiple of BLOCK_N."""
-    t = first + tl.arange(0, BLOCK_N)
+def _slots(table_ptr, first, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tokens t = first + [0, BLOCK_N) of a sequence and where they are in the pages: a slot for all of them, and one for
+    each, to be added; `first` is a multiple of BLOCK_N."""
+    n = tl.arange(0, BLOCK_N)
+    t = first + n
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
+        return t, page * PAGE_SIZE + first % PAGE_SIZE, n
     else:
         page = tl.load(table_ptr + t // PAGE_SIZE, mask=t < limit, other=0).to(tl.int64)
-    return t, (page * PAGE_SIZE + t % PAGE_SIZE)[:, None] * STRIDE + tl.arange(0, D)[None, :]
+        return t, tl.full((), 0, tl.int64), page * PAGE_SIZE + t % PAGE_SIZE
 
 
 @triton.jit
-def attend(q, peak, total, acc, k_ptr, v_ptr, at, t, limit, row_limit, scale, MASKED: tl.constexpr):
-    """One step of the online softmax: rows q [M, D] on the tokens t [N], whose K and V are at the offsets `at` [N, D].
+def split_channels(x):
+    """The even and the odd channels of x [M, D], [M, D/2] each: the order in which pages of fp8 are read."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def prepare(q, FP8: tl.constexpr):
+    """Queries [M, D] as `attend` takes them: as they are, or for pages of fp8 their even and odd channels, times a power of two
+    for each row that makes them fit fp16 (e4m3 converts to that in one instruction), and what makes up for it [M, 1]."""
+    if FP8:
+        unit = tl.full((q.shape[0], 1), 1.0, tl.float32)
+        if q.dtype != tl.float32:
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)[:, None]
+            exponent = tl.minimum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+            unit = exponent.to(tl.float32, bitcast=True)
+            q = (q.to(tl.float32) * (0x7F000000 - exponent).to(tl.float32, bitcast=True)).to(tl.float16)
+        even, odd = split_channels(q)
+        return even, odd, unit
+    else:
+        return (q,)
+
+
+@triton.jit
+def no_queries(M: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, FP8: tl.constexpr):
+    """What `prepare` makes of zeros."""
+    if FP8:
+        half = tl.zeros((M, D // 2), tl.float32 if dtype == tl.float32 else tl.float16)
+        return half, half, tl.full((M, 1), 1.0, tl.float32)
+    else:
+        return (tl.zeros((M, D), dtype),)
+
+
+@triton.jit
+def blank(M: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
+    """Sums of no values."""
+    if FP8:
+        return tl.zeros((M, D // 2), tl.float32), tl.zeros((M, D // 2), tl.float32)
+    else:
+        return (tl.zeros((M, D), tl.float32),)
+
+
+@triton.jit
+def whole(acc):
+    """Sums [M, D] in the order of the channels."""
+    if len(acc) == 2:
+        even, odd = acc
+        return tl.join(even, odd).reshape(even.shape[0], even.shape[1] * 2)
+    else:
+        return acc[0]
+
+
+@triton.jit
+def _widen(pairs, dtype: tl.constexpr):
+    """The e4m3 values in the lower and in the upper bytes of int16 values, exactly."""
+    if INTERPRETED:
+        lower = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        upper = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        lower, upper = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a;
+            .reg .b16 b, c;
+            prmt.b32 a, $2, 0, 0x3120;
+            mov.b32 {b, c}, a;
+            cvt.rn.f16x2.e4m3x2 $0, b;
+            cvt.rn.f16x2.e4m3x2 $1, c;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return lower.to(dtype), upper.to(dtype)
+
+
+@triton.jit
+def _log2_and_inverse(x):
+    """Of normal numbers: what handles others takes most of the instructions otherwise."""
+    if INTERPRETED:
+        return tl.log2(x), 1 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $2; rcp.approx.ftz.f32 $1, $2;",
+            "=&f,=f,f",
+            [x],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _settle(x):
+    """x [N], computed once: a sum keeps the compiler from loading and computing most of it again in every thread, in the layout
+    that large scores have."""
+    return tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, x[:, None], 0.0), 1)
+
+
+@triton.jit
+def attend(
+    q, peak, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base, slot, t, limit, row_limit, scale,
+    NKV: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: rows q [M, D], see `prepare`, on the tokens t [N] of one head, whose rows in the pages
+    [P · page_size · NKV, D] are base + NKV · slot [N]. scale > 0 is for powers of two.
 
     MASKED: some of the tokens are at or past `limit`, the sequence's end (what the page holds there may be NaN, also in
     V, where a probability of zero would not stop it), or hidden from some rows, which see tokens below row_limit [M].
+
+    Pages of fp8 come as pairs of channels, int16: 16 bits is what the tensor cores' loads can transpose. K's scales multiply
+    the scores. V's scales multiply the probabilities, as a term of their exponents, so that 2^15 times those are at most 2^15
+    and keep their precision in fp16.
     """
-    k = tl.load(k_ptr + at, mask=(t < limit)[:, None], other=0.0) if MASKED else tl.load(k_ptr + at)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if MASKED:
-        s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    rescale = tl.exp2(peak - new_peak)
-    p = tl.exp2(s - new_peak[:, None])
-    total = total * rescale + tl.sum(p, 1)
-    v = tl.load(v_ptr + at, mask=(t < limit)[:, None], other=0.0) if MASKED else tl.load(v_ptr + at)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return new_peak, total, acc
+    inside = (t < limit)[:, None]
+    if k_scales_ptr is None:
+        at = slot[:, None] * (NKV * D) + tl.arange(0, D)[None, :]
+        k_ptr += base * D
+        v_ptr += base * D
+        k = tl.load(k_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(k_ptr + at)
+        s = tl.dot(q[0], tl.trans(k), input_precision="ieee")
+        if MASKED:
+            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - new_peak[:, None])
+        rescale = tl.exp2(peak - new_peak)
+        total = total * rescale + tl.sum(p, 1)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(v_ptr + at)
+        return new_peak, total, (tl.dot(p.to(v.dtype), v, acc[0] * rescale[:, None], input_precision="ieee"),)
+    else:
+        dtype: tl.constexpr = q[0].dtype
+        at = slot[:, None] * (NKV * D // 2) + tl.arange(0, D // 2)[None, :]
+        k_ptr += base * (D // 2)
+        v_ptr += base * (D // 2)
+        k = tl.load(k_ptr + at, mask=inside, other=0) if MASKED else tl.load(k_ptr + at)
+        k_factor = tl.load(k_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0) * scale
+        v_scale = tl.load(v_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0)
+        exponent, per_scale = _log2_and_inverse(v_scale)
+        if q[0].shape[0] > 16:
+            k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)
+        k_even, k_odd = _widen(k, dtype)
+        s = tl.dot(q[0], tl.trans(k_even), input_precision="ieee")
+        s = tl.dot(q[1], tl.trans(k_odd), s, input_precision="ieee")
+        s = s * q[2] * k_factor[None, :] + exponent[None, :]
+        if MASKED:
+            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 1) - 15)
+        p = tl.exp2(s - new_peak[:, None])
+        rescale = tl.exp2(peak - new_peak)
+        total = total * rescale + tl.sum(p * per_scale[None, :], 1)
+        v = tl.load(v_ptr + at, mask=inside, other=0) if MASKED else tl.load(v_ptr + at)
+        v_even, v_odd = _widen(v, dtype)
+        p = p.to(dtype)
+        even = tl.dot(p, v_even, acc[0] * rescale[:, None], input_precision="ieee")
+        return new_peak, total, (even, tl.dot(p, v_odd, acc[1] * rescale[:, None], input_precision="ieee"))
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit
+def _find(block, starts_ptr, B, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The sequence that a block of queries is for, its first row and its number of rows.
+
+    Sequence b's blocks are numbered from query_starts[b] // QUERIES + b on, which leaves each sequence room for all of its
+    own, and some numbers unused. So the number of blocks is known from that of tokens and sequences alone.
+    """
+    index = tl.arange(0, BLOCK_B)
+    starts = tl.load(starts_ptr + index, mask=index < B, other=2**30)
+    b = tl.sum((starts // QUERIES + index <= block).to(tl.int32), 0) - 1
+    start = tl.load(starts_ptr + b)
+    return b, start, tl.load(starts_ptr + b + 1) - start
+
+
+@triton.jit(do_not_specialize=["B", "table_width"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     tables_ptr,
     query_starts_ptr,
     seq_lens_ptr,
     out_ptr,
+    B,
     table_width,
     scale,
     NQ: tl.constexpr,
     NKV: tl.constexpr,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SHORTEST: tl.constexpr,
 ):
     """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head."""
     GROUP: tl.constexpr = NQ // NKV
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    b, kv_head = tl.program_id(2), tl.program_id(1)
-    start = tl.load(query_starts_ptr + b)
-    length = tl.load(query_starts_ptr + b + 1) - start
-    blocks = tl.cdiv(length, QUERIES)
-    if tl.program_id(0) < blocks:
-        # The last block has the longest way to go, so it starts first.
-        first_query = (blocks - 1 - tl.program_id(0)) * QUERIES
+    FP8: tl.constexpr = k_scales_ptr is not None
+    kv_head = tl.program_id(0) % NKV
+    # A sequence's last block has the longest way to go, so it starts first.
+    block = tl.num_programs(0) // NKV - 1 - tl.program_id(0) // NKV
+    b, start, length = _find(block, query_starts_ptr, B, QUERIES, BLOCK_B)
+    first_query = (block - start // QUERIES - b) * QUERIES
+    if (first_query < length) & (length >= SHORTEST):
         limit = tl.load(seq_lens_ptr + b)
         context = limit - length
         row = tl.arange(0, BLOCK_M)
@@ -111,31 +270,40 @@ def _prefill_kernel(
         head = kv_head * GROUP + row % GROUP
         d = tl.arange(0, D)
         at = ((start + query).to(tl.int64) * NQ + head)[:, None] * D + d[None, :]
-        q = tl.load(q_ptr + at)
+        q = prepare(tl.load(q_ptr + at), FP8)
         row_limit = context + query + 1
-        k_ptr += kv_head * D
-        v_ptr += kv_head * D
         table_ptr = tables_ptr + b.to(tl.int64) * table_width
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, D), tl.float32)
+        acc = blank(BLOCK_M, D, FP8)
         seen_by_all = (context + first_query + 1) // BLOCK_N * BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
         for first in range(0, seen_by_all, BLOCK_N):
-            t, kv_at = _block(table_ptr, first, limit, NKV * D, PAGE_SIZE, D, BLOCK_N)
-            peak, total, acc = attend(q, peak, total, acc, k_ptr, v_ptr, kv_at, t, limit, row_limit, scale, False)
+            t, base, slot = _slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
+            peak, total, acc = attend(
+                q, peak, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
+                row_limit, scale, NKV, D, False,
+            )  # fmt: skip
         for first in range(seen_by_all, seen_by_any, BLOCK_N):
-            t, kv_at = _block(table_ptr, first, limit, NKV * D, PAGE_SIZE, D, BLOCK_N)
-            peak, total, acc = attend(q, peak, total, acc, k_ptr, v_ptr, kv_at, t, limit, row_limit, scale, True)
-        acc = acc / total[:, None]
+            t, base, slot = _slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
+            peak, total, acc = attend(
+                q, peak, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
+                row_limit, scale, NKV, D, True,
+            )  # fmt: skip
+        acc = whole(acc) / total[:, None]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def choose_config(itemsize: int) -> AttentionConfig:
-    """The configuration for an element size."""
+def choose_config(itemsize: int, D: int, fp8: bool, cc: int) -> AttentionConfig:
+    """The configuration for q's element size, a head size, pages of fp8 or of that size, and a compute capability."""
     if itemsize == 4:
         return AttentionConfig(32, 32, 8, 1)
-    return AttentionConfig(128, 64, 8, 3)
+    if fp8 and D == 128:
+        return AttentionConfig(64, 64, 4, 3, registers=168)
+    if D == 64 and not fp8:
+        return AttentionConfig(64, 64, 4, 3)
+    # Two programs on a processor hide each other's softmax; before Hopper, where q is in registers too, there is no room.
+    return AttentionConfig(128, 64, 8, 3 if fp8 else 2, registers=128 if cc == 90 else None)
 
 
 def paged_attention_prefill(
@@ -145,48 +313,62 @@ def paged_attention_prefill(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
-    max_query_len: int,
     scale: float,
     out: Tensor | None = None,
     *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    shortest: int = 1,
     check: bool = True,
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """Attention of each sequence's new tokens on all its cached ones, the new ones included, causally → [T, Nq, D].
 
     q [T, Nq, D], sequence after sequence; pages [P, page_size, Nkv, D]; block_tables [B, pages] int32; query_starts
-    [B + 1] int32; seq_lens [B] int32 counts the new tokens too; max_query_len bounds a sequence's new tokens and sizes
-    the grid; that it does is not checked, which would need a read from the device.
+    [B + 1] int32, rising, 0 first and at most T last; seq_lens [B] int32 counts the new tokens too. Rows of q that belong to
+    no sequence, behind the last, are padding, and so are sequences without rows: `out` is not written there. The launch
+    depends on the shapes alone, so a CUDA graph of it serves any batch that was padded to T and B. With k_scales, v_scales
+    [P, page_size, Nkv] fp32 the pages are float8_e4m3fn, with a scale for each token and head. scale must be positive.
+    Sequences of less than `shortest` new tokens are left to another kernel.
     """
     B = seq_lens.shape[0]
     if check:
         check_activations("q", q, 3)
-        check_inputs(q, k_pages, v_pages, block_tables, seq_lens, q.shape[1], q.shape[2])
+        check_inputs(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, q.shape[1], q.shape[2])
         if out is not None:
             check_tensor("out", out, tuple(q.shape), q.dtype, q.device)
         check_tensor("query_starts", query_starts, (B + 1,), torch.int32, q.device)
+        check_scale(scale)
     Nq, Nkv, D, page_size = q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1]
     out = torch.empty_like(q) if out is None else out
-    if q.shape[0] == 0 or max_query_len == 0:
+    if q.shape[0] == 0 or B == 0:
         return out
-    config = config or choose_config(q.element_size())
-    grid = (triton.cdiv(max_query_len, config.block_m // (Nq // Nkv)), Nkv, B)
-    _prefill_kernel[grid](
-        q, k_pages, v_pages, block_tables, query_starts, seq_lens, out, block_tables.shape[1], scale * LOG2_E,
-        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    config = config or choose_config(q.element_size(), D, k_scales is not None, capability(q.device))
+    blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
+    _prefill_kernel[(blocks * Nkv,)](
+        q, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, query_starts, seq_lens, out,
+        B, block_tables.shape[1], scale * LOG2_E, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
+        BLOCK_B=max(256, triton.next_power_of_2(B)), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        SHORTEST=shortest, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers,
     )  # fmt: skip
     return out
 
 
 def check_inputs(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, Nq: int, D: int
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    Nq: int,
+    D: int,
 ) -> None:
     """Raise InputError unless pages, tables and lengths fit each other, q's dtype and device, Nq heads of D."""
     if D not in HEAD_DIMS:
         raise InputError("unsupported head size", where="q", expected="64 or 128", found=D)
-    check_tensor("k_pages", k_pages, (None, None, None, D), q.dtype, q.device)
-    check_tensor("v_pages", v_pages, tuple(k_pages.shape), q.dtype, q.device)
+    check_pages(k_pages, v_pages, k_scales, v_scales, None, D, q)
     page_size, Nkv = k_pages.shape[1:3]
     if page_size < 16 or page_size & (page_size - 1):
         raise InputError("unsupported page size", where="k_pages", expected="a power of two from 16", found=page_size)
@@ -195,6 +377,12 @@ def check_inputs(
         raise InputError("unsupported number of query heads", where="q", expected=what, found=Nq)
     check_tensor("seq_lens", seq_lens, (None,), torch.int32, q.device)
     check_tensor("block_tables", block_tables, (seq_lens.shape[0], None), torch.int32, q.device)
+
+
+def check_scale(scale: float) -> None:
+    """Raise InputError unless the scores' factor is positive: their largest is looked for before it is applied."""
+    if not scale > 0:
+        raise InputError("not positive", where="scale", found=scale)
 
 
 def cost(

@@ -15,12 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.attention import LOG2_E, MAX_GROUP, AttentionConfig, attend, check_inputs
+from minirt.kernels.attention import (
+    LOG2_E,
+    MAX_GROUP,
+    AttentionConfig,
+    attend,
+    blank,
+    check_inputs,
+    check_scale,
+    no_queries,
+    prepare,
+    split_channels,
+    whole,
+)
 from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors
+from minirt.kernels.kv_write import as_integers, fp8_scale, to_fp8
 
 SPLIT = 256
 _SPLITS = (64, 128, 256, 512, 1024)
 _PROGRAMS_PER_PROCESSOR = 3  # that run at once: more would have to wait, since each holds 64 kB of K and V on their way
+_COMBINED = 32  # splits whose sums a combining program loads side by side
+_COMBINING = 12  # such programs that a processor has room for
 
 CASES = [
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 16, "seq_lens": (1, 2, 0), "split": 64},
@@ -107,34 +122,50 @@ def _look_up(
 
 
 @triton.jit
-def _block(pages, first, begin, STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens first + [0, BLOCK_N) are, whose split begins at `begin` and has its K and V in `pages`: an offset
-    for all of them, and one for each of [BLOCK_N, D]."""
-    d = tl.arange(0, D)[None, :]
+def _slots(pages, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens first + [0, BLOCK_N) are, whose split begins at `begin` and has its K and V in `pages`: a slot for
+    all of them, and one for each, to be added."""
     n = tl.arange(0, BLOCK_N)
     place = tl.arange(0, pages.shape[0])
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.sum(tl.where(place == first // PAGE_SIZE - begin // PAGE_SIZE, pages, 0), 0).to(tl.int64)
-        return (page * PAGE_SIZE + first % PAGE_SIZE) * STRIDE, n[:, None] * STRIDE + d
+        return page * PAGE_SIZE + first % PAGE_SIZE, n
     else:
         t = first + n
         chosen = place[None, :] == (t // PAGE_SIZE - begin // PAGE_SIZE)[:, None]
         page = tl.sum(tl.where(chosen, pages[None, :], 0), 1).to(tl.int64)
-        return 0, (page * PAGE_SIZE + t % PAGE_SIZE)[:, None] * STRIDE + d
+        return tl.full((), 0, tl.int64), page * PAGE_SIZE + t % PAGE_SIZE
+
+
+@triton.jit
+def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, D: tl.constexpr):
+    """Write row 0 of x [M, D] to a slot → x as the page has it."""
+    at = (slot * NKV + kv_head) * D + tl.arange(0, D)[None, :] + tl.zeros_like(row)[:, None]
+    if scales_ptr is None:
+        tl.store(pages_ptr + at, x, mask=row[:, None] == 0)
+        return x.to(tl.float32)
+    else:
+        scale = fp8_scale(x, x)
+        x = to_fp8(x, scale)
+        tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=row[:, None] == 0)
+        tl.store(scales_ptr + (slot * NKV + kv_head) + row, scale, mask=row == 0)
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _decode_kernel(
-    q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, starts_ptr, out_ptr, sums_ptr,
-    peaks_ptr, B, table_width, scale, eps, NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, seq_lens_ptr,
+    starts_ptr, query_starts_ptr, out_ptr, sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: tl.constexpr, NKV: tl.constexpr,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head of every so many-th item. The result of a sequence of one split is final.
 
-    With cos_sin_ptr q_ptr holds raw q, k and v heads, and the new token is not in the pages yet.
+    With cos_sin_ptr q_ptr holds raw q, k and v heads, and the new token is not in the pages yet. With query_starts_ptr there are
+    sequences with more new tokens, or none, whose items are skipped.
     """
     GROUP: tl.constexpr = NQ // NKV
-    STRIDE: tl.constexpr = NKV * D
+    FP8: tl.constexpr = k_scales_ptr is not None
     HEADS: tl.constexpr = NQ if cos_sin_ptr is None else NQ + 2 * NKV
     kv_head = tl.program_id(0) % NKV
     first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
@@ -142,8 +173,6 @@ def _decode_kernel(
     b, length, split, pages = _look_up(
         first_item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
     )
-    k_ptr += kv_head * D
-    v_ptr += kv_head * D
     if PDL and cos_sin_ptr is None:
         tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
     row = tl.arange(0, BLOCK_M)
@@ -155,43 +184,52 @@ def _decode_kernel(
         limit = length if cos_sin_ptr is None else length - 1  # tokens in the pages
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, D), tl.float32)
-        q = tl.zeros((BLOCK_M, D), q_ptr.dtype.element_ty)
+        acc = blank(BLOCK_M, D, FP8)
+        q = no_queries(BLOCK_M, D, q_ptr.dtype.element_ty, FP8)
         row_limit = tl.zeros((BLOCK_M,), tl.int32) + limit
         # At least once, also for a new token that is the first of its split.
-        for first in range(begin, tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1), BLOCK_N):
+        end = tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1)
+        token, stored = b, valid
+        if query_starts_ptr is not None:
+            token = tl.load(query_starts_ptr + b).to(tl.int64)
+            single = tl.load(query_starts_ptr + b + 1) == token + 1
+            end = tl.where(single, end, begin)
+            stored = row < tl.where(single, GROUP, 0)
+        for first in range(begin, end, BLOCK_N):
             if first == begin:
                 # In the loop, so that its first loads of K and V are on their way before q is waited for.
-                heads_ptr = q_ptr + b * HEADS * D
+                heads_ptr = q_ptr + token * HEADS * D
                 if cos_sin_ptr is None:
-                    q = tl.load(heads_ptr + (head * D)[:, None] + d)
+                    q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
                 else:
                     angles_ptr = cos_sin_ptr + limit.to(tl.int64) * D
-                    q, k, v = _rotated_heads(
+                    turned, k, v = _rotated_heads(
                         heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps, NQ, NKV, D, PDL
                     )
+                    q = prepare(turned, FP8)
                     if limit < begin + SPLIT:
                         # The last split: the online softmax starts with the new token, which nobody else reads.
-                        base, at = _block(pages, limit, begin, STRIDE, PAGE_SIZE, D, 1)
-                        at = tl.broadcast_to(at, (BLOCK_M, D))
-                        tl.store(k_ptr + base + at, k, mask=row[:, None] == 0)
-                        tl.store(v_ptr + base + at, v, mask=row[:, None] == 0)
-                        peak = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+                        base, slot = _slots(pages, limit, begin, PAGE_SIZE, 1)
+                        base += tl.sum(slot, 0)
+                        new_k = _store_new(k, row, k_ptr, k_scales_ptr, base, kv_head, NKV, D)
+                        new_v = _store_new(v, row, v_ptr, v_scales_ptr, base, kv_head, NKV, D)
+                        peak = tl.sum(turned.to(tl.float32) * new_k, 1) * scale
                         total += 1.0
-                        acc += v.to(tl.float32)
-            base, at = _block(pages, first, begin, STRIDE, PAGE_SIZE, D, BLOCK_N)
+                        acc = split_channels(new_v) if FP8 else (new_v,)
+            base, slot = _slots(pages, first, begin, PAGE_SIZE, BLOCK_N)
             t = first + tl.arange(0, BLOCK_N)
             peak, total, acc = attend(
-                q, peak, total, acc, k_ptr + base, v_ptr + base, at, t, limit, row_limit, scale, True
-            )
+                q, peak, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
+                row_limit, scale, NKV, D, True,
+            )  # fmt: skip
         if length <= SPLIT:
-            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + ((b * NQ + head) * D)[:, None] + d, out, mask=valid[:, None])
+            out = (whole(acc) / tl.where(stored, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + ((token * NQ + head) * D)[:, None] + d, out, mask=stored[:, None])
         else:
             part = tl.cast(item, tl.int64) * NQ + head
-            tl.store(sums_ptr + part[:, None] * D + d, acc, mask=valid[:, None])
-            tl.store(peaks_ptr + 2 * part, peak, mask=valid)
-            tl.store(peaks_ptr + 2 * part + 1, total, mask=valid)
+            tl.store(sums_ptr + part[:, None] * D + d, whole(acc), mask=stored[:, None])
+            tl.store(peaks_ptr + 2 * part, peak, mask=stored)
+            tl.store(peaks_ptr + 2 * part + 1, total, mask=stored)
         if item + programs < items:
             b, length, split, pages = _look_up(
                 item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
@@ -205,13 +243,21 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["heads"])
 def _combine_kernel(
-    starts_ptr, out_ptr, sums_ptr, peaks_ptr, heads,
+    starts_ptr, query_starts_ptr, out_ptr, sums_ptr, peaks_ptr, heads,
     NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For `heads` heads of one sequence: the weighted mean of its splits, BLOCK_S at a time, in order; zeros for none."""
+    """For `heads` heads of one sequence: the weighted mean of its splits, BLOCK_S at a time, in order; zeros for none.
+
+    One warp, each of whose threads has the same channels of all the splits, so that nobody waits for another.
+    """
     b = tl.program_id(0)
     start = tl.load(starts_ptr + b)
     splits = tl.load(starts_ptr + b + 1) - start
+    token = b.to(tl.int64)
+    if query_starts_ptr is not None:
+        token = tl.load(query_starts_ptr + b).to(tl.int64)
+        single = tl.load(query_starts_ptr + b + 1) == token + 1
+        splits = tl.where(single, splits, 1)  # nothing to do
     if PDL:
         tl.extra.cuda.gdc_wait()
     if splits != 1:
@@ -221,7 +267,7 @@ def _combine_kernel(
             peak = tl.full((1,), float("-inf"), tl.float32)
             total = tl.zeros((1,), tl.float32)
             acc = tl.zeros((1, D), tl.float32)
-            for first in tl.range(0, splits, BLOCK_S, num_stages=3):
+            for first in range(0, splits, BLOCK_S):
                 s = first + tl.arange(0, BLOCK_S)
                 part = (start + s).to(tl.int64) * NQ + head
                 peaks = tl.load(peaks_ptr + 2 * part, mask=s < splits, other=float("-inf"))
@@ -234,15 +280,17 @@ def _combine_kernel(
                 acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
                 peak = new_peak
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
-            tl.store(out_ptr + (b.to(tl.int64) * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
+            tl.store(out_ptr + (token * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def choose_config(itemsize: int) -> AttentionConfig:
-    """The configuration for an element size."""
-    block_n, num_warps = (32, 8) if itemsize == 4 else (64, 4)
-    return AttentionConfig(MAX_GROUP, block_n, num_warps, num_stages=3)
+def choose_config(itemsize: int, fp8: bool, split: int) -> AttentionConfig:
+    """The configuration for q's element size, pages of fp8 or of that size, and a split."""
+    if itemsize == 4:
+        return AttentionConfig(MAX_GROUP, 32, 8, 3)
+    # With half the bytes it is the work on each block that takes the time: fewer, larger ones.
+    return AttentionConfig(MAX_GROUP, min(128, split), 4, 2) if fp8 else AttentionConfig(MAX_GROUP, 64, 4, 3)
 
 
 def splits_before(seq_lens: Sequence[int], split: int = SPLIT) -> list[int]:
@@ -267,6 +315,9 @@ def paged_attention_decode(
     workspace: Workspace,
     out: Tensor | None = None,
     *,
+    query_starts: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     split: int = SPLIT,
     pdl: bool = False,
     check: bool = True,
@@ -278,14 +329,21 @@ def paged_attention_decode(
     split: tokens of a work item, a power of two from 64 to 1024; a result's bits depend on it, but not on the rest of the
     batch. split_starts [B + 1] int32: `splits_before` of the same lengths and split. max_splits bounds split_starts[B]
     and sizes the grid and the workspace. That these agree is not checked, which would need a read from the device.
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later), which must not write block_tables, seq_lens
-    or split_starts.
+    With query_starts [B + 1] int32, q is [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b; the others
+    than single ones are left to `paged_attention_prefill`, which leaves out single ones with shortest=2.
+    With k_scales, v_scales [P, page_size, Nkv] fp32 the pages are float8_e4m3fn. scale must be positive. `pdl`: overlap with
+    the kernel before it in the stream (sm_90 and later), which must not write block_tables, seq_lens or split_starts.
     """
     if check:
         check_activations("q", q, 3)
-        _check(q, k_pages, v_pages, block_tables, seq_lens, split_starts, q.shape[1], q.shape[2], out, split)
+        check_scale(scale)
+        _check(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, q.shape[1], q.shape[2], out, split)
+        if query_starts is None:
+            check_tensor("seq_lens", seq_lens, (q.shape[0],), torch.int32, q.device)
+        else:
+            check_tensor("query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
     out = torch.empty_like(q) if out is None else out
-    cache = (k_pages, v_pages, block_tables, seq_lens, split_starts)
+    cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, query_starts)
     return _launch((q, None, None, None), cache, out, max_splits, scale, 0.0, workspace, split, pdl, config)
 
 
@@ -306,6 +364,8 @@ def rope_paged_attention_decode(
     eps: float = 1e-6,
     out: Tensor | None = None,
     *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     split: int = SPLIT,
     pdl: bool = False,
     check: bool = True,
@@ -322,20 +382,22 @@ def rope_paged_attention_decode(
     B = qkv.shape[0]
     if check:
         check_activations("qkv", qkv)
-        _check(qkv, k_pages, v_pages, block_tables, seq_lens, split_starts, Nq, D, out, split)
+        check_scale(scale)
+        check_tensor("seq_lens", seq_lens, (B,), torch.int32, qkv.device)
+        _check(qkv, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, Nq, D, out, split)
         check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
         check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
             if norm is not None:
                 check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
     out = torch.empty(B, Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
-    cache = (k_pages, v_pages, block_tables, seq_lens, split_starts)
+    cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, None)
     return _launch((qkv, cos_sin, q_norm, k_norm), cache, out, max_splits, scale, eps, workspace, split, pdl, config)
 
 
 def _launch(
     inputs: tuple[Tensor | None, ...],
-    cache: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
     out: Tensor,
     max_splits: int,
     scale: float,
@@ -345,48 +407,42 @@ def _launch(
     pdl: bool,
     config: AttentionConfig | None,
 ) -> Tensor:
-    k_pages, _, block_tables, _, split_starts = cache
-    (B, Nq, D), (page_size, Nkv) = out.shape, k_pages.shape[1:3]
+    k_pages, v_pages, *scales, block_tables, seq_lens, split_starts, query_starts = cache
+    B, (Nq, D), (page_size, Nkv) = seq_lens.shape[0], out.shape[1:], k_pages.shape[1:3]
     if B == 0:
         return out
-    config = config or choose_config(out.element_size())
+    config = config or choose_config(out.element_size(), scales[0] is not None, split)
+    if config.block_n > split:
+        what = f"at most the split, {split}"
+        raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
     sums = workspace.sums(workspace_floats(max_splits, Nq, D))
     peaks = sums[max_splits * Nq * D :]
     at_once = _PROGRAMS_PER_PROCESSOR * processors(out.device)
     registers = 65536 // (32 * config.num_warps * _PROGRAMS_PER_PROCESSOR) // 8 * 8  # what lets so many run at once
     block_b = 1 if B == 1 else 32 if B <= 32 else max(512, triton.next_power_of_2(B))  # few: each is compiled
     _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
-        *inputs, *cache, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
+        *inputs, *as_integers(torch.int16, k_pages, v_pages), *scales, block_tables, seq_lens, split_starts,
+        query_starts, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
         NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
         BLOCK_B=block_b, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
     )  # fmt: skip
-    # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do. Where there
-    # is not, its programs only look and end, so there should not be many.
-    heads = triton.cdiv(B * Nq, 8 * processors(out.device))
+    # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do. Where there is
+    # not, its programs only look and end, so there should not be many.
+    heads = triton.cdiv(B * Nq, _COMBINING * processors(out.device))
     _combine_kernel[(B, triton.cdiv(Nq, heads))](
-        split_starts, out, sums, peaks, heads, NQ=Nq, D=D, BLOCK_S=16, maxnreg=64, **launch_options(4, 1, pdl)
+        split_starts, query_starts, out, sums, peaks, heads, NQ=Nq, D=D, BLOCK_S=_COMBINED, **launch_options(1, 1, pdl)
     )
     return out
 
 
 def _check(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    Nq: int,
-    D: int,
-    out: Tensor | None,
-    split: int,
-) -> None:
-    check_inputs(q, k_pages, v_pages, block_tables, seq_lens, Nq, D)
-    B = q.shape[0]
-    check_tensor("seq_lens", seq_lens, (B,), torch.int32, q.device)
-    check_tensor("split_starts", split_starts, (B + 1,), torch.int32, q.device)
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, split_starts: Tensor, Nq: int, D: int, out: Tensor | None, split: int,
+) -> None:  # fmt: skip
+    check_inputs(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, Nq, D)
+    check_tensor("split_starts", split_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
     if out is not None:
-        check_tensor("out", out, (B, Nq, D), q.dtype, q.device)
+        check_tensor("out", out, (q.shape[0], Nq, D), q.dtype, q.device)
     if split not in _SPLITS:
         raise InputError("not a power of two from 64 to 1024", where="split", found=split)

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.errors import InputError
-from minirt.kernels.common import check_activations, check_tensor, launch_options
+from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.common import capability, check_activations, check_tensor, launch_options
 
 HEAD_DIMS = (64, 128)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 CASES = [
     {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16},
@@ -16,6 +17,36 @@ CASES = [
     {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32},
     {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
 ]
+
+
+@triton.jit
+def fp8_scale(x, y):
+    """The scale of each row of halves x, y [M, D/2], and 1 for zeros, as `reference.quantize_fp8` defines it → [M] fp32."""
+    x, y = tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32))
+    finite = tl.maximum(tl.where(x < float("inf"), x, 0.0), tl.where(y < float("inf"), y, 0.0))
+    peak = tl.max(finite, 1)
+    return tl.maximum(tl.where(peak > 0, tl.div_rn(peak, 448.0), 1.0), 1.1754943508222875e-38)
+
+
+@triton.jit
+def to_fp8(x, scale):
+    """x [M, N] / scale [M] as bytes of e4m3, rounded to even; what is not finite becomes NaN."""
+    x, scale = x.to(tl.float32), scale[:, None]
+    inverse = tl.div_rn(1.0, scale)
+    # As a division would round, with one more step of Newton's and without its special cases (Markstein 1990). From infinity it
+    # makes NaN.
+    y = x * inverse
+    y = tl.fma(tl.fma(-y, scale, x), inverse, y)
+    if INTERPRETED:
+        # Its conversion knows neither the largest value nor NaN and drops carries; the GPU's instruction does all that.
+        finite = tl.abs(y) < float("inf")
+        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+        bits = y.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        y = tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, normal)
+        return tl.where(finite, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 0x7F)
+    else:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -28,6 +59,8 @@ def _kv_write_kernel(
     k_norm_ptr,
     k_pages_ptr,
     v_pages_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     q_ptr,
     T,
     eps,
@@ -62,15 +95,23 @@ def _kv_write_kernel(
     else:
         # A negative slot: a token that pads a CUDA graph's batch and has nowhere to go.
         slot = tl.load(slots_ptr + t, mask=inside, other=-1)[:, None]
-        stored = slot >= 0
         if head < NQ + NKV:
-            ptrs = k_pages_ptr + (slot * NKV + head - NQ) * D + d
-            tl.store(ptrs, lower, mask=stored)
-            tl.store(ptrs + HALF, upper, mask=stored)
+            _store(lower, upper, slot, head - NQ, k_pages_ptr, k_scales_ptr, NKV, D)
         else:
-            ptrs = v_pages_ptr + (slot * NKV + head - NQ - NKV) * D + d
-            tl.store(ptrs, lower, mask=stored)
-            tl.store(ptrs + HALF, upper, mask=stored)
+            _store(lower, upper, slot, head - NQ - NKV, v_pages_ptr, v_scales_ptr, NKV, D)
+
+
+@triton.jit
+def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, NKV: tl.constexpr, D: tl.constexpr):
+    """Heads in halves [M, D/2] to their slots [M, 1], as fp8 if there are scales."""
+    row = slot * NKV + kv_head
+    if scales_ptr is not None:
+        scale = fp8_scale(lower, upper)
+        lower, upper = to_fp8(lower, scale), to_fp8(upper, scale)
+        tl.store(scales_ptr + row, scale[:, None], mask=slot >= 0)
+    ptrs = pages_ptr + row * D + tl.arange(0, D // 2)[None, :]
+    tl.store(ptrs, lower, mask=slot >= 0)
+    tl.store(ptrs + D // 2, upper, mask=slot >= 0)
 
 
 @triton.jit
@@ -88,6 +129,31 @@ def _rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
     return (a * cos - b * sin).to(lower.dtype), (b * cos + a * sin).to(lower.dtype)
 
 
+def check_pages(
+    k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, Nkv: int | None, D: int, x: Tensor
+) -> None:
+    """Raise InputError unless pages [P, page_size, Nkv, D] are of x's dtype and device, or, with scales for each token and
+    head, of float8_e4m3fn; UnsupportedError where the GPU has no such type."""
+    if (k_scales is None) != (v_scales is None):
+        raise InputError("scales for one of K and V only", where="k_scales, v_scales", expected="both or none")
+    dtype = x.dtype if k_scales is None else torch.float8_e4m3fn
+    check_tensor("k_pages", k_pages, (None, None, Nkv, D), dtype, x.device)
+    check_tensor("v_pages", v_pages, tuple(k_pages.shape), dtype, x.device)
+    if k_scales is not None and v_scales is not None:
+        if x.device.type == "cuda" and capability(x.device) < 89:
+            raise UnsupportedError(
+                "no fp8 KV pages on this GPU", expected="compute capability 8.9 or later", found=capability(x.device) / 10,
+                hint="use pages of the activations' dtype",
+            )  # fmt: skip
+        check_tensor("k_scales", k_scales, tuple(k_pages.shape[:3]), torch.float32, x.device)
+        check_tensor("v_scales", v_scales, tuple(k_pages.shape[:3]), torch.float32, x.device)
+
+
+def as_integers(dtype: torch.dtype, *pages: Tensor) -> list[Tensor]:
+    """Pages of fp8 as integers, which every GPU's and every version's loads and stores know; others as they are."""
+    return [p.view(dtype) if p.dtype == torch.float8_e4m3fn else p for p in pages]
+
+
 def qk_norm_rope_kv_write(
     qkv: Tensor,
     cos_sin: Tensor,
@@ -102,6 +168,8 @@ def qk_norm_rope_kv_write(
     eps: float = 1e-6,
     q_out: Tensor | None = None,
     *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
@@ -109,7 +177,9 @@ def qk_norm_rope_kv_write(
 
     qkv [T, (Nq + 2·Nkv)·D]: heads of q, of k, of v; D is 64 or 128. cos_sin [L, D] fp32 (cosines | sines) is indexed by
     positions [T] int64 in [0, L); slots [T] int64 = page · page_size + offset, negative: k and v are not stored.
-    k_pages, v_pages [P, page_size, Nkv, D]. `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
+    k_pages, v_pages [P, page_size, Nkv, D]. With k_scales, v_scales [P, page_size, Nkv] fp32 the pages are float8_e4m3fn, and
+    what is written is quantized for each token and head as in `reference.quantize_fp8`: K after the rotation.
+    `pdl`: overlap with the kernel before it in the stream (sm_90 and later). UnsupportedError: fp8 on a GPU without it.
     """
     T, D = qkv.shape[0], k_pages.shape[-1]
     if check:
@@ -120,8 +190,7 @@ def qk_norm_rope_kv_write(
         check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
         check_tensor("positions", positions, (T,), torch.int64, qkv.device)
         check_tensor("slots", slots, (T,), torch.int64, qkv.device)
-        check_tensor("k_pages", k_pages, (None, None, Nkv, D), qkv.dtype, qkv.device)
-        check_tensor("v_pages", v_pages, tuple(k_pages.shape), qkv.dtype, qkv.device)
+        check_pages(k_pages, v_pages, k_scales, v_scales, Nkv, D, qkv)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
             if norm is not None:
                 check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
@@ -133,7 +202,8 @@ def qk_norm_rope_kv_write(
         return q_out
     block_t = 1 if T <= 16 else 8 if T <= 1024 else 32  # small batches need the programs, large ones fewer of them
     _kv_write_kernel[(triton.cdiv(T, block_t), Nq + 2 * Nkv)](
-        qkv, cos_sin, positions, slots, q_norm, k_norm, k_pages, v_pages, q_out, T, eps,
+        qkv, cos_sin, positions, slots, q_norm, k_norm, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales,
+        q_out, T, eps,
         NQ=Nq, NKV=Nkv, D=D, BLOCK_T=block_t, **launch_options(1 if block_t == 1 else 4, 1, pdl),
     )  # fmt: skip
     return q_out

@@ -90,16 +90,21 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
         return f"head_dim {config.head_dim} is neither 64 nor 128"
     if config.num_heads // config.num_kv_heads > 16:
         return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than 16"
-    if layer.shared.kv_dtype == FP8:
-        return "its KV pages are fp8"
+    if layer.shared.kv_dtype == FP8 and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 9):
+            return f"compute capability {major}.{minor} is below 8.9 for fp8 KV pages"
     return triton_unsupported(layer, device)
 
 
 @register("attention", "triton", unsupported=_triton_unsupported)
 def triton(layer: Attention) -> Forward:
-    """Norm + QKV + bias · QK-norm + RoPE + KV write (+ attention, when every sequence has one token) · O + residual."""
+    """Norm + QKV + bias · QK-norm + RoPE + KV write (+ attention, when every sequence has one token) · O + residual.
+
+    Elsewhere attention is two kernels, for sequences of one token and for those of more; which are which is read on the device.
+    """
     from minirt.kernels.attention import paged_attention_prefill
-    from minirt.kernels.attention_decode import rope_paged_attention_decode
+    from minirt.kernels.attention_decode import paged_attention_decode, rope_paged_attention_decode
     from minirt.kernels.kv_write import qk_norm_rope_kv_write
     from minirt.kernels.linear import linear_residual, norm_linear
 
@@ -118,15 +123,25 @@ def triton(layer: Attention) -> Forward:
         if batch.max_query_len == 1:
             a = rope_paged_attention_decode(
                 qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device,
-                batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, split=KV_SPLIT, pdl=pdl, check=False,
+                batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, k_scales=kv.k_scale, v_scales=kv.v_scale,
+                split=KV_SPLIT, pdl=pdl, check=False,
             )  # fmt: skip
         else:
             q = qk_norm_rope_kv_write(
-                qkv, cos_sin, batch.positions, batch.slots, kv.k, kv.v, nq, nkv, q_norm, k_norm, eps, check=False
-            )
-            a = paged_attention_prefill(
-                q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device,
-                batch.max_query_len, layer.scale, check=False,
+                qkv, cos_sin, batch.positions, batch.slots, kv.k, kv.v, nq, nkv, q_norm, k_norm, eps, k_scales=kv.k_scale,
+                v_scales=kv.v_scale, check=False,
+            )  # fmt: skip
+            a, shortest = torch.empty_like(q), 1
+            if batch.num_seqs > 1:  # maybe some have one token and a long context: they are split
+                shortest = 2
+                paged_attention_decode(
+                    q, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device, batch.max_splits,
+                    layer.scale, workspace, a, query_starts=batch.query_starts_device, k_scales=kv.k_scale,
+                    v_scales=kv.v_scale, split=KV_SPLIT, check=False,
+                )  # fmt: skip
+            paged_attention_prefill(
+                q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device, layer.scale, a,
+                k_scales=kv.k_scale, v_scales=kv.v_scale, shortest=shortest, check=False,
             )  # fmt: skip
         return linear_residual(
             a.view(-1, nq * d), o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False

@@ -32,13 +32,38 @@ def check(case, dtype, make, cache, nan, agrees, device):
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
     out = kernel.paged_attention_prefill(
-        q, pages.k, pages.v, pages.tables, on_device, pages.lens, max(lens), scale, nan(*q.shape, dtype=dtype)
+        q, pages.k, pages.v, pages.tables, on_device, pages.lens, scale, nan(*q.shape, dtype=dtype)
     )
     expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, lens, totals, scale)
     for start, n, k, v in zip(starts, lens, pages.keys, pages.values, strict=False):
         rows = slice(start, start + n)
         if n:
             agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
+
+
+def check_fp8(case, dtype, make, cache8, nan, agrees, device):
+    Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
+    lens = case["lens"]
+    totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
+    kv = cache8(totals, Nkv, D, page_size)
+    q, scale = make(sum(lens), Nq, D, dtype=dtype), 0.02
+    if dtype == torch.bfloat16:
+        q[0] *= 1e5  # more than fp16 holds, in which these pages are multiplied
+    starts = list(itertools.accumulate(lens, initial=0))
+    on_device = torch.tensor(starts, dtype=torch.int32, device=device)
+    rest = {"block_tables": kv.tables, "query_starts": on_device, "seq_lens": kv.lens, "scale": scale}
+    out = kernel.paged_attention_prefill(q, out=nan(*q.shape, dtype=dtype), **rest, **kv.pages)
+    k_clean, v_clean, *scales = kv.clean
+    expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales)
+    for start, n, k, v in zip(starts, lens, kv.keys, kv.values, strict=False):
+        rows = slice(start, start + n)
+        if n:
+            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_prefill_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
+    check_fp8(case, dtype, make, cache8, nan, agrees, device)
 
 
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
@@ -60,12 +85,45 @@ def test_sequences_without_new_tokens(make, cache, nan, agrees, device):
     check({**case, "lens": (0,), "contexts": (9,)}, torch.float32, make, cache, nan, agrees, device)
 
 
+def test_padding_of_a_cuda_graph(make, cache, nan, agrees, device):
+    """Rows behind the last sequence's and sequences without rows, as many as a captured batch may be padded with."""
+    pages = cache([70, 9, 0, 0], 2, 64, 16, torch.float32)
+    q = make(150, 6, 64, dtype=torch.float32)
+    q[74:] = torch.nan
+    starts = torch.tensor([0, 70, 74, 74, 74], dtype=torch.int32, device=device)
+    rest = (pages.k, pages.v, pages.tables, starts, pages.lens, 0.2)
+    out = kernel.paged_attention_prefill(q, *rest, nan(*q.shape, dtype=q.dtype))
+    longer = kernel.paged_attention_prefill(q, *rest, nan(*q.shape, dtype=q.dtype), shortest=5)
+    assert torch.equal(longer[:70], out[:70])
+    assert longer[70:].isnan().all()
+    for rows, k, v in zip((slice(0, 70), slice(70, 74)), pages.keys, pages.values, strict=False):
+        truth = attention64(q[rows], k, v, 0.2)
+        agrees(out[rows], truth.float(), truth)
+    assert out[74:].isnan().all()
+
+
+@pytest.mark.parametrize("fault", ["k_scales", "v_scales", "k_pages"])
+def test_planted_faults_in_fp8_pages_are_found(fault, make, cache8, nan, agrees, device):
+    """Scales of the neighbouring token, and channels swapped pairwise, as reading pairs in the wrong order would."""
+
+    def broken(*args):
+        kv = cache8(*args)
+        kv.pages[fault] = kv.pages[fault].roll(1, 1) if fault != "k_pages" else swap(kv.pages[fault])
+        return kv
+
+    def swap(pages):
+        return pages.view(torch.uint8).unflatten(-1, (-1, 2)).flip(-1).flatten(-2).view(pages.dtype)
+
+    with pytest.raises(pytest.fail.Exception):
+        check_fp8(kernel.CASES[1], torch.float32, make, broken, nan, agrees, device)
+
+
 def test_wrong_arguments_are_named(make, cache, device):
     pages = cache([20], 2, 64, 16, torch.float32)
     starts = torch.tensor([0, 20], dtype=torch.int32, device=device)
 
     def call(q, starts=starts, k=pages.k, tables=pages.tables):
-        kernel.paged_attention_prefill(q, k, pages.v, tables, starts, pages.lens, 20, 1.0)
+        kernel.paged_attention_prefill(q, k, pages.v, tables, starts, pages.lens, 1.0)
 
     with pytest.raises(InputError, match="unsupported number of query heads; expected a multiple of 2"):
         call(make(20, 3, 64, dtype=torch.float32))
@@ -75,9 +133,18 @@ def test_wrong_arguments_are_named(make, cache, device):
         call(make(20, 4, 64, dtype=torch.float32), starts[:1])
     with pytest.raises(InputError, match="block_tables: wrong dtype"):
         call(make(20, 4, 64, dtype=torch.float32), tables=pages.tables.long())
+    scales = torch.ones(pages.k.shape[:3], device=device)
+    q = make(20, 2, 64, dtype=torch.float32)
+    rest = (pages.k, pages.v, pages.tables, starts, pages.lens)
+    with pytest.raises(InputError, match="scales for one of K and V only"):
+        kernel.paged_attention_prefill(q, *rest, 1.0, k_scales=scales)
+    with pytest.raises(InputError, match=r"k_pages: wrong dtype; expected torch.float8_e4m3fn"):
+        kernel.paged_attention_prefill(q, *rest, 1.0, k_scales=scales, v_scales=scales)
+    with pytest.raises(InputError, match=r"scale: not positive.*found 0"):
+        kernel.paged_attention_prefill(q, *rest, 0.0)
     q, odd = make(1, 2, 64, dtype=torch.float32), make(4, 5, 2, 64, dtype=torch.float32)
     with pytest.raises(InputError, match=r"unsupported page size.*found 5"):
-        kernel.paged_attention_prefill(q, odd, odd, pages.tables, starts, pages.lens, 1, 1.0)
+        kernel.paged_attention_prefill(q, odd, odd, pages.tables, starts, pages.lens, 1.0)
 
 
 @pytest.mark.gpu
@@ -92,11 +159,18 @@ def test_large(heads, lens, contexts, half_dtype, make, cache, nan, agrees, devi
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [QWEN, LLAMA], ids=["qwen", "llama"])
+def test_large_on_fp8_pages(heads, half_dtype, make, cache8, nan, agrees, device):
+    case = {**heads, "lens": (700, 1, 100, 33, 9), "contexts": (0, 3000, 1500, 8, 6000)}
+    check_fp8(case, half_dtype, make, cache8, nan, agrees, device)
+
+
+@pytest.mark.gpu
 def test_same_bits_every_time(make, cache, device):
     pages = cache([1500], 4, 128, 64, torch.bfloat16)
     q, starts = make(1500, 28, 128, dtype=torch.bfloat16), torch.tensor([0, 1500], dtype=torch.int32, device=device)
     runs = [
-        kernel.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 1500, 0.1)
+        kernel.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 0.1)
         for _ in range(20)
     ]
     assert all(torch.equal(runs[0], run) for run in runs)

@@ -105,6 +105,89 @@ def test_fused_with_rope_and_write(case, normalize, dtype, make, cache, nan, agr
     check_fused(case, normalize, dtype, make, cache, nan, agrees, device)
 
 
+def check_fp8(case, dtype, make, cache8, nan, agrees, device):
+    Nq, Nkv, D, split = case["Nq"], case["Nkv"], case["D"], case["split"]
+    lens = list(case["seq_lens"])
+    kv = cache8(lens, Nkv, D, case["page_size"])
+    q, scale = make(len(lens), Nq, D, dtype=dtype), 0.02
+    if dtype == torch.bfloat16:
+        q[0] *= 1e5  # more than fp16 holds, in which these pages are multiplied
+    starts, most, workspace = plan(lens, split, Nq, D, device, spare=5)
+    out = kernel.paged_attention_decode(
+        q, block_tables=kv.tables, seq_lens=kv.lens, split_starts=starts, max_splits=most, scale=scale, workspace=workspace,
+        out=nan(*q.shape, dtype=dtype), split=split, **kv.pages,
+    )  # fmt: skip
+    k_clean, v_clean, *scales = kv.clean
+    for i, n in enumerate(lens):
+        if n == 0:
+            assert not out[i].any()
+            continue
+        row = slice(i, i + 1)
+        expected = reference.paged_attention(q[row], k_clean, v_clean, kv.tables[row], [1], [n], scale, *scales)
+        agrees(out[i], expected[0], decode64(q[i], kv.keys[i], kv.values[i], scale))
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_decode_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
+    check_fp8(case, dtype, make, cache8, nan, agrees, device)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("case", kernel.CASES[1:3], ids=str)
+def test_fused_on_fp8_pages(case, normalize, dtype, make, cache8, nan, agrees, device):
+    """The same bytes and scales as the kernel that only writes, and attention on them, also on the new token's."""
+    Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
+    lens, B, scale = list(case["seq_lens"]), len(case["seq_lens"]), 0.02
+    kv = cache8(lens, Nkv, D, page_size)
+    qkv, cos_sin = make(B, (Nq + 2 * Nkv) * D, dtype=dtype), make(max(lens), D, dtype=torch.float32)
+    norms = (make(D, dtype=dtype), make(D, dtype=dtype)) if normalize else (None, None)
+    positions = (kv.lens.long() - 1).clamp_min(0)
+    where = kv.tables.gather(1, positions.unsqueeze(1) // page_size).squeeze(1) * page_size + positions % page_size
+    slots = where.where(kv.lens > 0, -1)
+    own = {name: x.clone() for name, x in kv.pages.items()}
+    k, v, k_scales, v_scales = own.values()
+    q = kv_write.qk_norm_rope_kv_write(
+        qkv, cos_sin, positions, slots, k, v, Nq, Nkv, *norms, 1e-5, k_scales=k_scales, v_scales=v_scales
+    )
+    starts, most, workspace = plan(lens, split, Nq, D, device)
+    rest = {"block_tables": kv.tables, "seq_lens": kv.lens, "split_starts": starts, "max_splits": most, "scale": scale}
+    rest |= {"workspace": workspace, "split": split}
+    expected = kernel.paged_attention_decode(q, **own, **rest)
+    names = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-5, "out": nan(B, Nq, D, dtype=dtype)}
+    out = kernel.rope_paged_attention_decode(qkv, cos_sin, **kv.pages, **rest, Nq=Nq, **names)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected, rtol=4 * eps, atol=max(2 * eps, 1e-5) * float(expected.abs().max()))
+    for name, written in own.items():
+        found = kv.pages[name]
+        if written.dtype == torch.float32:
+            torch.testing.assert_close(found, written, rtol=2 * eps, atol=0, equal_nan=True)
+        else:  # where the compiler fuses the rotation's products and sums otherwise, a value may round to its neighbour
+            found, written = (x.float().nan_to_num(1000) for x in (found, written))
+            assert ((found - written).abs() <= written.abs() / 8 + 2**-9).all()
+            assert (found != written).float().mean() < 0.01
+
+
+def test_single_tokens_among_prompts(make, cache, nan, agrees, device):
+    """Only they are computed, from their rows of q to their rows of the result, whether of one split or of more."""
+    lens, new = [300, 65, 1, 0, 64, 200, 9], [1, 5, 1, 0, 1, 130, 1]
+    pages = cache(lens, 2, 64, 16, torch.float32)
+    q = make(sum(new) + 3, 6, 64, dtype=torch.float32)
+    firsts = [sum(new[:i]) for i in range(len(new) + 1)]
+    query_starts = torch.tensor(firsts, dtype=torch.int32, device=device)
+    starts, most, workspace = plan(lens, 64, 6, 64, device, spare=4)
+    out = kernel.paged_attention_decode(
+        q, pages.k, pages.v, pages.tables, pages.lens, starts, most, 0.2, workspace, nan(*q.shape, dtype=q.dtype),
+        query_starts=query_starts, split=64,
+    )  # fmt: skip
+    untouched = torch.ones(len(q), dtype=torch.bool, device=device)
+    for row, n, k, v in zip(firsts, new, pages.keys, pages.values, strict=False):
+        if n == 1:
+            truth = decode64(q[row], k, v, 0.2)
+            agrees(out[row], truth.float(), truth)
+            untouched[row] = False
+    assert out[untouched].isnan().all()
+
+
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_large_batches(processors, make, cache, nan, agrees, device, monkeypatch):
     """More sequences than are looked up at once in a small batch, more items than programs, empty ones everywhere."""
@@ -172,6 +255,12 @@ def test_wrong_arguments_are_named(make, cache, device):
 def test_large(case, half_dtype, make, cache, nan, agrees, device):
     check(case, half_dtype, make, cache, nan, agrees, device)
     check_fused(case, True, half_dtype, make, cache, nan, agrees, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE[:3] + LARGE[4:], ids=str)
+def test_large_on_fp8_pages(case, half_dtype, make, cache8, nan, agrees, device):
+    check_fp8(case, half_dtype, make, cache8, nan, agrees, device)
 
 
 @pytest.mark.gpu
