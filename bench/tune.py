@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) 
     times: dict[Any, list[float]] = {config: [] for config in configs}
     for _ in range(REPEATS):
         for config, own in times.items():
-            own.append(time(lambda config=config: launch(config)))
+            own.append(time(partial(launch, config)))
     return {config: statistics.median(own) for config, own in times.items()}
 
 

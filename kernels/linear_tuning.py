@@ -117,16 +117,17 @@ def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable
         else:
             gemm(h, weight, None, residual, out, scale=scale, x_scale=x_scale, check=False, config=config)
 
-    expected = reference.linear(x, *weights[0][:1], None, weights[0][1])
+    expected = reference.linear(x, weights[0][0], None, weights[0][1])
     expected = expected if activation is None else reference.gated(expected, activation)
     expected = expected if residual is None else expected + residual
 
     def launch(config: Any) -> None:
-        run(*weights[next(turn) % copies], config)
+        weight, scale = weights[next(turn) % copies]
+        run(weight, scale, config)
 
     def check(config: Any) -> None:
         out.fill_(torch.nan)
-        run(*weights[0], config)
+        run(weights[0][0], weights[0][1], config)
         error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
         if not error < _TOLERANCE:
             raise NumericsError("a configuration computes something else", expected=f"below {_TOLERANCE}", found=f"{error:.1e}")

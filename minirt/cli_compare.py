@@ -91,7 +91,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     with _open(options) as generator:
         shape = _shape(options, layer, cuda)
         tokens = _tokens(generator, text, shape)
-        model: Any = generator._model  # its layers are bound anew: the generator has no part in what follows
+        model: Any = generator.model  # its layers are bound anew: the generator has no part in what follows
         result = benchmark.run(
             model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling,
             progress=(lambda text: None) if quiet else note,

@@ -80,7 +80,7 @@ def fp8_command(file: str, num_tokens: int, as_json: bool, quiet: bool, **option
         )
         plain = stack.enter_context(load())
         quantized = stack.enter_context(load(quantization="fp8", quantize_head=True))
-        errors = format_errors(plain._model, quantized._model, plain.encode(text)[:num_tokens])
+        errors = format_errors(plain.model, quantized.model, plain.encode(text)[:num_tokens])
     write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if as_json else table(errors))
 
 

@@ -311,6 +311,13 @@ class Generator:
         self.close()
 
     @property
+    def model(self) -> Model:
+        """The layers with their weights, as the plan says they run."""
+        if self._model is None:
+            raise MinirtError("the generator is closed", where=self.name)
+        return self._model
+
+    @property
     def _live(self) -> Engine:
         if self._model is None:
             raise MinirtError("the generator is closed", where=self.name)

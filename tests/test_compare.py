@@ -444,6 +444,7 @@ def test_the_text_of_its_own_is_long_enough():
 @pytest.mark.parametrize("options", [(), ("--fp8",)])
 def test_on_a_gpu_everything_is_timed(options, run, folder):
     code, out, err = run("compare", "-m", folder, "--dtype", "bfloat16", "-b", 3, *options, "-q", "-o", "json")
+    assert out, err
     record = json.loads(out)
     assert code == 0, err
     assert record["no_speed"] is None
