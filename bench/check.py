@@ -16,6 +16,7 @@ from minirt.sampling import SamplingParams
 # Of the prompts: all different, so that rows which change places show, and one beyond the kernels for few tokens (or as long as
 # the model allows).
 LENGTHS = (*range(9, 16), 300)
+_FP8_NOISE = 2**-6  # also in fp32, for the values that a last bit moves to another code of e4m3
 NEW_TOKENS = 16
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -43,13 +44,17 @@ def compare(generator: Generator, expected: Reference, batch_sizes: Sequence[int
     Two implementations round differently. In the activation dtype's eps (the distance of two neighbours at 1; bf16 2⁻⁷)
     the same-dtype eager layers err by 2 of fp32 (bench/LOG.md: 1.7e-2 in bf16), and two such by 3. So the logits' relative
     error may be 8 eps, and a token that differs is a near-tie if its logit lies within 16 eps of the row's root mean square
-    under the largest: four deviations of a difference of two logits. After a near-tie a text goes its own way.
+    under the largest: four deviations of a difference of two logits. After a near-tie a text goes its own way. With fp8 weights
+    both implementations round activations to e4m3, where a last bit of bf16 moves some values to the next code, 6% away: measured
+    8.3e-2 instead of 1.5e-2 for Qwen2.5-7B's shapes, and three times as much is allowed.
 
     Raises:
         NumericsError: one of the two does not hold; then there is nothing to time.
     """
     dtype = getattr(torch, generator.plan.rows[0].dtype)  # the embedding's is that of the activations
     eps = max(torch.finfo(dtype).eps, 1.2e-5)  # in fp32 sums in another order come to more than roundings
+    if any("fp8" in row.dtype for row in generator.plan.rows):
+        eps = max(3 * eps, _FP8_NOISE)
     pairs = zip(expected.prompts, expected.tokens, strict=True)
     found = torch.cat([_logits(generator, prompt, tokens) for prompt, tokens in pairs])
     truth = torch.cat(expected.logits)

@@ -279,9 +279,10 @@ def test_prompts_that_would_keep_nobody_waiting():
 class Answers:
     """A model that always says `tokens`, with `logits` for each prompt; a prompt is told by its length."""
 
-    def __init__(self, change=None, logits_change=None):
+    def __init__(self, change=None, logits_change=None, dtype="bfloat16"):
         generator = torch.Generator().manual_seed(4)
-        self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(rows=[SimpleNamespace(dtype="bfloat16")])
+        rows = [SimpleNamespace(dtype="bfloat16"), SimpleNamespace(dtype=dtype)]
+        self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(rows=rows)
         self.max_len = 512
         self.change, self.logits_change = change, logits_change
         self.table = {n: torch.randn(check.NEW_TOKENS, 50, generator=generator) for n in check.LENGTHS}
@@ -305,8 +306,8 @@ class Answers:
         return self.logits_change(logits) if self.logits_change else logits
 
 
-def compared(change=None, logits_change=None, batch_sizes=(1, 8, 11)):
-    return check.compare(Answers(change, logits_change), check.reference(Answers()), batch_sizes)
+def compared(change=None, logits_change=None, batch_sizes=(1, 8, 11), dtype="bfloat16"):
+    return check.compare(Answers(change, logits_change, dtype), check.reference(Answers()), batch_sizes)
 
 
 def test_agreement_is_counted():
@@ -348,6 +349,9 @@ def test_wrong_answers_are_not_timed():
     with pytest.raises(NumericsError, match="found nan"):
         compared(logits_change=lambda logits: logits.clone().fill_(math.nan))
     compared(logits_change=lambda logits: logits * 1.05)  # within 8 eps of bf16
+    compared(logits_change=lambda logits: logits * 1.18, dtype="bfloat16 · fp8")
+    with pytest.raises(NumericsError, match="relative error"):
+        compared(logits_change=lambda logits: logits * 1.2, dtype="bfloat16 · fp8")
 
 
 # Ceilings and reports
