@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minirt import models, weights
-from minirt.batch import Batch, Chunk
+from minirt.batch import Batch, Chunk, Layout, write
 from minirt.graph import Model
 from minirt.kv_cache import KVCache
 from minirt.quantize import FP8, Quantization
@@ -99,6 +99,42 @@ def test_fp8_pages(family):
     eager, triton, wide = logits("eager", FP8), logits("triton", FP8), logits("eager", torch.float32)
     between, quantized = ((x - eager).norm() / eager.norm() for x in (triton, wide))
     assert between < quantized / 10
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), [(32, 8), (16, 16), (32, 1)])
+def test_a_padded_batch(tokens, seqs):
+    """What the CUDA graph of a step with prompts replays: as many tokens and sequences as its buffers have room for, most of them
+    padding, which may change no logits and no page. As many sequences as tokens do not make it a decode step."""
+    model = build("qwen2", "triton")
+    random = torch.Generator().manual_seed(5)
+
+    def prompt(n):
+        return torch.randint(0, 211, (n,), generator=random).tolist()
+
+    cached = [Chunk(prompt(70), 0, [3, 1]), Chunk(prompt(3), 0, [6])]
+    chunks = [Chunk(prompt(9), 3, [6]), Chunk([~1], 70, [3, 1]), Chunk(prompt(4), 0, [0], wants_logits=False)][:seqs]
+    sampled = torch.tensor([5, 77] + [0] * (seqs - 1), device=DEVICE)
+    results = []
+    for padded in (False, True):
+        cache = KVCache(model.kv_shapes, 9, DEVICE, model.kv_dtype)
+        for layer in cache.layers:
+            layer.k.fill_(float("nan")), layer.v.fill_(float("nan"))
+        model(Batch.build(cached, cache.page_size), cache)
+        batch = Batch.build(chunks, cache.page_size).after(sampled)
+        if padded:
+            layout = Layout(tokens, seqs, seqs, 4)
+            flat = torch.full((layout.words,), 9, dtype=torch.int32)
+            write(layout, flat, chunks, cache.page_size)
+            logits = torch.full((seqs, 211), float("nan"), device=DEVICE)
+            batch = Batch.static(flat.to(DEVICE), layout, 256, 40, decode=False, previous=sampled, logits=logits)
+        out = model(batch, cache)[: sum(c.wants_logits for c in chunks)]
+        results.append((out.cpu(), [x.cpu() for layer in cache.layers for x in layer if x is not None]))
+    (plain, pages), (out, own) = results
+    assert torch.equal(out.isnan(), torch.zeros_like(out, dtype=torch.bool))
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
+    for found, expected in zip(own, pages, strict=True):
+        assert torch.equal(found.isnan(), expected.isnan()), "a page that is nobody's was written, or one was not"
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("layer", ["embedding", "layers.1.attention", "layers.0.mlp", "head"])
