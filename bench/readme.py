@@ -73,10 +73,12 @@ TABLES: dict[str, Callable[[], str]] = {"decode": decode, "prefill": prefill}
 
 def render(text: str) -> str:
     """`text`, a README, with every table made anew."""
-    for name, table in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
-        text = pattern.sub(lambda match, table=table: match[1] + table() + match[2], text)
-    return text
+
+    def anew(match: re.Match[str]) -> str:
+        return match["start"] + TABLES[match["name"]]() + match["end"]
+
+    names = "|".join(TABLES)
+    return re.sub(rf"(?P<start><!-- (?P<name>{names}) -->\n).*?(?P<end>\n<!-- end of (?P=name) -->)", anew, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

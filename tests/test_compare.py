@@ -105,7 +105,6 @@ def test_formats_say_the_same_and_that_nothing_is_a_speed(sound, tmp_path):
 
 @pytest.mark.parametrize(("suffix", "timed"), [(".png", True), (".svg", False)])
 def test_picture(suffix, timed, sound, tmp_path):
-    pytest.importorskip("matplotlib")
     shared, result = sound
     rows = result.rows if timed else [row | compare._NO_TIME for row in result.rows]
     report = compare_report.report(shared, compare.Result(rows, None, {}, []), cuda=False)
@@ -118,7 +117,6 @@ def test_picture(suffix, timed, sound, tmp_path):
 
 
 def test_the_command(run, folder, tmp_path):
-    pytest.importorskip("matplotlib")
     target = tmp_path / "a.png"
     base = ("compare", "-m", folder, *CPU, *SHORT, "--layer", "layers.1.mlp", "--picture", target)
     code, out, err = run(*base, "-o", "json")
