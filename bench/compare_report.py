@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirt.bench.compare import Result
-from minirt.bench.report import Column, Report, Row, heading
+from minirt.bench.report import Column, Report, Row, heading, table
 
 NO_SPEED = "No figure here is a speed: this is a CPU, and the Triton kernels run in Triton's interpreter"
 
@@ -23,7 +23,7 @@ class CompareReport(Report):
         lines += [f"{shared['model']} {shared['dtype']}: {' and '.join(shared['implementations'])} against eager, errors "
                   "relative to the same in fp64.", ""]  # fmt: skip
         lines += [f"Not compared: {name}: {why}." for name, why in shared["skipped"].items()] + [""] * bool(shared["skipped"])
-        lines += _table(_LAYER_COLUMNS, self.results)
+        lines += table(_LAYER_COLUMNS, self.results, left=3)
         if any(row["cold_l2"] is False for row in self.results):
             lines += ["", r"\* what the layers of this kind read in turn fits, or nearly, the L2 cache: not a cold time."]
         if shared["whole_model"]:
@@ -43,14 +43,6 @@ def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
     }
     single = {name: value for name, value in shared.items() if name != "matmul_ceiling"}  # here there may be several
     return CompareReport(single | own, result.rows)
-
-
-def _table(columns: list[Column], rows: list[Row], left: int = 3) -> list[str]:
-    return [
-        "| " + " | ".join(title for title, _ in columns) + " |",
-        "| " + " | ".join("---" if i < left else "---:" for i in range(len(columns))) + " |",
-        *("| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows),
-    ]
 
 
 def _whole(whole: Row, names: str) -> list[str]:
@@ -79,7 +71,7 @@ def _whole(whole: Row, names: str) -> list[str]:
         (f"{names} takes less", lambda r: "" if r["seconds"] == best else f"{(r['seconds'] - best) * 1e3:,.3f} ms"),
         ("its speedup", lambda r: "" if r["seconds"] == best else f"{r['seconds'] / best:.3g}"),
     ]
-    lines += ["", *_table(columns, [{"name": name, "seconds": seconds} for name, seconds in rows], 1)]
+    lines += ["", *table(columns, [{"name": name, "seconds": seconds} for name, seconds in rows], left=1)]
     if graph:
         lines += ["", "The eager graph holds for this context length alone: its attention takes the lengths from the host."]
     else:

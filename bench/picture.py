@@ -9,6 +9,7 @@ from minirt.errors import MinirtError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
 
@@ -41,8 +42,16 @@ def draw(shared: Row, rows: list[Row], target: Path) -> None:
     note = f"\n{shared['no_speed']}" if shared["no_speed"] else ""
     title = f"{shared['model']} {shared['dtype']} · {shared['device']} · minirt {shared['commit']}{note}"
     figure.suptitle(title, fontsize=9)
+    save(figure, target)
+
+
+def save(figure: "Figure", target: Path) -> None:
+    """Write a figure; MinirtError if the file cannot be written. The same figure gives the same bytes."""
+    import matplotlib
+
     try:
-        figure.savefig(target, dpi=150)
+        with matplotlib.rc_context({"svg.hashsalt": "minirt"}):
+            figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
     except OSError as error:
         raise MinirtError(f"cannot write the picture: {error.strerror}", where=target) from error
 

@@ -40,7 +40,8 @@ class Report:
     def _csv(self) -> str:
         rows = [dict(_flat(self.context | row)) for row in self.results]
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        columns = dict.fromkeys(name for row in rows for name in row)  # not every row need have all
+        writer = csv.DictWriter(text, list(columns), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
@@ -54,11 +55,7 @@ class Report:
             lines += [f"Matrix product, same run: {rate:,.1f} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
         lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
         columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
-        lines.append("| " + " | ".join(title for title, _ in columns) + " |")
-        lines.append("| " + " | ".join("---" if i < 5 else "---:" for i in range(len(columns))) + " |")
-        for row in self.results:
-            lines.append("| " + " | ".join(cell(shared | row) for _, cell in columns) + " |")
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *table(columns, [shared | row for row in self.results], left=5)]) + "\n"
 
 
 def heading(shared: Row) -> list[str]:
@@ -82,12 +79,8 @@ def context(
     correctness: Row,
     ceiling: Ceiling | MatmulCeiling | None,
 ) -> Row:
-    """What all results of one run share: model, machine, versions, commit, command line, check, ceiling. Bytes, seconds."""
-    device, facts = generator.device, environment()
-    cuda = device.type == "cuda"
-    return {
-        "schema": 1,
-        "benchmark": benchmark,
+    """What all results of one run of a model share: `machine`, model, check, ceiling. Bytes, seconds."""
+    own = {
         "model": name,
         "model_type": generator.config.model_type,
         "weight_bytes": generator.plan.weight_bytes,
@@ -95,16 +88,26 @@ def context(
         "dtype": " · ".join(sorted({part for row in generator.plan.rows for part in row.dtype.split(" · ")})),
         "kv_bytes_per_token": generator.kv_bytes_per_token,
         "implementations": sorted({row.implementation for row in generator.plan.rows}),
-        "backend": "CUDA" if cuda else "CPU",
+        "correctness": correctness,
+        "matmul_ceiling": vars(ceiling) if isinstance(ceiling, MatmulCeiling) else None,
+    }
+    return machine(benchmark, generator.device, command, ceiling if isinstance(ceiling, Ceiling) else None) | own
+
+
+def machine(benchmark: str, device: torch.device, command: list[str], ceiling: Ceiling | None) -> Row:
+    """What says where and with what a benchmark ran: machine, versions, commit, command line, read ceiling."""
+    facts = environment()
+    return {
+        "schema": 1,
+        "benchmark": benchmark,
+        "backend": "CUDA" if device.type == "cuda" else "CPU",
         "device": device_name(device),
         "versions": {name: facts[name] for name in ("python", "minirt", "triton")} | {"torch": torch.__version__},
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "environment": facts,
-        "correctness": correctness,
-        "read_ceiling": vars(ceiling) if isinstance(ceiling, Ceiling) else None,
-        "matmul_ceiling": vars(ceiling) if isinstance(ceiling, MatmulCeiling) else None,
+        "read_ceiling": vars(ceiling) if ceiling else None,
         "datasheet_bytes_per_s": datasheet_bandwidth(device),
     }
 
@@ -169,6 +172,17 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 2, unit: str 
 
 
 Column = tuple[str, Callable[[Row], str]]
+
+
+def table(columns: list[Column], rows: list[Row], left: int) -> list[str]:
+    """The lines of a Markdown table, numbers (columns from `left` on) to the right."""
+    return [
+        "| " + " | ".join(title for title, _ in columns) + " |",
+        "| " + " | ".join("---" if i < left else "---:" for i in range(len(columns))) + " |",
+        *("| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows),
+    ]
+
+
 _SHARED_COLUMNS: list[Column] = [
     ("model", lambda r: f"{_short(r['model'])} {r['dtype']}"),
     ("size", lambda r: f"{r['weight_bytes'] / 1e9:.2f} GB"),

@@ -386,8 +386,10 @@ def check_scale(scale: float) -> None:
 
 
 def cost(
-    query_lens: Sequence[int], seq_lens: Sequence[int], Nq: int, Nkv: int, D: int, itemsize: int
+    query_lens: Sequence[int], seq_lens: Sequence[int], Nq: int, Nkv: int, D: int, itemsize: int, fp8: bool = False
 ) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of a batch, K and V of each sequence read once."""
+    """(bytes read and written, floating-point operations) of a batch, K and V of each sequence read once; `fp8`: from pages of
+    that type, with a scale for each token and head."""
     seen = sum(new * total - new * (new - 1) // 2 for new, total in zip(query_lens, seq_lens, strict=True))
-    return 2 * (sum(query_lens) * Nq + sum(seq_lens) * Nkv) * D * itemsize, 4 * seen * Nq * D
+    head = D + 4 if fp8 else D * itemsize
+    return 2 * (sum(query_lens) * Nq * D * itemsize + sum(seq_lens) * Nkv * head), 4 * seen * Nq * D

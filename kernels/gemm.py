@@ -391,8 +391,3 @@ def check_operands(
 
 def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Tensor | TensorDescriptor | None:
     return TensorDescriptor.from_tensor(tensor, tile) if tma and tensor is not None else tensor
-
-
-def cost(T: int, N: int, K: int, itemsize: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations); N counts the weight's rows, gate and up both."""
-    return (N * K + T * K + T * N) * itemsize, 2 * T * N * K

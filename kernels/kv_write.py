@@ -209,6 +209,7 @@ def qk_norm_rope_kv_write(
     return q_out
 
 
-def cost(T: int, Nq: int, Nkv: int, D: int, itemsize: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations)."""
-    return 2 * T * (Nq + 2 * Nkv) * D * itemsize + T * (4 * D + 16), 3 * T * (Nq + Nkv) * D
+def cost(T: int, Nq: int, Nkv: int, D: int, itemsize: int, fp8: bool = False) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations); `fp8`: to pages of that type, with a scale for each token and head."""
+    head = D + 4 if fp8 else D * itemsize
+    return T * ((2 * Nq + 2 * Nkv) * D * itemsize + 2 * Nkv * head + 4 * D + 16), 3 * T * (Nq + Nkv) * D

@@ -128,6 +128,13 @@ def _input(x: Tensor, norm_weight: Tensor | None, eps: float, fp8: bool, pdl: bo
     return (x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)), None
 
 
-def cost(T: int, N: int, K: int, itemsize: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations); N counts the weight's rows, gate and up both."""
-    return (N * K + T * K + T * N) * itemsize, 2 * T * N * K
+def cost(
+    T: int, N: int, K: int, itemsize: int, *, weight_itemsize: int | None = None, gated: bool = False, residual: bool = False
+) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of x [T, K] by weight [N, K] (gated: [2N, K]) → [T, N].
+
+    `itemsize` is that of the activations, and of the weight unless `weight_itemsize` says otherwise.
+    """
+    rows = 2 * N if gated else N
+    weights = rows * K * (weight_itemsize or itemsize)
+    return weights + T * (K + N * (2 if residual else 1)) * itemsize, 2 * T * rows * K

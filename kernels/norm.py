@@ -102,6 +102,6 @@ def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | 
         )
 
 
-def cost(T: int, H: int, itemsize: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations)."""
-    return (2 * T * H + H) * itemsize, 4 * T * H
+def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations); `out_itemsize` where it differs: 1 of what is quantized."""
+    return (T * H + H) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H

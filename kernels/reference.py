@@ -21,7 +21,7 @@ def embedding(tokens: Tensor, table: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm (Zhang & Sennrich 2019) over the last dimension of `x` [..., H] with `weight` [H]."""
-    if x.dtype == torch.float32:
+    if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

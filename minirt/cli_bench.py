@@ -1,23 +1,28 @@
-"""`minirt bench decode | prefill | latency | throughput`: what to measure, where to print it. minirt.bench measures."""
+"""`minirt bench decode | prefill | latency | throughput`: what to measure, where to print it. minirt.bench measures.
+`minirt bench kernels` is in cli_bench_kernels."""
 
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli_bench_kernels import kernels
 from minirt.cli_options import (
+    NUMBERS,
+    RANGE,
+    check_target,
     debug_option,
     load_options,
     model_name,
     open_generator,
     option_group,
+    output_file_option,
+    output_format_option,
     plan_graph,
     quiet_option,
 )
-from minirt.cli_output import note, write
-from minirt.errors import InputError, MinirtError
+from minirt.cli_output import emit, note
+from minirt.errors import InputError
 
 if TYPE_CHECKING:
     from minirt.bench.ceiling import Ceiling, MatmulCeiling
@@ -26,27 +31,6 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]
 
 
-class _Numbers(click.ParamType):
-    """"1,8,64" → (1, 8, 64): whole numbers above 0. With `separator=":"` a range, "32:512" or "64" → (32, 512), (64, 64)."""
-
-    def __init__(self, name: str, separator: str) -> None:
-        self.name, self._separator = name, separator
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in value.split(self._separator)]
-        numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
-        if len(numbers) != len(words):
-            self.fail(f"{value!r} is not whole numbers above 0 with {self._separator!r} between", param, ctx)
-        if self._separator == ":":
-            numbers = numbers * 2 if len(numbers) == 1 else numbers
-            if len(numbers) != 2 or numbers[0] > numbers[1]:
-                self.fail(f"{value!r} is no range LOW:HIGH", param, ctx)
-        return numbers
-
-
-NUMBERS, _RANGE = _Numbers("N,N,…", ","), _Numbers("LOW:HIGH", ":")
 _measure_options = option_group(
     load_options,
     click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one more comes first."),
@@ -59,13 +43,8 @@ _measure_options = option_group(
         "--skip-check", is_flag=True,
         help="Do not load the eager layers first to compare with them; the result then says so.",
     ),
-    click.option(
-        "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
-        help="How to print the results.",
-    ),
-    click.option(
-        "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Print them to a file.",
-    ),
+    output_format_option,
+    output_file_option,
     quiet_option,
     debug_option,
 )
@@ -73,11 +52,14 @@ _measure_options = option_group(
 
 @click.group()
 def bench() -> None:
-    """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput.
+    """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput; or its kernels alone.
 
     Prompts are random token ids, so no tokenizer is needed, and generation goes on past an end-of-sequence token. Before
     anything is timed, the model is loaded with the eager layers, and what is to be measured is compared with them.
     """
+
+
+bench.add_command(kernels)
 
 
 @bench.command()
@@ -176,8 +158,8 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
 
 @bench.command()
 @click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Prompts in all.")
-@click.option("--input-len-range", type=_RANGE, default="32:512", show_default=True, help="Tokens of a prompt.")
-@click.option("--output-len-range", type=_RANGE, default="32:256", show_default=True, help="New tokens of each.")
+@click.option("--input-len-range", type=RANGE, default="32:512", show_default=True, help="Tokens of a prompt.")
+@click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each.")
 @_measure_options
 @click.pass_context
 def throughput(
@@ -215,8 +197,7 @@ def _run(
     from minirt.choose import pick_device
 
     quiet, target = options["quiet"], options["output_file"]
-    if target is not None and not Path(target).absolute().parent.is_dir():
-        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint="--output-file")
+    check_target(target, "--output-file")
     _common(options)  # a bad sampling value
     options["model"] = model_name(options, quiet)
     why = _nothing_to_check(options)
@@ -236,16 +217,7 @@ def _run(
         shared = context(
             str(ctx.info_name), generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling
         )
-    text = Report(shared, rows).render(options["output_format"])
-    if target is None:
-        write(text)
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MinirtError(f"cannot write the results: {error.strerror}", where=target) from error
-    if not quiet:
-        note(f"results in {target}")
+    emit(Report(shared, rows).render(options["output_format"]), target, quiet)
 
 
 def _nothing_to_check(options: dict[str, Any]) -> str | None:

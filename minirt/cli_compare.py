@@ -1,25 +1,26 @@
 """`minirt compare`: what each layer's implementation errs and gains beside its eager form. The comparing is in minirt.bench."""
 
-import os
 import random
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from minirt.cli_options import (
+    check_target,
     debug_option,
     graph_options,
     load_options,
     model_name,
     open_generator,
     option_group,
+    output_format_option,
     quiet_option,
     read_prompt,
+    set_up_triton,
 )
 from minirt.cli_output import note, write
-from minirt.errors import ConfigError, MinirtError, NumericsError, UnsupportedError
+from minirt.errors import NumericsError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,10 +43,7 @@ _options = option_group(
     click.option("--text", metavar="FILE", help="UTF-8 text to take tokens from; - is stdin. Default: one of minirt's own."),
     click.option("--num-tokens", "-n", type=_length, help="Tokens of it through the whole model. Default: 512; on a CPU 64."),
     click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg."),
-    click.option(
-        "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
-        help="How to print the results.",
-    ),
+    output_format_option,
     quiet_option,
     debug_option,
 )
@@ -79,7 +77,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
 
     device = pick_device(options["device"])
     cuda = device.type == "cuda"
-    _set_up_triton(cuda, options)
+    set_up_triton(cuda, options["dtype"])
     from minirt.bench import compare as benchmark
     from minirt.bench.ceiling import read_ceiling
     from minirt.bench.compare_report import NO_SPEED, report
@@ -116,25 +114,8 @@ def _check_picture(picture: str) -> None:
     path = Path(picture)
     if path.suffix not in SUFFIXES:
         raise click.BadParameter(f"{picture!r} ends with none of {', '.join(SUFFIXES)}", param_hint="--picture")
-    if not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"the folder of {picture!r} does not exist", param_hint="--picture")
+    check_target(picture, "--picture")
     require_matplotlib()
-
-
-def _set_up_triton(cuda: bool, options: dict[str, Any]) -> None:
-    """On a CPU, have Triton run its interpreter: it reads the variable when it is imported, which has not happened yet."""
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    if cuda:
-        if interprets:
-            raise ConfigError("on a GPU this would compare Triton's interpreter", where="TRITON_INTERPRET=1", hint="unset it")
-        return
-    if options["dtype"] == "bfloat16":
-        raise UnsupportedError(
-            "Triton's interpreter gives wrong bfloat16 products", where="--dtype bfloat16", expected="float32 or float16 on a CPU"
-        )
-    if not interprets and "triton" in sys.modules:
-        raise MinirtError("Triton is imported already, and not as an interpreter", hint="run with TRITON_INTERPRET=1 set")
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @click.command()

@@ -3,16 +3,18 @@
 Light: heavy imports wait until a command needs them.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from minirt.cli_output import note
-from minirt.errors import InputError
+from minirt.errors import ConfigError, InputError, MinirtError, UnsupportedError
 from minirt.progress import load_bars
 
 if TYPE_CHECKING:
@@ -33,6 +35,29 @@ def option_group(*options: Callable) -> Callable:
         return command
 
     return decorate
+
+
+class Numbers(click.ParamType):
+    """"1,8,64" → (1, 8, 64): whole numbers above 0. With `separator=":"` a range, "32:512" or "64" → (32, 512), (64, 64)."""
+
+    def __init__(self, name: str, separator: str) -> None:
+        self.name, self._separator = name, separator
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(self._separator)]
+        numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
+        if len(numbers) != len(words):
+            self.fail(f"{value!r} is not whole numbers above 0 with {self._separator!r} between", param, ctx)
+        if self._separator == ":":
+            numbers = numbers * 2 if len(numbers) == 1 else numbers
+            if len(numbers) != 2 or numbers[0] > numbers[1]:
+                self.fail(f"{value!r} is no range LOW:HIGH", param, ctx)
+        return numbers
+
+
+NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
 
 
 def parse_size(text: str | None) -> int | None:
@@ -94,6 +119,13 @@ sampling_options = option_group(
     click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
 )
+output_format_option = click.option(
+    "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
+    help="How to print the results.",
+)  # fmt: skip
+output_file_option = click.option(
+    "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Print them to a file.",
+)  # fmt: skip
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
 
@@ -202,3 +234,30 @@ def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
             expected="integers, as in '1 2 3'", found=ascii(text[:80]),
         )
     return [int(word) for word in words]
+
+
+def check_target(target: str | None, flag: str) -> None:
+    """Before any work is done for it."""
+    if target is not None and not Path(target).absolute().parent.is_dir():
+        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)
+
+
+def set_up_triton(cuda: bool, dtype: str | None) -> None:
+    """On a CPU, have Triton run its interpreter: it reads the variable when it is imported, which has not happened yet.
+
+    Raises:
+        ConfigError, UnsupportedError, MinirtError: what runs then is not what is asked about.
+    """
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    if cuda:
+        if interprets:
+            what = "on a GPU Triton's interpreter is not what is asked about"
+            raise ConfigError(what, where="TRITON_INTERPRET=1", hint="unset it")
+        return
+    if dtype == "bfloat16":
+        raise UnsupportedError(
+            "Triton's interpreter gives wrong bfloat16 products", where="--dtype bfloat16", expected="float32 or float16 on a CPU"
+        )
+    if not interprets and "triton" in sys.modules:
+        raise MinirtError("Triton is imported already, and not as an interpreter", hint="run with TRITON_INTERPRET=1 set")
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +24,19 @@ def write(text: str) -> None:
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
         raise MinirtError(f"cannot write the output: {error.strerror}", where="stdout") from error
+
+
+def emit(text: str, target: str | None, quiet: bool) -> None:
+    """Results to a file, or to stdout without one."""
+    if target is None:
+        write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MinirtError(f"cannot write the results: {error.strerror}", where=target) from error
+    if not quiet:
+        note(f"results in {target}")
 
 
 def note(text: str) -> None:

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli_bench import NUMBERS
-from minirt.cli_options import debug_option, graph_options, model_name, plan_graph, quiet_option
+from minirt.cli_options import NUMBERS, debug_option, graph_options, model_name, plan_graph, quiet_option
 from minirt.cli_output import note, write
 from minirt.errors import DeviceError, InputError
 

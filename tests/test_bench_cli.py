@@ -201,11 +201,11 @@ def test_what_is_measured_is_compared_with_the_eager_layers_first(run, folder):
 
 
 def test_lists_and_ranges_as_options():
-    from minirt.cli_bench import _RANGE, NUMBERS
+    from minirt.cli_options import NUMBERS, RANGE
 
     assert NUMBERS.convert("1, 8,064", None, None) == (1, 8, 64)
-    assert _RANGE.convert("32:512", None, None) == (32, 512)
-    assert _RANGE.convert("7", None, None) == (7, 7)
+    assert RANGE.convert("32:512", None, None) == (32, 512)
+    assert RANGE.convert("7", None, None) == (7, 7)
     (option,) = (p for p in bench.commands["decode"].params if p.name == "output_format")
     assert list(option.type.choices) == list(FORMATS)
     assert "bench" in cli.cli.commands

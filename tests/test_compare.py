@@ -9,9 +9,11 @@ import csv
 import io
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cli_support import caller, refused
 
 from minirt import Generator, layers
@@ -337,10 +339,12 @@ def test_the_truth_is_that_of_transformers_in_fp64(family, options, hf_folder):
         cache = compare_layers.empty_cache(model, step.cache.num_pages, torch.float64)
         truth = compare_layers.stream([compare_layers.exact(p.layer) for p in places], places, step.batch, cache)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    for norm in (module for module in oracle.modules() if type(module).__name__.endswith("RMSNorm")):
+        norm.forward = partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon)
     with torch.no_grad():
         expected = oracle(torch.tensor([TOKENS[:40]])).logits[0, -1:]
     error = ((truth - expected).norm() / expected.norm()).item()
-    assert error < 2e-7, "what is left are the roundings to fp32 of norms, rope tables and logits"
+    assert error < 1e-7, "what is left are the roundings to fp32 of rope tables and logits"
 
 
 def test_inputs_are_those_of_the_running_model(model):
