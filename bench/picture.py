@@ -20,8 +20,8 @@ def require_matplotlib() -> None:
         raise MinirtError("a picture needs matplotlib, which is not installed", hint="pip install 'minirt[plots]'")
 
 
-def draw(shared: Row, rows: list[Row], target: Path) -> None:
-    """Write the picture of a report's context and rows; the format follows the suffix of `target`.
+def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:
+    """Write the picture of a report's context and rows; the format follows the suffix of `target`. `note`: see `save`.
 
     Above: relative error of what each layer adds (embedding and head: of the output), beside PyTorch's in the same dtype and the
     limit. Below, unless nothing was timed: the time of both forms. Raises MinirtError if the file cannot be written.
@@ -39,19 +39,21 @@ def draw(shared: Row, rows: list[Row], target: Path) -> None:
         if timed:
             _times(axes[1][column], own)
         axes[-1][column].set_xticks(range(len(own)), [row["layer"] for row in own], rotation=90, fontsize=6)
-    note = f"\n{shared['no_speed']}" if shared["no_speed"] else ""
-    title = f"{shared['model']} {shared['dtype']} · {shared['device']} · minirt {shared['commit']}{note}"
+    warning = f"\n{shared['no_speed']}" if shared["no_speed"] else ""
+    title = f"{shared['model']} {shared['dtype']} · {shared['device']} · minirt {shared['commit']}{warning}"
     figure.suptitle(title, fontsize=9)
-    save(figure, target)
+    save(figure, target, note)
 
 
-def save(figure: "Figure", target: Path) -> None:
-    """Write a figure; MinirtError if the file cannot be written. The same figure gives the same bytes."""
+def save(figure: "Figure", target: Path, note: str = "") -> None:
+    """Write a figure, with `note` among its metadata; MinirtError if the file cannot be written. The same figure gives the same
+    bytes."""
     import matplotlib
 
+    svg = target.suffix == ".svg"
     try:
         with matplotlib.rc_context({"svg.hashsalt": "minirt"}):
-            figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
+            figure.savefig(target, dpi=150, metadata={"Description": note} | ({"Date": None} if svg else {}))
     except OSError as error:
         raise MinirtError(f"cannot write the picture: {error.strerror}", where=target) from error
 
@@ -64,7 +66,7 @@ def _errors(axes: "Axes", rows: list[Row], step: str) -> None:
     axes.set_yscale("log")
     axes.set_title(step, fontsize=9)
     axes.set_ylabel("relative error of what the layer adds")
-    axes.legend(fontsize=7)
+    _legend(axes)
 
 
 def _times(axes: "Axes", rows: list[Row]) -> None:
@@ -74,7 +76,14 @@ def _times(axes: "Axes", rows: list[Row]) -> None:
         axes.plot(range(len(rows)), [row["limit_s"] * 1e6 for row in rows], "k_", label="the hardware's limit")
     axes.set_yscale("log")
     axes.set_ylabel("µs")
-    axes.legend(fontsize=7)
+    _legend(axes)
+
+
+def _legend(axes: "Axes") -> None:
+    """In a row above what is drawn, on a logarithmic axis."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** 0.12)
+    axes.legend(fontsize=7, ncols=3, loc="upper center")
 
 
 def _names(rows: list[Row]) -> str:
