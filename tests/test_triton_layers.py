@@ -77,6 +77,32 @@ def test_all_layers(family):
     assert error(family, "triton") < LIMIT
 
 
+@pytest.mark.parametrize("sizes", [(70, 70), (64, 76), (1, 2, 130, 7), (63, 1, 1, 1, 74)], ids=str)
+def test_chunks_of_a_prompt_agree(sizes):
+    """In one chunk or several, some of one token: the kernels for one, few and many tokens, and those for a prompt behind cached
+    pages. Every token's logits, on pages in no order; what is not cached yet is NaN."""
+    tokens = torch.randint(0, 211, (sum(sizes),), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def logits(impl, sizes):
+        model = build("qwen2", impl)
+        cache = KVCache(model.kv_shapes, 5, DEVICE, model.kv_dtype)
+        for layer in cache.layers:
+            for x in layer:
+                if x is not None:
+                    x.fill_(float("nan"))
+        rows, start = [], 0
+        for size in sizes:
+            chunk = Chunk(tokens[start : start + size], start, [4, 0, 3], all_logits=True)
+            rows.append(model(Batch.build([chunk], cache.page_size), cache).cpu())
+            start += size
+        return torch.cat(rows)
+
+    exact, whole, parts = logits("eager", (len(tokens),)), logits("triton", (len(tokens),)), logits("triton", sizes)
+    for found in (whole, parts):
+        row = (found - exact).norm(dim=1) / exact.norm(dim=1)
+        assert row.max() < 2 * LIMIT
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_fp8_weights(family):
     """The same numerics: activations of one token as they are, of more quantized. A value between two codes may fall to either

@@ -1,10 +1,14 @@
 """Whole models through the Triton layers on a GPU: numerics in bf16 on trained weights, and that nothing else computes."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from tests_support import kernel_names, triton_kernel_names
 
 from minirt import Generator, SamplingParams
+from minirt.evaluation import perplexity
 
 pytestmark = pytest.mark.gpu
 POSITIONS = 10_000
@@ -59,6 +63,32 @@ def test_bf16_argmax_agrees_with_transformers(smollm2):
     assert clear.float().mean() >= 0.9
     assert (ours - exact).norm() <= 2 * (rounded - exact).norm()
     assert bool(agree[clear].all())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_perplexity_over_8192_tokens_of_context(smollm2, dtype):
+    """Of the text that the embedded model was not trained on, in windows as long as SmolLM2 goes: transformers' within 0.1%."""
+    import transformers
+
+    text = (Path(__file__).parents[1] / "models" / "recipe" / "heldout.txt").read_text()
+    with Generator.from_pretrained(smollm2, dtype=dtype, impl="triton", kv_cache_memory=2 << 30) as generator:
+        tokens = generator.encode(text)
+        ours = perplexity(generator, tokens, window=8192, stride=4096)
+    assert ours.window == 8192
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=getattr(torch, dtype)).cuda().eval()
+    nll, done = 0.0, 1
+    for start in range(0, len(tokens), 4096):
+        window = torch.tensor([tokens[start : start + 8192]], device="cuda")
+        stop = start + window.shape[1]
+        with torch.no_grad():
+            rows = model(window).logits[0, done - 1 - start : stop - 1 - start].double()
+        nll += torch.nn.functional.cross_entropy(rows, window[0, done - start :], reduction="sum").item()
+        done = stop
+        if stop == len(tokens):
+            break
+    theirs = math.exp(nll / (len(tokens) - 1))
+    print(f"perplexity of {len(tokens)} tokens in {dtype}: minirt {ours.perplexity:.5f}, transformers {theirs:.5f}")
+    assert ours.perplexity == pytest.approx(theirs, rel=1e-3 if dtype == "bfloat16" else 1e-4)
 
 
 def test_only_triton_computes(smollm2):
