@@ -1,0 +1,92 @@
+"""Measure what bench/results holds, anew on this GPU: `python -P bench/collect.py FOLDER [NAME or glob …]`, all without a name.
+
+Each run is a command line of its own in a process of its own, and leaves FOLDER/GPU-NAME.json; one that fails leaves none, and
+the exit code is 1. `bench/readme.py` makes the README's tables and pictures from what is stored.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from minirt.errors import InputError, MinirtError
+
+_MODEL = ["--model", "Qwen2.5-7B", "--random-weights"]
+_DECODE = ["bench", "decode", *_MODEL, "--max-num-seqs", "256", "--max-model-len", "8448"]
+_PREFILL = ["bench", "prefill", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check"]
+# Other shapes than those that the kernels' rules were fitted to.
+_OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
+
+
+def _runs() -> dict[str, list[str]]:
+    """Name of the result → what follows `minirt`; a name that ends with .py is a script of this folder."""
+    runs = {}
+    for kind, flags in (("bf16", []), ("fp8", ["--fp8"])):
+        runs[f"decode-{kind}"] = [*_DECODE, "-b", "1,8,64,256", "-c", "128", *flags]
+        runs[f"decode-{kind}-8000"] = [*_DECODE, "-b", "1", "-c", "8000", "--skip-check", *flags]
+        runs[f"decode-{kind}-odd"] = [*_DECODE, "-b", "3,24,100", "-c", "128,3000", "--skip-check", *flags]
+        runs[f"prefill-{kind}"] = [*_PREFILL, *flags]
+        runs[f"compare-7b-{kind}"] = ["compare", *_MODEL, *flags]
+        runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
+        for model in _OTHERS:
+            own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
+            runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
+    runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
+    runs["kernels-qwen2.5-7b"] = ["bench", "kernels", "--model", "Qwen2.5-7B"]
+    runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
+    others = [word for model in _OTHERS for word in ("--model", model)]
+    decode = ["qkv*", "o", "o.fp8", "gate_up*", "down*", "lm_head*", "attention_decode*"]
+    runs["kernels-others"] = ["bench", "kernels", *decode, *others, "-t", "1,3,24,100", "-c", "128,3000", "--no-compile"]
+    return runs
+
+
+RUNS = _runs()
+
+
+def select(patterns: Sequence[str]) -> list[str]:
+    """The runs that names or globs mean, all without any. InputError: one matches none."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in RUNS):
+            raise InputError("matches no run", where=pattern, expected=", ".join(RUNS))
+    return [name for name in RUNS if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+
+
+def command(name: str) -> list[str]:
+    """What runs it, JSON to stdout."""
+    first, *rest = RUNS[name]
+    if first.endswith(".py"):
+        return [sys.executable, "-P", str(Path(__file__).parent / first), *rest]
+    return [sys.executable, "-P", "-m", "minirt.cli", first, *rest, "-o", "json", "--quiet"]
+
+
+def prefix() -> str:
+    """Of the files' names: "NVIDIA H200" → "h200"."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MinirtError("there is no GPU to measure")
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+
+
+def main(words: list[str]) -> int:
+    if not words or not Path(words[0]).is_dir():
+        found = words[0] if words else "none"
+        raise MinirtError("expected a folder to write to", found=found, hint="collect.py FOLDER [NAME or glob …]")
+    names, gpu, failed = select(words[1:]), prefix(), 0
+    for name in names:
+        started = time.monotonic()
+        done = subprocess.run(command(name), capture_output=True, text=True, check=False)
+        line = f"{name}: {time.monotonic() - started:.0f} s"
+        if done.returncode == 0:
+            (Path(words[0]) / f"{gpu}-{name}.json").write_text(done.stdout, encoding="utf-8")
+        else:
+            failed += 1
+            line += f", exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+        print(line, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

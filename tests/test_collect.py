@@ -1,0 +1,61 @@
+"""`bench/collect.py` before there is a GPU: every run is a command line that minirt takes, and failures are told.
+
+Catches: an option that was renamed, a model that no preset knows, a kernel's name that changed, a failed run that leaves a file.
+"""
+
+import sys
+
+import click
+import pytest
+
+from minirt import cli, models
+from minirt.bench import collect, kernels
+from minirt.errors import InputError, MinirtError
+
+
+def parsed(words):
+    """(the command, its options) as click has them."""
+    command, context = cli.cli, click.Context(cli.cli)
+    while isinstance(command, click.Group):
+        command, words = command.get_command(context, words[0]), words[1:]
+    return command.name, command.make_context(command.name, list(words)).params
+
+
+@pytest.mark.parametrize("name", collect.RUNS)
+def test_every_run_is_a_command(name):
+    words = collect.RUNS[name]
+    if words[0].endswith(".py"):
+        assert collect.command(name)[2].endswith(f"bench/{words[0]}")
+        assert models.preset(words[1]) is not None
+        return
+    command, options = parsed(words)
+    assert name.split("-")[0] == command
+    chosen = options.get("models") or [options["model"]]
+    assert all(model in (None, models.EMBEDDED) or models.preset(model) is not None for model in chosen)
+    if command == "kernels":
+        assert kernels.select(options["names"])
+
+
+def test_what_readme_shows_is_collected():
+    from minirt.bench import readme
+
+    shown = {source for sources in readme.PICTURES.values() for source in sources}
+    assert shown <= {f"h200-{name}" for name in collect.RUNS}
+
+
+def test_a_failed_run_leaves_no_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(collect, "prefix", lambda: "gpu")
+    scripts = {"good": "print('{}')", "bad": "import sys; print('{}'); sys.exit('no such model')"}
+    monkeypatch.setattr(collect, "RUNS", {name: ["x"] for name in scripts})
+    monkeypatch.setattr(collect, "command", lambda name: [sys.executable, "-c", scripts[name]])
+    assert collect.main([str(tmp_path)]) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["gpu-good.json"]
+    assert "exit code 1: no such model" in capsys.readouterr().out
+    assert collect.main([str(tmp_path), "g*"]) == 0
+
+
+def test_wrong_words(tmp_path):
+    with pytest.raises(MinirtError, match="expected a folder"):
+        collect.main([str(tmp_path / "none")])
+    with pytest.raises(InputError, match="nothing: matches no run"):
+        collect.select(["nothing"])
