@@ -29,10 +29,12 @@ def _runs() -> dict[str, list[str]]:
         runs[f"decode-{kind}-odd"] = [*_DECODE, "-b", "3,24,100", "-c", "128,3000", "--skip-check", *flags]
         runs[f"prefill-{kind}"] = [*_PREFILL, *flags]
         runs[f"compare-7b-{kind}"] = ["compare", *_MODEL, *flags]
+        runs[f"startup-{kind}"] = ["startup.py", "Qwen2.5-7B", *flags]
         runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
         for model in _OTHERS:
             own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
+    runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
     runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
     runs["kernels-qwen2.5-7b"] = ["bench", "kernels", "--model", "Qwen2.5-7B"]
     runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]

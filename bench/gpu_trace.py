@@ -1,6 +1,6 @@
 """Where the GPU's time goes in decode steps, through the engine: a profiler's trace of steps in the steady state.
 
-python -P bench/gpu_trace.py MODEL [BATCH …]     random weights; prints JSON, one object a batch size
+python -P bench/gpu_trace.py MODEL [BATCH …]     random weights, greedy and with top-p 0.95; prints JSON
 
 `idle_between_steps`: the share of the time in which nothing runs between a step's last kernel and the next one's first.
 `idle`: that, and the gaps between the kernels of a step.
@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from minirt import Generator, SamplingParams
+from minirt.bench.report import machine
 
 STEPS = 40
 
@@ -63,11 +64,14 @@ def trace(generator: Generator, batch: int, context: int, params: SamplingParams
 
 def main() -> None:
     model, batches = sys.argv[1], [int(n) for n in sys.argv[2:]] or [1, 64, 256]
+    results = []
     with Generator.from_pretrained(model, random_weights=True, max_model_len=4096, max_num_seqs=max(batches)) as generator:
         for batch in batches:
             for temperature in (0.0, 0.8):
                 params = SamplingParams(max_tokens=300, ignore_eos=True, temperature=temperature, top_p=0.95, seed=1)
-                print(json.dumps({"temperature": temperature} | trace(generator, batch, 128, params)), flush=True)
+                results.append({"temperature": temperature} | trace(generator, batch, 128, params))
+        shared = machine("trace", generator.device, ["python", "-P", "bench/gpu_trace.py", *sys.argv[1:]], None)
+    print(json.dumps(shared | {"model": model, "results": results}, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from minirt import cli, models
-from minirt.bench import collect, kernels
+from minirt.bench import collect, kernels, startup
 from minirt.errors import InputError, MinirtError
 
 
@@ -34,6 +34,13 @@ def test_every_run_is_a_command(name):
     assert all(model in (None, models.EMBEDDED) or models.preset(model) is not None for model in chosen)
     if command == "kernels":
         assert kernels.select(options["names"])
+
+
+def test_a_start_is_timed_in_a_process_of_its_own(tmp_path):
+    found = startup.child(["embedded"], str(tmp_path))
+    assert 0 < found["imported_s"] < found["loaded_s"] <= found["ready_s"] < found["first_token_s"]
+    with pytest.raises(SystemExit, match="ModelNotFoundError"):
+        startup.child(["nothing"], str(tmp_path))
 
 
 def test_what_readme_shows_is_collected():
