@@ -6,7 +6,7 @@ of them. On a CPU the Triton form runs in Triton's interpreter: errors count the
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -145,14 +145,20 @@ def select(patterns: Sequence[str]) -> list[str]:
 
 
 def points(
-    names: Iterable[str],
+    names: Sequence[str],
     models: dict[str, ModelConfig],
     dtype: torch.dtype,
     device: torch.device,
     tokens: Sequence[int] | None = None,
     contexts: Sequence[int] | None = None,
 ) -> list[Point]:
-    """What to measure: each operation's own points, or every combination of `tokens` and (for attention) `contexts`."""
+    """What to measure: each operation's own points, or every combination of `tokens` and (for attention) `contexts`.
+
+    Raises:
+        InputError: there are contexts, but no operation that has any.
+    """
+    if contexts is not None and not any(OPERATIONS[name].context for name in names):
+        raise InputError("no kernel that was named has a context", where="--context-len", expected="attention_*")
     result = []
     for model, config in models.items():
         for name in names:
@@ -185,7 +191,9 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
             torch._dynamo.reset()  # past a few functions from one place in the source it would go on eagerly
             forms = {"eager": forms["eager"], "compiled": Form(torch.compile(forms["eager"].run, dynamic=False)), **forms}
         found, left_out, broken = _check(problem, forms)
-    except (UnsupportedError, torch.OutOfMemoryError) as error:
+    except (UnsupportedError, RuntimeError) as error:
+        if not (isinstance(error, UnsupportedError) or _no_memory(error)):
+            raise
         return row | _empty() | {"left_out": {"all": str(error).splitlines()[0]}}
     least, bound = limits.seconds(problem) if limits else (None, None)
     nbytes, flops = problem.cost
@@ -223,7 +231,7 @@ def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str
         try:
             out = form.run()
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            if name in ("eager", "triton") or isinstance(error, torch.OutOfMemoryError):
+            if name in ("eager", "triton") or _no_memory(error):
                 raise
             left_out[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             continue
@@ -238,6 +246,11 @@ def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str
         results[name] = errors(value[exact[0]], exact[1])
     found = {name: own._asdict() for name, own in results.items()}
     return found, left_out, broken or fault(results["triton"], results["eager"], problem.floor)
+
+
+def _no_memory(error: Exception) -> bool:
+    """On a CPU PyTorch has no class of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 Clock = Callable[[Callable[[], Any]], float]

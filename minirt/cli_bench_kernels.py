@@ -73,9 +73,10 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
         write("".join(f"{name:{width}}  {benchmark.OPERATIONS[name].what}\n" for name in chosen))
         return
     configs = {name: _config(name) for name in options["models"] or (("Qwen2.5-7B",) if cuda else ("embedded",))}
-    tokens, contexts = (options["tokens"], options["context_len"]) if cuda else (
-        options["tokens"] or _CPU_TOKENS, options["context_len"] or _CPU_CONTEXTS
-    )  # fmt: skip
+    tokens, contexts = options["tokens"], options["context_len"]
+    if not cuda:
+        tokens = tokens or _CPU_TOKENS
+        contexts = contexts or (_CPU_CONTEXTS if any(benchmark.OPERATIONS[name].context for name in chosen) else None)
     points = benchmark.points(chosen, configs, dtype, device, tokens, contexts)
     with torch.random.fork_rng(devices=[]):
         rows, shared = _measure(points, device, dtype, options, ["minirt", *(ctx.find_root().obj or [])])

@@ -291,6 +291,7 @@ def test_wrong_inputs(run, folder, tmp_path):
     refused(run(*BASE, "o", "--dtype", "int8"), "--dtype", code=2)
     refused(run(*BASE, "o", "--dtype", "bfloat16"), "interpreter", "float16")
     refused(run(*BASE, "o", "-m", "nobodys-model"), "nobodys-model")
+    refused(run(*BASE, "o", "-c", "7"), "--context-len: no kernel that was named has a context")
     refused(run(*BASE, "o", "-t", "0"), "whole numbers above 0", code=2)
     refused(run(*BASE, "o", "--pictures", tmp_path / "none"), "does not exist", code=2)
     refused(run(*BASE, "o", "--output-file", tmp_path / "none" / "a.md"), "does not exist", code=2)
@@ -301,6 +302,15 @@ def test_wrong_inputs(run, folder, tmp_path):
         refused(run(*BASE, "o", "--baseline", bad), "no results of `minirt bench kernels`")
     bad.write_text('{"benchmark": "kernels", "results": [], "device": "NVIDIA H200"}')
     refused(run(*BASE, "o", "--baseline", bad), "another device", "found NVIDIA H200")
+
+
+def test_a_shape_that_does_not_fit_the_memory_is_left_out(run, folder):
+    code, out, err = run(*BASE, "attention_decode", "rms_norm", "-m", folder, "-t", 2, "-c", 9 * 10**8, "-o", "json")
+    second, first = json.loads(out)["results"]
+    assert code == 0, err
+    assert "allocate memory" in first["left_out"]["all"]
+    assert (first["seconds"], first["fault"]) == ({}, None)
+    assert second["seconds"]
 
 
 def test_list(run):
