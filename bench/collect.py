@@ -18,6 +18,13 @@ _DECODE = ["bench", "decode", *_MODEL, "--max-num-seqs", "256", "--max-model-len
 _PREFILL = ["bench", "prefill", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check"]
 # Other shapes than those that the kernels' rules were fitted to.
 _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
+# In parts, since torch.compile takes seconds for each shape.
+_KERNELS = {
+    "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
+    "attention": ("attention_*",),
+    "linears": ("qkv*", "o", "o.fp8", "gate_up*", "down*", "lm_head*"),
+    "mlp": ("mlp*",),
+}
 
 
 def _runs() -> dict[str, list[str]]:
@@ -36,7 +43,8 @@ def _runs() -> dict[str, list[str]]:
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
     runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
-    runs["kernels-qwen2.5-7b"] = ["bench", "kernels", "--model", "Qwen2.5-7B"]
+    for name, kernels in _KERNELS.items():
+        runs[f"kernels-{name}"] = ["bench", "kernels", *kernels, "--model", "Qwen2.5-7B"]
     runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
     others = [word for model in _OTHERS for word in ("--model", model)]
     decode = ["qkv*", "o", "o.fp8", "gate_up*", "down*", "lm_head*", "attention_decode*"]
