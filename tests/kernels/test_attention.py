@@ -174,3 +174,23 @@ def test_same_bits_every_time(make, cache, device):
         for _ in range(20)
     ]
     assert all(torch.equal(runs[0], run) for run in runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [64, 16])
+def test_pages_past_2_31_elements(page_size, make, device):
+    """A prompt's tokens in the first page, and the same in the last: tiles of one page, and of several."""
+    count = 80_000 * 64 // page_size
+    pages = torch.zeros(2, count, page_size, 4, 128, dtype=torch.float16, device=device)
+    pages[:, -1] = pages[:, 0] = make(2, page_size, 4, 128, dtype=torch.float16)
+    tokens = page_size - 3
+    q, lens = make(tokens, 28, 128, dtype=torch.float16), torch.tensor([tokens], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    low, high = (
+        kernel.paged_attention_prefill(
+            q, *pages, torch.tensor([[page]], dtype=torch.int32, device=device), starts, lens, 0.1
+        )
+        for page in (0, count - 1)
+    )
+    assert low.isfinite().all()
+    assert torch.equal(low, high)
