@@ -43,6 +43,7 @@ def point(name: str, tokens: int = 5, context: int = 70, dtype: torch.dtype = to
 # ── what is sound ──
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", bench.OPERATIONS)
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1), (5, 70)])
 def test_every_kernel_holds_its_bound(name, tokens, context):
