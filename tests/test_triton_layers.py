@@ -12,6 +12,7 @@ from minirt.graph import Model
 from minirt.kv_cache import KVCache
 from minirt.quantize import FP8, Quantization
 
+pytestmark = pytest.mark.slow
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SIZES = {
     "hidden_size": 96,
@@ -77,7 +78,6 @@ def test_all_layers(family):
     assert error(family, "triton") < LIMIT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(70, 70), (64, 76), (1, 2, 130, 7), (63, 1, 1, 1, 74)], ids=str)
 def test_chunks_of_a_prompt_agree(sizes):
     """In one chunk or several, some of one token: the kernels for one, few and many tokens, and those for a prompt behind cached
