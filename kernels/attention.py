@@ -14,7 +14,8 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.common import capability, check_activations, check_tensor
-from minirt.kernels.kv_write import INTERPRETED, as_integers, check_pages
+from minirt.kernels.fp8 import INTERPRETED
+from minirt.kernels.kv_write import as_integers, check_pages
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16

@@ -29,7 +29,8 @@ from minirt.kernels.attention import (
     whole,
 )
 from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors
-from minirt.kernels.kv_write import as_integers, fp8_scale, to_fp8
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.kv_write import as_integers
 
 SPLIT = 256
 _SPLITS = (64, 128, 256, 512, 1024)
@@ -145,8 +146,8 @@ def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, 
         tl.store(pages_ptr + at, x, mask=row[:, None] == 0)
         return x.to(tl.float32)
     else:
-        scale = fp8_scale(x, x)
-        x = to_fp8(x, scale)
+        scale = fp8_scale(tl.max(finite_magnitude(x), 1))
+        x = to_fp8(x, scale[:, None])
         tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=row[:, None] == 0)
         tl.store(scales_ptr + (slot * NKV + kv_head) + row, scale, mask=row == 0)
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]

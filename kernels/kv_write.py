@@ -7,9 +7,9 @@ from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.common import capability, check_activations, check_tensor, launch_options
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 
 HEAD_DIMS = (64, 128)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 CASES = [
     {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16},
@@ -17,36 +17,6 @@ CASES = [
     {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32},
     {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
 ]
-
-
-@triton.jit
-def fp8_scale(x, y):
-    """The scale of each row of halves x, y [M, D/2], and 1 for zeros, as `reference.quantize_fp8` defines it → [M] fp32."""
-    x, y = tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32))
-    finite = tl.maximum(tl.where(x < float("inf"), x, 0.0), tl.where(y < float("inf"), y, 0.0))
-    peak = tl.max(finite, 1)
-    return tl.maximum(tl.where(peak > 0, tl.div_rn(peak, 448.0), 1.0), 1.1754943508222875e-38)
-
-
-@triton.jit
-def to_fp8(x, scale):
-    """x [M, N] / scale [M] as bytes of e4m3, rounded to even; what is not finite becomes NaN."""
-    x, scale = x.to(tl.float32), scale[:, None]
-    inverse = tl.div_rn(1.0, scale)
-    # As a division would round, with one more step of Newton's and without its special cases (Markstein 1990). From infinity it
-    # makes NaN.
-    y = x * inverse
-    y = tl.fma(tl.fma(-y, scale, x), inverse, y)
-    if INTERPRETED:
-        # Its conversion knows neither the largest value nor NaN and drops carries; the GPU's instruction does all that.
-        finite = tl.abs(y) < float("inf")
-        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-        bits = y.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        y = tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, normal)
-        return tl.where(finite, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 0x7F)
-    else:
-        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -106,9 +76,9 @@ def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, NKV: tl.constexpr
     """Heads in halves [M, D/2] to their slots [M, 1], as fp8 if there are scales."""
     row = slot * NKV + kv_head
     if scales_ptr is not None:
-        scale = fp8_scale(lower, upper)
+        scale = fp8_scale(tl.max(tl.maximum(finite_magnitude(lower), finite_magnitude(upper)), 1))[:, None]
         lower, upper = to_fp8(lower, scale), to_fp8(upper, scale)
-        tl.store(scales_ptr + row, scale[:, None], mask=slot >= 0)
+        tl.store(scales_ptr + row, scale, mask=slot >= 0)
     ptrs = pages_ptr + row * D + tl.arange(0, D // 2)[None, :]
     tl.store(ptrs, lower, mask=slot >= 0)
     tl.store(ptrs + D // 2, upper, mask=slot >= 0)

@@ -9,14 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.common import check_activations, check_tensor, launch_options, require_fp8
-from minirt.kernels.quantize import (
-    finite_magnitude,
-    fp8_scale,
-    quantized_buffers,
-    starts_next_early,
-    to_fp8,
-    wait_for_input,
-)
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.quantize import quantized_buffers, starts_next_early, wait_for_input
 
 CASES = [
     {"T": 1, "H": 16},
@@ -47,7 +41,7 @@ def _rms_norm_kernel(
         y = y.to(tl.float32)
         scale = fp8_scale(tl.max(finite_magnitude(y), 0))
         tl.store(scale_ptr + t, scale)
-        y = to_fp8(y, scale)
+        y = to_fp8(y, scale).to(tl.float8e4nv, bitcast=True)
     tl.store(out_ptr + t * H + h, y, mask=inside)
 
 

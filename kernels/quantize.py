@@ -1,8 +1,4 @@
-"""FP8 activations: rows of 16- or 32-bit values as e4m3 with one fp32 scale each, before the linears with fp8 weights.
-
-The definition is `minirt.kernels.reference.quantize_fp8`, but that it multiplies by 1 / scale: a quotient half way between two
-codes may take the other one, where its last bit decides.
-"""
+"""FP8 activations: rows of 16- or 32-bit values as e4m3 with one fp32 scale each, before the linears with fp8 weights."""
 
 import torch
 import triton
@@ -10,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.common import check_activations, check_tensor, launch_options, processors, require_fp8
-from minirt.kernels.reference import FP8_MAX
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 
 CASES = [
     {"T": 1, "K": 16},
@@ -20,10 +16,6 @@ CASES = [
     {"T": 2, "K": 29568},
 ]
 
-_MAX = tl.constexpr(FP8_MAX)
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_INF_BITS = tl.constexpr(0x7F800000)
-_NAN_BITS = tl.constexpr(0x7FF00000)  # NaN also to Triton's interpreter, which casts by the leading bits
 _BLOCK = 4096  # values at once
 _EARLY_TOKENS = 32
 
@@ -48,35 +40,6 @@ def wait_for_input(EARLY: tl.constexpr):
 
 
 @triton.jit
-def finite_magnitude(wide):
-    """Absolute values of fp32, 0 for what is not finite, as int32, which are in the same order."""
-    bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.where(bits < _INF_BITS, bits, 0)
-
-
-@triton.jit
-def fp8_scale(peak):
-    """The scale that maps `peak`, of `finite_magnitude`, to 448; 1 for zero."""
-    peak = peak.to(tl.float32, bitcast=True)
-    return tl.where(peak > 0, tl.maximum(tl.div_rn(peak, _MAX), _TINY), 1.0)
-
-
-@triton.jit
-def to_fp8(wide, scale):
-    """wide / scale as e4m3, to the nearest, ties to even; what is not finite becomes NaN.
-
-    Rounded by hand, to what the format can hold: the cast itself drops carries in Triton's interpreter. 448 is not passed.
-    """
-    values = wide * tl.div_rn(1.0, scale)
-    bits = values.to(tl.int32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    small = ((values + 24576.0) - 24576.0).to(tl.int32, bitcast=True)  # subnormal: multiples of 2⁻⁹
-    bits = tl.where(tl.abs(values) < 0.015625, small, normal)
-    finite = (wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _INF_BITS
-    return tl.where(finite, bits, _NAN_BITS).to(tl.float32, bitcast=True).to(tl.float8e4nv)
-
-
-@triton.jit
 def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -93,14 +56,14 @@ def _quantize_kernel(
     row = ()  # all loads before the first use
     for i in tl.static_range(BLOCKS):
         row += (tl.load(x_ptr + i * BLOCK_K + k, mask=i * BLOCK_K + k < K, other=0.0),)
-    highest = tl.zeros((BLOCK_K,), tl.int32)
+    highest = tl.zeros((BLOCK_K,), tl.float32)
     for i in tl.static_range(BLOCKS):
-        highest = tl.maximum(highest, finite_magnitude(row[i].to(tl.float32)))
+        highest = tl.maximum(highest, finite_magnitude(row[i]))
     scale = fp8_scale(tl.max(highest, 0))
     for i in tl.static_range((BLOCKS + PARTS - 1) // PARTS):
         at = (i * PARTS + part) * BLOCK_K + k
         x = row[i] if PARTS == 1 else tl.load(x_ptr + at, mask=at < K, other=0.0)  # again, from L1
-        tl.store(out_ptr + at, to_fp8(x.to(tl.float32), scale), mask=at < K)
+        tl.store(out_ptr + at, to_fp8(x, scale).to(tl.float8e4nv, bitcast=True), mask=at < K)
     if part == 0:
         tl.store(scale_ptr + t, scale)
 

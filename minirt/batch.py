@@ -176,16 +176,19 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int)
     tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
     starts, lens, splits, tables = array("i", [0]), array("i"), array("i", [0]), array("i")
     blank = array("i", bytes(4 * layout.width))
+    longer: list[tuple[int, Chunk]] = []  # chunks of more than one token, with their first rows
     for chunk in chunks:
         start, count, pages = chunk.start, len(chunk.tokens), chunk.pages
         stop, first = start + count, len(tokens)
-        tokens.extend(chunk.tokens)
         if count == 1:
+            tokens.append(chunk.tokens[0])
             positions.append(start)
             slots.append(pages[start // page_size] * page_size + start % page_size)
         else:
-            positions.extend(range(start, stop))
-            slots.extend(pages[p // page_size] * page_size + p % page_size for p in range(start, stop))
+            tokens.extend(array("q", chunk.tokens))
+            positions.frombytes(bytes(8 * count))
+            slots.frombytes(bytes(8 * count))
+            longer.append((first, chunk))
         starts.append(first + count)
         lens.append(stop)
         splits.append(splits[-1] - (-stop // KV_SPLIT))
@@ -201,6 +204,11 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int)
     for view, values in zip(parts, (tokens, positions, slots, logits, starts, lens, splits), strict=False):
         if values:
             view.copy_(torch.frombuffer(values, dtype=view.dtype))
+    for first, chunk in longer:
+        rows = slice(first, first + len(chunk.tokens))
+        places = torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=parts[1][rows])
+        pages = torch.tensor(chunk.pages[: int(places[-1]) // page_size + 1], dtype=torch.int64)
+        torch.add(pages[places // page_size] * page_size, places % page_size, out=parts[2][rows])
     if tables:
         parts[-1].view(-1)[: len(tables)].copy_(torch.frombuffer(tables, dtype=torch.int32))
     return layout.before_tables + len(tables)

@@ -225,6 +225,8 @@ class Engine:
     def check_tokens(self, tokens: Seq[int]) -> None:
         if len(tokens) == 0:
             raise InputError("the prompt is empty", hint="give at least one token")
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < self._vocab_size:
+            return
         for position, token in enumerate(tokens):
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
                 raise InputError(

@@ -245,6 +245,8 @@ class Generator:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through."""
         if isinstance(prompt, list | tuple):
+            if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches
+                return list(prompt)
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if not isinstance(prompt, str):
             found = type(prompt).__name__
@@ -408,7 +410,7 @@ def _is_single(prompts: Any) -> bool:
     """Whether it is one prompt: a text, or a list of what can only be token ids."""
     if isinstance(prompts, str):
         return True
-    return isinstance(prompts, list | tuple) and bool(prompts) and all(isinstance(p, Integral | float) for p in prompts)
+    return isinstance(prompts, list | tuple) and bool(prompts) and all(issubclass(t, Integral | float) for t in set(map(type, prompts)))
 
 
 def _one(params: Any) -> SamplingParams | None:

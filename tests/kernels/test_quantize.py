@@ -35,7 +35,11 @@ def run(x, nan):
 def test_every_value_takes_the_nearest_code(case, dtype, make, nan):
     x = make(case["T"], case["K"], dtype=dtype, scale=3.0)
     x[0] *= 100
-    check_nearest(x, *run(x, nan))
+    values, scale = run(x, nan)
+    check_nearest(x, values, scale)
+    expected, expected_scale = reference.quantize_fp8(x)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scale, expected_scale)
 
 
 def test_ties_to_even_and_subnormal_codes(device, nan):
