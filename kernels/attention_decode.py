@@ -7,6 +7,7 @@ grid nor a CUDA graph depends on the contexts. A second kernel combines the spli
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -18,7 +19,6 @@ from minirt.errors import InputError
 from minirt.kernels.attention import (
     LOG2_E,
     MAX_GROUP,
-    AttentionConfig,
     attend,
     blank,
     check_inputs,
@@ -28,15 +28,27 @@ from minirt.kernels.attention import (
     split_channels,
     whole,
 )
-from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors
-from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors, touch
+from minirt.kernels.fp8 import INTERPRETED, finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.kv_write import as_integers
 
 SPLIT = 256
 _SPLITS = (64, 128, 256, 512, 1024)
-_PROGRAMS_PER_PROCESSOR = 3  # that run at once: more would have to wait, since each holds 64 kB of K and V on their way
 _COMBINED = 32  # splits whose sums a combining program loads side by side
 _COMBINING = 12  # such programs that a processor has room for
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tokens of K and V that a program holds at a time, and how many programs a processor runs at once: each keeps
+    (num_stages − 1) · block_n tokens of K and V on their way, and has its share of the registers. `ahead`: tokens of the next
+    item whose K and V are fetched into L2 meanwhile. The last three change no bit of a result."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    ahead: int
+
 
 CASES = [
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 16, "seq_lens": (1, 2, 0), "split": 64},
@@ -139,6 +151,19 @@ def _slots(pages, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _fetch_ahead(k_ptr, v_ptr, pages, begin, limit, kv_head, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """Fetch K and V of the first TOKENS of a split into L2, one line of 128 bytes each; nothing waits for them."""
+    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
+    WIDTH: tl.constexpr = D // (2 if k_ptr.dtype.element_ty == tl.int16 else 1)  # pages of fp8: pairs of channels
+    base, slot = _slots(pages, begin, begin, PAGE_SIZE, TOKENS)
+    inside = begin + tl.arange(0, TOKENS) < limit
+    row = (base + tl.where(inside, slot, 0)) * NKV + kv_head
+    at = row[:, None] * WIDTH + tl.arange(0, (WIDTH + LINE - 1) // LINE)[None, :] * LINE
+    touch(k_ptr + at)
+    touch(v_ptr + at)
+
+
+@triton.jit
 def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, D: tl.constexpr):
     """Write row 0 of x [M, D] to a slot → x as the page has it."""
     at = (slot * NKV + kv_head) * D + tl.arange(0, D)[None, :] + tl.zeros_like(row)[:, None]
@@ -158,7 +183,7 @@ def _decode_kernel(
     q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, seq_lens_ptr,
     starts_ptr, query_starts_ptr, out_ptr, sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: tl.constexpr, NKV: tl.constexpr,
     D: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head of every so many-th item. The result of a sequence of one split is final.
 
@@ -196,9 +221,19 @@ def _decode_kernel(
             single = tl.load(query_starts_ptr + b + 1) == token + 1
             end = tl.where(single, end, begin)
             stored = row < tl.where(single, GROUP, 0)
+        next_b, next_length, next_split, next_pages = b, length, split, pages
         for first in range(begin, end, BLOCK_N):
             if first == begin:
-                # In the loop, so that its first loads of K and V are on their way before q is waited for.
+                # In the loop, so that its first loads of K and V are on their way before anything is waited for.
+                if query_starts_ptr is None:
+                    if item + programs < items:
+                        next_b, next_length, next_split, next_pages = _look_up(
+                            item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+                        )
+                        if AHEAD != 0:
+                            _fetch_ahead(
+                                k_ptr, v_ptr, next_pages, next_split * SPLIT, next_length, kv_head, NKV, D, PAGE_SIZE, AHEAD
+                            )
                 heads_ptr = q_ptr + token * HEADS * D
                 if cos_sin_ptr is None:
                     q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
@@ -231,10 +266,12 @@ def _decode_kernel(
             tl.store(sums_ptr + part[:, None] * D + d, whole(acc), mask=stored[:, None])
             tl.store(peaks_ptr + 2 * part, peak, mask=stored)
             tl.store(peaks_ptr + 2 * part + 1, total, mask=stored)
-        if item + programs < items:
-            b, length, split, pages = _look_up(
-                item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
-            )
+        if query_starts_ptr is not None:  # no loop where an item is skipped
+            if item + programs < items:
+                next_b, next_length, next_split, next_pages = _look_up(
+                    item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+                )
+        b, length, split, pages = next_b, next_length, next_split, next_pages
     if PDL:
         # Every program waits, also without an item: the next kernel must not start before the one before this has ended.
         # It is let in only now, since its waiting programs would take room from those of this one.
@@ -286,12 +323,12 @@ def _combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def choose_config(itemsize: int, fp8: bool, split: int) -> AttentionConfig:
+def choose_config(itemsize: int, fp8: bool, split: int) -> DecodeConfig:
     """The configuration for q's element size, pages of fp8 or of that size, and a split."""
     if itemsize == 4:
-        return AttentionConfig(MAX_GROUP, 32, 8, 3)
+        return DecodeConfig(32, 8, 3, 3, 0)
     # With half the bytes it is the work on each block that takes the time: fewer, larger ones.
-    return AttentionConfig(MAX_GROUP, min(128, split), 4, 2) if fp8 else AttentionConfig(MAX_GROUP, 64, 4, 3)
+    return DecodeConfig(min(128, split), 4, 2, 3, 64) if fp8 else DecodeConfig(64, 4, 3, 3, 64)
 
 
 def splits_before(seq_lens: Sequence[int], split: int = SPLIT) -> list[int]:
@@ -322,7 +359,7 @@ def paged_attention_decode(
     split: int = SPLIT,
     pdl: bool = False,
     check: bool = True,
-    config: AttentionConfig | None = None,
+    config: DecodeConfig | None = None,
 ) -> Tensor:
     """Attention of one token per sequence on all its cached ones, itself included: q [B, Nq, D] → [B, Nq, D].
 
@@ -370,7 +407,7 @@ def rope_paged_attention_decode(
     split: int = SPLIT,
     pdl: bool = False,
     check: bool = True,
-    config: AttentionConfig | None = None,
+    config: DecodeConfig | None = None,
 ) -> Tensor:
     """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
 
@@ -406,7 +443,7 @@ def _launch(
     workspace: Workspace,
     split: int,
     pdl: bool,
-    config: AttentionConfig | None,
+    config: DecodeConfig | None,
 ) -> Tensor:
     k_pages, v_pages, *scales, block_tables, seq_lens, split_starts, query_starts = cache
     B, (Nq, D), (page_size, Nkv) = seq_lens.shape[0], out.shape[1:], k_pages.shape[1:3]
@@ -418,14 +455,14 @@ def _launch(
         raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
     sums = workspace.sums(workspace_floats(max_splits, Nq, D))
     peaks = sums[max_splits * Nq * D :]
-    at_once = _PROGRAMS_PER_PROCESSOR * processors(out.device)
-    registers = 65536 // (32 * config.num_warps * _PROGRAMS_PER_PROCESSOR) // 8 * 8  # what lets so many run at once
+    at_once = config.programs * processors(out.device)
+    registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
     block_b = 1 if B == 1 else 32 if B <= 32 else max(512, triton.next_power_of_2(B))  # few: each is compiled
     _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
         *inputs, *as_integers(torch.int16, k_pages, v_pages), *scales, block_tables, seq_lens, split_starts,
         query_starts, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
         NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
-        BLOCK_B=block_b, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, AHEAD=0 if INTERPRETED else min(config.ahead, split),
         maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
     )  # fmt: skip
     # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do. Where there is
