@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels import attention_hopper as hopper
 from minirt.kernels.common import capability, check_activations, check_tensor
 from minirt.kernels.fp8 import INTERPRETED
 from minirt.kernels.kv_write import as_integers, check_pages
@@ -321,7 +322,7 @@ def paged_attention_prefill(
     v_scales: Tensor | None = None,
     shortest: int = 1,
     check: bool = True,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | hopper.HopperAttentionConfig | None = None,
 ) -> Tensor:
     """Attention of each sequence's new tokens on all its cached ones, the new ones included, causally → [T, Nq, D].
 
@@ -344,7 +345,14 @@ def paged_attention_prefill(
     out = torch.empty_like(q) if out is None else out
     if q.shape[0] == 0 or B == 0:
         return out
-    config = config or choose_config(q.element_size(), D, k_scales is not None, capability(q.device))
+    cc = capability(q.device)
+    if config is None and cc == 90 and hopper.suits(q, k_pages, v_pages, out):
+        config = hopper.choose_config(q.shape[0], D)
+    if isinstance(config, hopper.HopperAttentionConfig):
+        rest = (block_tables, query_starts, seq_lens, scale * LOG2_E, out, shortest, config)
+        hopper.attend(q, k_pages, v_pages, *rest)
+        return out
+    config = config or choose_config(q.element_size(), D, k_scales is not None, cc)
     blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
     _prefill_kernel[(blocks * Nkv,)](
         q, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, query_starts, seq_lens, out,

@@ -133,6 +133,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             attention.paged_attention_prefill(
                 empty(100, Nq, D), pages, pages, tables, ints(3), lens, D**-0.5, shortest=2, **scales
             )
+            attention.paged_attention_prefill(empty(8192, Nq, D), pages, pages, tables, ints(3), lens, D**-0.5, **scales)
             for B in (1, 2):
                 rest = (pages, pages, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
                 heads = empty(B, (Nq + 2 * Nkv) * D)

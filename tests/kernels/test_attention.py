@@ -9,6 +9,7 @@ import torch
 from minirt.errors import InputError
 from minirt.kernels import attention as kernel
 from minirt.kernels import reference
+from minirt.kernels.attention_hopper import HopperAttentionConfig
 
 QWEN = {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64}
 LLAMA = {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16}
@@ -23,7 +24,7 @@ def attention64(q, k, v, scale):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def check(case, dtype, make, cache, nan, agrees, device):
+def check(case, dtype, make, cache, nan, agrees, device, config=None):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
     lens = case["lens"]
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
@@ -32,7 +33,7 @@ def check(case, dtype, make, cache, nan, agrees, device):
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
     out = kernel.paged_attention_prefill(
-        q, pages.k, pages.v, pages.tables, on_device, pages.lens, scale, nan(*q.shape, dtype=dtype)
+        q, pages.k, pages.v, pages.tables, on_device, pages.lens, scale, nan(*q.shape, dtype=dtype), config=config
     )
     expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, lens, totals, scale)
     for start, n, k, v in zip(starts, lens, pages.keys, pages.values, strict=False):
@@ -163,6 +164,24 @@ def test_large(heads, lens, contexts, half_dtype, make, cache, nan, agrees, devi
 def test_large_on_fp8_pages(heads, half_dtype, make, cache8, nan, agrees, device):
     case = {**heads, "lens": (700, 1, 100, 33, 9), "contexts": (0, 3000, 1500, 8, 6000)}
     check_fp8(case, half_dtype, make, cache8, nan, agrees, device)
+
+
+HOPPER_CASES = [  # a tile of 128 rows has 128 queries, or 18, or 8; a block of K and V one page, or many, or part of one
+    *kernel.CASES,
+    {**QWEN, "lens": (127, 128, 129, 1000), "contexts": (1, 0, 127, 64)},
+    {**QWEN, "page_size": 16, "lens": (0, 300, 5, 0), "contexts": (9, 1000, 11, 0)},
+    {"Nq": 3, "Nkv": 1, "D": 128, "page_size": 128, "lens": (3, 1, 37, 400), "contexts": (0, 16, 70, 517)},
+    {"Nq": 16, "Nkv": 1, "D": 128, "page_size": 256, "lens": (130, 500), "contexts": (5, 250)},
+    {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 32, "lens": (300, 1, 1500), "contexts": (0, 300, 1)},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper(case, half_dtype, make, cache, nan, agrees, device):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper")
+    check(case, half_dtype, make, cache, nan, agrees, device, HopperAttentionConfig())
 
 
 @pytest.mark.gpu

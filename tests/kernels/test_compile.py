@@ -15,7 +15,7 @@ import pytest
 
 TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(90, "float16"), (90, "float32")]
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-DENSE = ("_tokens_kernel", "_gemm_kernel", "_hopper_kernel", "_prefill_kernel")
+DENSE = ("_tokens_kernel", "_gemm_kernel", "_hopper_kernel", "_prefill_kernel", "_hopper_prefill_kernel")
 PDL = (
     "_vector_kernel", "_rms_norm_kernel", "_quantize_kernel", "_tokens_kernel", "_kv_write_kernel", "_decode_kernel",
     "_combine_kernel",
@@ -43,7 +43,7 @@ def compiled() -> dict[tuple[int, str], Future]:
 def test_compiles_as_meant(target, compiled):
     cc, dtype = target
     results = compiled[target].result()
-    assert len({r["kernel"] for r in results}) == (11 if cc == 90 else 10 if cc >= 89 else 9)
+    assert len({r["kernel"] for r in results}) == ((12 if dtype != "float32" else 11) if cc == 90 else 10 if cc >= 89 else 9)
     for r in results:
         name = r["kernel"]
         assert r["shared"] <= r["limit"], r
@@ -55,9 +55,9 @@ def test_compiles_as_meant(target, compiled):
         elif name == "_decode_kernel":
             assert r["mma"] == ["mma.sync"], r  # 16 rows are too few for the wider instructions
             assert r["pipelined"], r  # also around the wait of a PDL launch
-        if name == "_hopper_kernel":
+        if name in ("_hopper_kernel", "_hopper_prefill_kernel"):
             assert r["tma"], r
-            assert not r["stack"], r  # nothing is spilled
+            assert r["stack"] <= (0 if name == "_hopper_kernel" else 256), r  # nothing is spilled, or not in the loop
         if name == "_gemm_kernel":
             assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
         if name == "_tokens_kernel":
