@@ -28,26 +28,26 @@ from minirt.kernels.attention import (
     split_channels,
     whole,
 )
-from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors, touch
-from minirt.kernels.fp8 import INTERPRETED, finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.kv_write import as_integers
 
 SPLIT = 256
 _SPLITS = (64, 128, 256, 512, 1024)
+_FEW = 32  # sequences
 _COMBINED = 32  # splits whose sums a combining program loads side by side
 _COMBINING = 12  # such programs that a processor has room for
 
 @dataclass(frozen=True)
 class DecodeConfig:
     """Tokens of K and V that a program holds at a time, and how many programs a processor runs at once: each keeps
-    (num_stages − 1) · block_n tokens of K and V on their way, and has its share of the registers. `ahead`: tokens of the next
-    item whose K and V are fetched into L2 meanwhile. The last three change no bit of a result."""
+    (num_stages − 1) · block_n tokens on their way and has its share of the registers. Neither num_stages nor programs changes a
+    bit of a result."""
 
     block_n: int
     num_warps: int
     num_stages: int
     programs: int
-    ahead: int
 
 
 CASES = [
@@ -151,19 +151,6 @@ def _slots(pages, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(k_ptr, v_ptr, pages, begin, limit, kv_head, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Fetch K and V of the first TOKENS of a split into L2, one line of 128 bytes each; nothing waits for them."""
-    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
-    WIDTH: tl.constexpr = D // (2 if k_ptr.dtype.element_ty == tl.int16 else 1)  # pages of fp8: pairs of channels
-    base, slot = _slots(pages, begin, begin, PAGE_SIZE, TOKENS)
-    inside = begin + tl.arange(0, TOKENS) < limit
-    row = (base + tl.where(inside, slot, 0)) * NKV + kv_head
-    at = row[:, None] * WIDTH + tl.arange(0, (WIDTH + LINE - 1) // LINE)[None, :] * LINE
-    touch(k_ptr + at)
-    touch(v_ptr + at)
-
-
-@triton.jit
 def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, D: tl.constexpr):
     """Write row 0 of x [M, D] to a slot → x as the page has it."""
     at = (slot * NKV + kv_head) * D + tl.arange(0, D)[None, :] + tl.zeros_like(row)[:, None]
@@ -183,7 +170,7 @@ def _decode_kernel(
     q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, seq_lens_ptr,
     starts_ptr, query_starts_ptr, out_ptr, sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: tl.constexpr, NKV: tl.constexpr,
     D: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head of every so many-th item. The result of a sequence of one split is final.
 
@@ -230,10 +217,6 @@ def _decode_kernel(
                         next_b, next_length, next_split, next_pages = _look_up(
                             item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
                         )
-                        if AHEAD != 0:
-                            _fetch_ahead(
-                                k_ptr, v_ptr, next_pages, next_split * SPLIT, next_length, kv_head, NKV, D, PAGE_SIZE, AHEAD
-                            )
                 heads_ptr = q_ptr + token * HEADS * D
                 if cos_sin_ptr is None:
                     q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
@@ -323,12 +306,14 @@ def _combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def choose_config(itemsize: int, fp8: bool, split: int) -> DecodeConfig:
-    """The configuration for q's element size, pages of fp8 or of that size, and a split."""
+def choose_config(itemsize: int, fp8: bool, split: int, sequences: int) -> DecodeConfig:
+    """The configuration for q's element size, pages of fp8 or of that size, a split, and a batch."""
     if itemsize == 4:
-        return DecodeConfig(32, 8, 3, 3, 0)
-    # With half the bytes it is the work on each block that takes the time: fewer, larger ones.
-    return DecodeConfig(min(128, split), 4, 2, 3, 64) if fp8 else DecodeConfig(64, 4, 3, 3, 64)
+        return DecodeConfig(32, 8, 3, 3)
+    if fp8:  # With half the bytes it is the work on each block that takes the time: fewer, larger ones.
+        return DecodeConfig(min(128, split), 4, 2, 3)
+    # Programs that share a processor hide each other's waiting; one alone has to load further ahead.
+    return DecodeConfig(64, 4, 2 if sequences > _FEW else 3, 3)
 
 
 def splits_before(seq_lens: Sequence[int], split: int = SPLIT) -> list[int]:
@@ -449,7 +434,7 @@ def _launch(
     B, (Nq, D), (page_size, Nkv) = seq_lens.shape[0], out.shape[1:], k_pages.shape[1:3]
     if B == 0:
         return out
-    config = config or choose_config(out.element_size(), scales[0] is not None, split)
+    config = config or choose_config(out.element_size(), scales[0] is not None, split, B)
     if config.block_n > split:
         what = f"at most the split, {split}"
         raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
@@ -457,12 +442,12 @@ def _launch(
     peaks = sums[max_splits * Nq * D :]
     at_once = config.programs * processors(out.device)
     registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
-    block_b = 1 if B == 1 else 32 if B <= 32 else max(512, triton.next_power_of_2(B))  # few: each is compiled
+    block_b = 1 if B == 1 else _FEW if B <= _FEW else max(512, triton.next_power_of_2(B))  # few: each is compiled
     _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
         *inputs, *as_integers(torch.int16, k_pages, v_pages), *scales, block_tables, seq_lens, split_starts,
         query_starts, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
         NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
-        BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, AHEAD=0 if INTERPRETED else min(config.ahead, split),
+        BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
         maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
     )  # fmt: skip
     # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do. Where there is

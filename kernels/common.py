@@ -153,14 +153,6 @@ def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:
 
 
 @triton.jit
-def touch(ptrs):
-    """Fetch the cache lines at `ptrs` into L2; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """SiLU or GELU (erf or tanh form) of an fp32 tensor."""
     if ACTIVATION == "silu":

@@ -4,7 +4,7 @@ Tiles are computed in groups of rows, so that neighbours share weights in the L2
 through descriptors made on the host, where alignment permits; elsewhere by plain pointers. What is left after whole rounds of
 tiles, one a processor, is cut into smaller tiles, so that the last round keeps more processors busy for less time.
 
-On Hopper, 16-bit outputs of aligned operands are computed by `gemm_hopper`.
+On Hopper, products of aligned 16- and 8-bit operands are computed by `gemm_hopper`.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minirt.errors import InputError
 from minirt.kernels.common import (
+    Workspace,
     activate,
     capability,
     check_linear,
@@ -286,14 +287,17 @@ def gemm(
     *,
     scale: Tensor | None = None,
     x_scale: Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
     check: bool = True,
     config: GemmConfig | HopperConfig | None = None,
 ) -> Tensor:
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K], bias [N] → [T, N]. `out` may be `residual`.
 
     float8_e4m3fn: x and weight both, with x_scale [T] and scale [N] fp32, which multiply; the output is `out`, or bf16.
+    Where `gemm_hopper` computes it: with a workspace K may be split; `pdl`: overlap with the kernel before it in the stream.
     """
-    return _launch(x, weight, bias, residual, out, None, scale, x_scale, check, config)
+    return _launch(x, weight, bias, residual, out, None, scale, x_scale, workspace, pdl, check, config)
 
 
 def gemm_gated(
@@ -305,11 +309,12 @@ def gemm_gated(
     *,
     scale: Tensor | None = None,
     x_scale: Tensor | None = None,
+    pdl: bool = False,
     check: bool = True,
     config: GemmConfig | HopperConfig | None = None,
 ) -> Tensor:
-    """act(gate) · up for x [T, K], weight [2I, K] and bias [2I], gate rows first → [T, I]. float8_e4m3fn: as in `gemm`."""
-    return _launch(x, weight, bias, None, out, activation, scale, x_scale, check, config)
+    """act(gate) · up for x [T, K], weight [2I, K] and bias [2I], gate rows first → [T, I]. float8_e4m3fn, pdl: as in `gemm`."""
+    return _launch(x, weight, bias, None, out, activation, scale, x_scale, None, pdl, check, config)
 
 
 def _launch(
@@ -321,6 +326,8 @@ def _launch(
     activation: str | None,
     scale: Tensor | None,
     x_scale: Tensor | None,
+    workspace: Workspace | None,
+    pdl: bool,
     check: bool,
     config: GemmConfig | HopperConfig | None,
 ) -> Tensor:
@@ -338,7 +345,7 @@ def _launch(
         return out
     cc = capability(x.device)
     if isinstance(config, HopperConfig) or (config is None and cc == 90 and suits(x, weight, residual, out)):
-        gemm_hopper(x, weight, bias, residual, out, activation, scale, x_scale, config)
+        gemm_hopper(x, weight, bias, residual, out, activation, scale, x_scale, config, workspace, pdl)
         return out
     c = config or choose_config(T, N, K, x.element_size(), gated, cc, processors(x.device))
     tiles = triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n)

@@ -6,6 +6,9 @@ scale, activate and store. It takes Gluon, since Triton's own pipeline lets all 
 A tile has 128 rows and a pair of strips of columns: neighbours or, for a gated activation, a strip of gate and the same strip of
 up. A second pair of narrower strips gives the widths between powers of two with which whole rounds of tiles come out even.
 
+Where few tiles would leave processors idle, or be so narrow that reading from L2 takes longer than multiplying, K is split in two
+parts: both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to its own.
+
 Hopper's tensor cores add fp8 products in about 14 bits. So every 1024 or 2048 of K the sums are set aside: in fp32, or, where
 registers do not suffice, in fp16, divided by what keeps the largest possible sum finite.
 """
@@ -27,17 +30,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.common import processors, shared_limit
+from minirt.errors import InputError
+from minirt.kernels.common import Workspace, launch_options, processors, shared_limit
 from minirt.kernels.tuning import Tunable, bucket
 
 # Renamed after Triton 3.6.
 _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
 _put = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 _ROWS = 128  # of a tile: 64 for each group of warps
 _ROW_BYTES = 128  # of K in a step: what one swizzle of TMA spans
 _LARGEST = 448  # of float8_e4m3fn
+_FINE = 512  # tokens up to which every number of tiles of rows has a configuration of its own
+_LONGEST_WHOLE = 24  # steps in K: fewer are not worth splitting
 # Columns of the two pairs of strips; with a gated activation, half of them are of gate.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
 
@@ -45,13 +53,14 @@ WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
 @dataclass(frozen=True)
 class HopperConfig:
     """Columns of both pairs of strips of a tile (`more` may be 0), tiles on their way, steps in K before sums are set aside
-    (0: never), and how many programs share the tiles."""
+    (0: never), how many programs share the tiles, and the parts of K, 1 or 2."""
 
     width: int
     more: int
     num_stages: int
     promote: int
     programs: int
+    split: int = 1
 
 
 TUNABLE = Tunable("gemm_hopper", HopperConfig, (__file__,))
@@ -85,24 +94,48 @@ def _fetch_pair(weight, n, k, N, bar, tiles, ACTIVATION: gl.constexpr):
 def _fetch_tiles(
     x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n,
     K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
+    SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = x_tiles.shape[0]
     BLOCK_K: gl.constexpr = x_tiles.shape[2]
     WIDTH: gl.constexpr = w_tiles.shape[1]
     FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
+    BYTES: gl.constexpr = (128 + WIDTH + MORE) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    PART: gl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     step = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        t, n = _first(tile, T, tiles_n, COLUMNS, SHIFT)
-        for k in range(0, K, BLOCK_K):
+    ahead = 0
+    if PDL:
+        # The kernel before may still be writing x, and never writes weights: those that there is room for come ahead.
+        t, n = _first(gl.program_id(0) // SPLIT, T, tiles_n, COLUMNS, SHIFT)
+        first = gl.program_id(0) % SPLIT * PART
+        ahead += min(STAGES, (min(first + PART, K) - first + BLOCK_K - 1) // BLOCK_K)
+        for i in range(ahead):
+            bar = full.index(i)
+            mbarrier.expect(bar, BYTES)
+            _fetch_pair(weight, n, first + i * BLOCK_K, N, bar, w_tiles.index(i), ACTIVATION)
+            if MORE != 0:
+                _fetch_pair(more_weight, n + FIRST, first + i * BLOCK_K, N, bar, more_tiles.index(i), ACTIVATION)
+        gdc_wait()
+        for i in range(ahead):
+            _fetch(x, [t, first + i * BLOCK_K], full.index(i), x_tiles.index(i))
+        step += ahead
+    for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
+        t, n = _first(part // SPLIT, T, tiles_n, COLUMNS, SHIFT)
+        first = part % SPLIT * PART
+        for k in range(first + ahead * BLOCK_K, min(first + PART, K), BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, (128 + WIDTH + MORE) * BLOCK_K * x.dtype.primitive_bitwidth // 8)
+            mbarrier.expect(bar, BYTES)
             _fetch(x, [t, k], bar, x_tiles.index(stage))
             _fetch_pair(weight, n, k, N, bar, w_tiles.index(stage), ACTIVATION)
             if MORE != 0:
                 _fetch_pair(more_weight, n + FIRST, k, N, bar, more_tiles.index(stage), ACTIVATION)
             step += 1
+        ahead = 0
+    if PDL:
+        # Only now, with what is left to multiply as time to start in: its programs would crowd on the first idle processors.
+        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -153,85 +186,147 @@ def _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, inside):
 
 
 @gluon.jit
-def _store(out, value, t, n, buffer):
-    buffer.store(value.to(out.dtype))
-    fence_async_shared()
-    _put(out, [t, n], buffer)
+def _halves(x):
+    """The left and the right half of the columns, which each thread has already."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, x.type.layout.instr_shape[2]])
+    left, right = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
+    return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr):
+    """Store what is, from PIECE on, the next pieces of a pair of strips, by the group's buffers in turn.
+
+    At a pair's start nothing is in them that is still to be stored.
+    """
+    COLUMNS: gl.constexpr = out.block_type.shape[1]
+    BUFFERS: gl.constexpr = staging.shape[0] // 2
+    if value.shape[1] > COLUMNS:
+        left, right = _halves(value)
+        _store(out, left, t, n, staging, PIECE, GROUP)
+        _store(out, right, t, n + left.shape[1], staging, PIECE + left.shape[1] // COLUMNS, GROUP)
+    else:
+        if PIECE >= BUFFERS:
+            tma.store_wait(BUFFERS - 1)
+        buffer = staging.index(BUFFERS * GROUP + PIECE % BUFFERS)
+        buffer.store(value.to(out.dtype))
+        fence_async_shared()
+        _put(out, [t, n], buffer)
 
 
 @gluon.jit
 def _finish_pair(
-    acc, out, buffer, second_buffer, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, DEPTH: gl.constexpr,
-    ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr,
+    acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ACTIVATION: gl.constexpr,
+    RESIDUAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Scale, activate or add, and store a pair of strips. With RESIDUAL that is in the buffers."""
+    """Scale, activate or add, and store a pair of strips. With RESIDUAL that is in the group's two buffers."""
     STRIP: gl.constexpr = acc.shape[1] // 2
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STRIP, DEPTH])
-    left, right = acc.reshape([64, 2, STRIP]).permute([0, 2, 1]).split()
-    left = gl.convert_layout(left, HALF, assert_trivial=True)
-    right = gl.convert_layout(right, HALF, assert_trivial=True)
+    left, right = _halves(acc)
+    HALF: gl.constexpr = left.type.layout
     t = first_t + gl.arange(0, 64, gl.SliceLayout(1, HALF))
     n = first_n + gl.arange(0, STRIP, gl.SliceLayout(0, HALF))
     left = _scaled(left, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
     if ACTIVATION is not None:
         right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + N, T, n < N)
-        left = _activate(left, ACTIVATION) * right
-        tma.store_wait(0)
-        _store(out, left, first_t, first_n, buffer)
+        _store(out, _activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP)
     else:
+        PIECES: gl.constexpr = STRIP // out.block_type.shape[1]
         right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + STRIP, T, n + STRIP < N)
         if RESIDUAL:
-            _store(out, left + buffer.load(HALF).to(gl.float32), first_t, first_n, buffer)
-            right += second_buffer.load(HALF).to(gl.float32)
-            _store(out, right, first_t, first_n + STRIP, second_buffer)
-        else:
-            tma.store_wait(0)
-            _store(out, left, first_t, first_n, buffer)
-            tma.store_wait(0)
-            _store(out, right, first_t, first_n + STRIP, buffer)
+            left += staging.index(2 * GROUP).load(HALF).to(gl.float32)
+        _store(out, left, first_t, first_n, staging, 0, GROUP)
+        if RESIDUAL:
+            right += staging.index(2 * GROUP + 1).load(HALF).to(gl.float32)
+        _store(out, right, first_t, first_n + STRIP, staging, PIECES, GROUP)
+
+
+@gluon.jit
+def _offsets(acc):
+    """Places in memory for sums acc [64, columns], so that a warp's stores are contiguous."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    t = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    return (t // 8 % 2 * 256 + t // 16 * 64 + t % 8 * 8) + (n // 8 * 512 + n % 8)
+
+
+@gluon.jit
+def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.constexpr, GROUP: gl.constexpr):
+    """Leave the sums for the other part's program; with its sums added, and True, if it was here before."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    SIZE: gl.constexpr = 64 * (WIDTH + MORE)
+    sums_ptr += (2 * tile + GROUP) * 2 * SIZE
+    at = _offsets(acc)
+    # Past L1 on both sides: the sums come through L2.
+    gl.store(sums_ptr + part * SIZE + at, acc, cache_modifier=".cg")
+    if MORE != 0:
+        more_at = 64 * WIDTH + _offsets(more)
+        gl.store(sums_ptr + part * SIZE + more_at, more, cache_modifier=".cg")
+    _synchronize()  # every thread's stores come before the one thread's release
+    last = gl.atomic_add(counters_ptr + 2 * tile + GROUP, 1, sem="acq_rel", scope="gpu") == 1
+    if last:
+        acc += gl.load(sums_ptr + (1 - part) * SIZE + at, cache_modifier=".cg")
+        if MORE != 0:
+            more += gl.load(sums_ptr + (1 - part) * SIZE + more_at, cache_modifier=".cg")
+        gl.store(counters_ptr + 2 * tile + GROUP, 0)
+    return acc, more, last
+
+
+@gluon.jit
+def _finish_tile(
+    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
+    ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr, MORE: gl.constexpr, FIRST: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    _finish_pair(acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, ACTIVATION, RESIDUAL, GROUP)
+    if MORE != 0:
+        _finish_pair(
+            more, more_out, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n + FIRST, T, N, ACTIVATION, RESIDUAL, GROUP
+        )
 
 
 @gluon.jit
 def _multiply_tiles(
     x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out, more_out, staging,
-    more_staging, x_scale_ptr, scale_ptr, bias_ptr, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr,
-    MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr,
-    GROUP: gl.constexpr,
+    more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles, tiles_n, K: gl.constexpr,
+    ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr,
+    SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = w_tiles.shape[1]
     FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
     STEPS: gl.constexpr = (K + x_tiles.shape[2] - 1) // x_tiles.shape[2]
-    CHUNK: gl.constexpr = PROMOTE if PROMOTE != 0 else STEPS
+    PART: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    CHUNK: gl.constexpr = PROMOTE if PROMOTE != 0 else PART
     DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE != 0 else WIDTH, DEPTH])
     ASIDE: gl.constexpr = gl.float32 if SCALE == 1 else gl.float16
     RESIDUAL: gl.constexpr = residual is not None
-    SECOND: gl.constexpr = 2 * GROUP + 1 if RESIDUAL else GROUP  # without a residual, a group has one buffer
-    BUFFER: gl.constexpr = 2 * GROUP if RESIDUAL else GROUP
     arrived = residual_full.index(GROUP)
     step = 0
     phase = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        t, n = _first(tile, T, tiles_n, COLUMNS, SHIFT)
+    if PDL:
+        gdc_wait()  # the residual is read, and the output written, without waiting for x
+    for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
+        t, n = _first(part // SPLIT, T, tiles_n, COLUMNS, SHIFT)
         t += 64 * GROUP
+        steps = STEPS if SPLIT == 1 else min(STEPS - part % SPLIT * PART, PART)
         if RESIDUAL:
             tma.store_wait(0)
             mbarrier.expect(arrived, 64 * (WIDTH + MORE) * 2)
-            _fetch(residual, [t, n], arrived, staging.index(BUFFER))
-            _fetch(residual, [t, n + WIDTH // 2], arrived, staging.index(SECOND))
+            _fetch(residual, [t, n], arrived, staging.index(2 * GROUP))
+            _fetch(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
             if MORE != 0:
-                _fetch(more_residual, [t, n + WIDTH], arrived, more_staging.index(BUFFER))
-                _fetch(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(SECOND))
+                _fetch(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
+                _fetch(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
         acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
         more = gl.zeros([64, MORE], gl.float32, NARROW) if MORE != 0 else 0
-        if CHUNK < STEPS:
+        if CHUNK < PART:
             aside = gl.zeros([64, WIDTH], ASIDE, WIDE)
             more_aside = aside
             if MORE != 0:
                 more_aside = gl.zeros([64, MORE], ASIDE, NARROW)
-            for first in range(0, STEPS, CHUNK):
-                last = min(first + CHUNK, STEPS)
+            for first in range(0, steps, CHUNK):
+                last = min(first + CHUNK, steps)
                 acc, more, step = _add_products(
                     x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE, GROUP
                 )
@@ -239,49 +334,60 @@ def _multiply_tiles(
                     acc += aside.to(gl.float32) * SCALE
                     if MORE != 0:
                         more += more_aside.to(gl.float32) * SCALE
-                if last < STEPS:
+                if last < steps:
                     aside = (acc * (1 / SCALE)).to(ASIDE)
                     if MORE != 0:
                         more_aside = (more * (1 / SCALE)).to(ASIDE)
         else:
             acc, more, step = _add_products(
-                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, 0, STEPS, MORE, GROUP
+                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, 0, steps, MORE, GROUP
             )
         if RESIDUAL:
             mbarrier.wait(arrived, phase)
             phase ^= 1
-        _finish_pair(
-            acc, out, staging.index(BUFFER), staging.index(SECOND), x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, DEPTH,
-            ACTIVATION, RESIDUAL,
-        )  # fmt: skip
-        if MORE != 0:
-            _finish_pair(
-                more, more_out, more_staging.index(BUFFER), more_staging.index(SECOND), x_scale_ptr, scale_ptr, bias_ptr,
-                t, n + FIRST, T, N, DEPTH, ACTIVATION, RESIDUAL,
+        else:
+            tma.store_wait(0)
+        if SPLIT == 2:
+            acc, more, last = _add_other_part(
+                acc, more, sums_ptr, counters_ptr, part // SPLIT, part % SPLIT, MORE, GROUP
+            )
+            if last:
+                _finish_tile(
+                    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
+                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP,
+                )  # fmt: skip
+        else:
+            _finish_tile(
+                acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
+                ACTIVATION, RESIDUAL, MORE, FIRST, GROUP,
             )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles"])
 def _hopper_kernel(
-    x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, T, N, tiles, tiles_n,
-    K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr,
-    SCALE: gl.constexpr,
+    x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T,
+    N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, SHIFT: gl.constexpr,
+    PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out [T, N] of x [T, K] and weight [N, K], or [2N, K] with ACTIVATION: descriptors, for each pair of strips its own."""
+    """out [T, N] of x [T, K] and weight [N, K], or [2N, K] with ACTIVATION: descriptors, for each pair of strips its own.
+
+    With PDL nothing is written, and nothing but weights read, before all earlier kernels of the stream have ended: each program
+    waits for the one before, which ended after its own wait. So no memory is reused too early, whoever used it.
+    """
     STRIP: gl.constexpr = weight.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
     MORE: gl.constexpr = more_weight.block_type.shape[0] if more_weight is not None else 0
     COLUMNS: gl.constexpr = (STRIP + MORE) * (1 if ACTIVATION is not None else 2)
-    BUFFERS: gl.constexpr = 2 if residual is None else 4
+    BUFFERS: gl.constexpr = 2 if residual is None and out.dtype.primitive_bitwidth == 16 else 4
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 128, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
-    staging = gl.allocate_shared_memory(out.dtype, [BUFFERS, 64, STRIP], out.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_type.shape, out.layout)
     more_tiles = w_tiles  # stand in where there is no second pair
     more_staging = staging
     if MORE != 0:
         more_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * MORE, BLOCK_K], more_weight.layout)
-        more_staging = gl.allocate_shared_memory(out.dtype, [BUFFERS, 64, MORE], more_out.layout)
+        more_staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + more_out.block_type.shape, more_out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     residual_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -294,62 +400,95 @@ def _hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-             out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, T, N, tiles, tiles_n, K, ACTIVATION,
-             2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, 0)),
+             out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
+             tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, 0)),
             (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-             out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, T, N, tiles, tiles_n, K, ACTIVATION,
-             2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, 1)),
+             out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
+             tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, 1)),
             (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
-             ACTIVATION, 2 * MORE, COLUMNS, SHIFT)),
+             ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
 
 
-def config_for(width: int, more: int, K: int, itemsize: int, residual: bool, programs: int) -> HopperConfig:
-    """What follows from the columns of both pairs of strips."""
+def _piece(strip: int, itemsize: int) -> int:
+    """Columns of outputs that are stored at once: in fp32 no more than one swizzle of TMA spans, which leaves room for tiles."""
+    return strip if itemsize == 2 else min(strip, _ROW_BYTES // itemsize)
+
+
+def config_for(
+    width: int, more: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1
+) -> HopperConfig:
+    """What follows from the columns of both pairs of strips and the parts of K."""
     columns = width + more
-    buffers = 2 * 64 * 2 * (columns if residual else columns // 2)  # of 16-bit outputs
+    pieces = _piece(width // 2, out_itemsize) + _piece(more // 2, out_itemsize)
+    buffers = 2 * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
     stages = (shared_limit(90) - 512 - buffers) // ((_ROWS + columns) * _ROW_BYTES)
-    steps, most = triton.cdiv(K * itemsize, _ROW_BYTES), 8 if columns <= 192 else 16
+    steps = triton.cdiv(K * itemsize, _ROW_BYTES)
+    split = min(split, steps)  # no part is empty
+    steps, most = triton.cdiv(steps, split), 8 if columns <= 192 else 16
     promote = triton.cdiv(steps, triton.cdiv(steps, most)) if itemsize == 1 and steps > most else 0
-    return HopperConfig(width, more, min(8, stages), promote, programs)
+    return HopperConfig(width, more, min(8, stages), promote, programs, split)
+
+
+def token_regime(T: int) -> int:
+    """T as the configurations know it: padded to whole tiles up to 512, like the buckets of CUDA graphs, or to powers of two."""
+    return triton.cdiv(T, _ROWS) * _ROWS if T <= _FINE else triton.next_power_of_2(T)
+
+
+def may_split(T: int, width: int, more: int, N: int, K: int, itemsize: int, gated: bool, num_processors: int) -> bool:
+    """Whether two programs a tile run at once, with enough of K each to pay, and the sums fit in registers and the workspace."""
+    tiles, columns = triton.cdiv(T, _ROWS) * triton.cdiv(N, width + more), 144 if itemsize == 1 else 192
+    long = K * itemsize >= _LONGEST_WHOLE * _ROW_BYTES
+    return not gated and long and width + more <= columns and 2 * tiles <= num_processors
 
 
 def choose_config(
-    T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_processors: int
-) -> HopperConfig:
-    """The configuration for a shape: of T only the power of two above it counts. N counts the outputs.
+    T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_processors: int, out_itemsize: int = 2,
+    splits: bool = False,
+) -> HopperConfig:  # fmt: skip
+    """The configuration for a shape: of T only its regime counts. N counts the outputs. `splits`: K may be split.
 
     The widths that take the least time, in a model fitted to measurements on an H200 (bench/LOG.md): microseconds a step in K,
     and a round of tiles.
     """
-    rows, steps = triton.cdiv(triton.next_power_of_2(T), _ROWS), triton.cdiv(K * itemsize, _ROW_BYTES)
+    T, steps = token_regime(T), triton.cdiv(K * itemsize, _ROW_BYTES)
 
-    def time(widths: tuple[int, int]) -> float:
-        width, more = widths
-        tiles = rows * triton.cdiv(N, (width + more) // (2 if gated else 1))
+    def time(form: tuple[int, int, int]) -> float:
+        width, more, split = form
+        tiles = triton.cdiv(T, _ROWS) * triton.cdiv(N, (width + more) // (2 if gated else 1))
         step = 0.08 + 0.002 * width + (0.055 + 0.0013 * more if more else 0.0)
-        return triton.cdiv(tiles, num_processors) * (steps * step + 1.5)
+        rounds = triton.cdiv(tiles * split, num_processors)
+        return rounds * (triton.cdiv(steps, split) * step + (1.5 if split == 1 else 4.0))
 
-    return config_for(*min(WIDTHS, key=time), K, itemsize, residual, num_processors)
+    forms = [(*widths, 1) for widths in WIDTHS]
+    if splits:
+        forms += [(*widths, 2) for widths in WIDTHS if may_split(T, *widths, N, K, itemsize, gated, num_processors)]
+    width, more, split = min(forms, key=time)
+    return config_for(width, more, K, itemsize, residual, num_processors, out_itemsize, split)
 
 
 @functools.cache
 def configured(
-    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool
-) -> HopperConfig:
-    """The configuration that was tuned for a shape with `tokens`, a power of two, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(T=tokens, N=N, K=K, itemsize=itemsize, gated=gated, residual=residual))
-    return tuned or choose_config(tokens, N, K, itemsize, gated, residual, processors(device))
+    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
+    splits: bool,
+) -> HopperConfig:  # fmt: skip
+    """The configuration that was tuned for a shape with `tokens`, a regime, or else the rule's."""
+    facts = {"N": N, "K": K, "itemsize": itemsize, "gated": gated, "residual": residual}
+    tuned = TUNABLE.find(device, bucket(T=tokens, **facts)) if out_itemsize == 2 else None
+    if tuned is not None and (splits or tuned.split == 1):
+        return tuned
+    return choose_config(tokens, N, K, itemsize, gated, residual, processors(device), out_itemsize, splits)
 
 
 def suits(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes, output and residual alike and of 16 bits."""
+    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output."""
     ends = [out] if residual is None else [out, residual]
     aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in (x, weight, *ends))
-    return aligned and x.element_size() <= 2 and all(t.element_size() == 2 and t.dtype == out.dtype for t in ends)
+    fits = residual is None or (residual.dtype == out.dtype and out.element_size() == 2)
+    return aligned and x.element_size() <= 2 and fits
 
 
 def gemm_hopper(
@@ -362,31 +501,42 @@ def gemm_hopper(
     scale: Tensor | None,
     x_scale: Tensor | None,
     config: HopperConfig | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
 ) -> None:
-    """`gemm`, or `gemm_gated` with an activation, of operands that `suits` and that fit each other; T is at least 1."""
+    """`gemm`, or `gemm_gated` with an activation, of operands that `suits` and that fit each other; T is at least 1.
+
+    Without a workspace K is not split.
+    """
     (T, K), N = x.shape, out.shape[1]
     gated = activation is not None
-    tokens = triton.next_power_of_2(T)
-    c = config or configured(x.device, tokens, N, K, x.element_size(), gated, residual is not None)
+    facts = (N, K, x.element_size(), gated, residual is not None, out.element_size(), workspace is not None)
+    c = config or configured(x.device, token_regime(T), *facts)
     tiles_n = triton.cdiv(N, (c.width + c.more) // (2 if gated else 1))
     tiles = triton.cdiv(T, _ROWS) * tiles_n
+    sums, counters = None, None
+    if c.split > 1:
+        if workspace is None:
+            raise InputError("missing", where="workspace", expected="room for the sums of a split K")
+        sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.more)), workspace.counters(2 * tiles)
     block_k = _ROW_BYTES // x.element_size()
     operands = [
-        _described(t, [strip, block_k] if t is weight else [64, strip])
+        _described(t, [strip, block_k] if t is weight else [64, _piece(strip, out.element_size())])
         for t in (weight, residual, out)
         for strip in (c.width // 2, c.more // 2)
     ]
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
     halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if c.width + c.more > 192 else 0
-    _hopper_kernel[(min(tiles, c.programs),)](
-        _described(x, [_ROWS, block_k]), *operands, x_scale, scale, bias, T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
-        STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings, num_warps=4,
+    _hopper_kernel[(min(tiles * c.split, c.programs),)](
+        _described(x, [_ROWS, block_k]), *operands, x_scale, scale, bias, sums, counters, T, N, tiles, tiles_n, K=K,
+        ACTIVATION=activation, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings, SPLIT=c.split,
+        **launch_options(4, 1, pdl),
     )  # fmt: skip
 
 
 def _described(tensor: Tensor | None, tile: list[int]) -> TensorDescriptor | None:
     if tensor is None or tile[0] == 0 or tile[1] == 0:
         return None
-    dtype = gl.float8e4nv if tensor.dtype == torch.float8_e4m3fn else gl.float16  # only the width counts
+    dtype = {1: gl.float8e4nv, 2: gl.float16, 4: gl.float32}[tensor.element_size()]  # only the width counts
     return TensorDescriptor.from_tensor(tensor, tile, gl.NVMMASharedLayout.get_default_for(tile, dtype))

@@ -27,7 +27,6 @@ from minirt.kernels.common import (
     processors,
     require_fp8,
     shared_limit,
-    touch,
 )
 from minirt.kernels.tuning import Tunable, bucket
 
@@ -66,6 +65,14 @@ def _load(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
         return tl.load(ptrs, eviction_policy=EVICT)
     else:
         return tl.load(ptrs, mask=k < K, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _touch(ptrs):
+    """Fetch the cache lines at `ptrs` into L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -152,9 +159,9 @@ def _tokens_kernel(
         scale_up, added_up = _column(scale_ptr, n, N, N), _column(bias_ptr, n, N, N)
     if PDL:
         # The weights' first lines, and what it takes to find them, while the kernel that computes x still runs.
-        touch(rows + first)
+        _touch(rows + first)
         if ACTIVATION is not None:
-            touch(rows + first + up)
+            _touch(rows + first + up)
         tl.extra.cuda.gdc_wait()
     x_scale = None
     if x_scale_ptr is not None:

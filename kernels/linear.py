@@ -44,7 +44,7 @@ def norm_linear(
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later; up to 128 tokens).
+    `pdl`: overlap with the kernel before it in the stream (sm_90 and later; of more than 128 tokens where `gemm_hopper` does it).
     """
     return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check)
 
@@ -115,8 +115,10 @@ def _run(
             h, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl
         )
     if activation is not None:
-        return gemm_gated(h, weight, activation, bias, out, scale=scale, x_scale=x_scale, check=False)
-    return gemm(h, weight, bias, residual, out, scale=scale, x_scale=x_scale, check=False)
+        return gemm_gated(h, weight, activation, bias, out, scale=scale, x_scale=x_scale, pdl=pdl, check=False)
+    return gemm(
+        h, weight, bias, residual, out, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl, check=False
+    )
 
 
 def _input(x: Tensor, norm_weight: Tensor | None, eps: float, fp8: bool, pdl: bool) -> tuple[Tensor, Tensor | None]:

@@ -53,23 +53,25 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
 
 
 def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of more tokens, by the power of two above them, on Hopper."""
+    """Steps of more tokens, by regime, on Hopper."""
     if capability(device) != 90:
         return
-    powers = sorted({triton.next_power_of_2(T) for T in tokens if T > gemm_small.MAX_TOKENS})
-    for power, shape in itertools.product(powers, shapes):
+    regimes = sorted({gemm_hopper.token_regime(T) for T in tokens if T > gemm_small.MAX_TOKENS})
+    for regime, shape in itertools.product(regimes, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         if itemsize > 2:
             continue
         facts = {"N": shape.N, "K": shape.K, "itemsize": itemsize, "gated": shape.gated, "residual": shape.residual}
+        programs = _processors(device)
         rule = gemm_hopper.choose_config(
-            power, shape.N, shape.K, itemsize, shape.gated, shape.residual, _processors(device)
+            regime, shape.N, shape.K, itemsize, shape.gated, shape.residual, programs, splits=True
         )
         around = [
-            gemm_hopper.config_for(*widths, shape.K, itemsize, shape.residual, rule.programs)
-            for widths in gemm_hopper.WIDTHS
-        ]
-        yield _case(gemm_hopper.TUNABLE, bucket(T=power, **facts), rule, around, shape, power, device)
+            gemm_hopper.config_for(*widths, shape.K, itemsize, shape.residual, programs, split=split)
+            for widths in gemm_hopper.WIDTHS for split in (1, 2)
+            if split == 1 or gemm_hopper.may_split(regime, *widths, shape.N, shape.K, itemsize, shape.gated, programs)
+        ]  # fmt: skip
+        yield _case(gemm_hopper.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
 
 
 def _processors(device: torch.device) -> int:
@@ -115,7 +117,9 @@ def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable
         elif activation is not None:
             gemm_gated(h, weight, activation, None, out, scale=scale, x_scale=x_scale, check=False, config=config)
         else:
-            gemm(h, weight, None, residual, out, scale=scale, x_scale=x_scale, check=False, config=config)
+            gemm(
+                h, weight, None, residual, out, scale=scale, x_scale=x_scale, workspace=workspace, check=False, config=config
+            )
 
     expected = reference.linear(x, weights[0][0], None, weights[0][1])
     expected = expected if activation is None else reference.gated(expected, activation)

@@ -57,6 +57,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         ptx = kernel.asm["ptx"]
         given = {name: arg for name, arg in zip(self.arg_names, args, strict=False) if arg is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
+        roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
         results.append(
             {
                 "kernel": self.fn.__name__,
@@ -71,6 +72,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "pdl": "griddepcontrol.wait" in ptx,
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "tiles_before_wait": "cp.async" in before_wait,
+                "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
                 "scales_or_bias": "scale_ptr" in given or "bias_ptr" in given,
                 "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
             }
@@ -114,12 +116,17 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
     for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # every tile of the tables
         x = empty(T, HIDDEN)
         gemm.gemm(x, qkv, bias, empty(T, 4608))
-        gemm.gemm(x, qkv, out=empty(T, 4608, like=torch.float32))
-        gemm.gemm_gated(x, gate_up[: 2 * inter], "silu")
+        gemm.gemm(x, qkv[:4601])  # rows of outputs that TMA cannot move
+        gemm.gemm(x, qkv, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+        gemm.gemm_gated(x, gate_up[: 2 * inter], "silu", pdl=pdl)
+        linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
         if cc >= 89:
             x, x_scale = torch.empty_like(x, dtype=eight), empty(T, like=torch.float32)
             gemm.gemm(x, qkv8, residual=empty(T, 4608), scale=scales[0], x_scale=x_scale, out=empty(T, 4608))
-            gemm.gemm_gated(x, gate_up8[: 2 * inter], "silu", scale=scales[1][: 2 * inter], x_scale=x_scale)
+            gemm.gemm(x, qkv8[:4601], scale=scales[0][:4601], x_scale=x_scale)
+            gemm.gemm(x, qkv8, scale=scales[0], x_scale=x_scale, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+            gemm.gemm_gated(x, gate_up8[: 2 * inter], "silu", scale=scales[1][: 2 * inter], x_scale=x_scale, pdl=pdl)
+            linear.linear_residual(empty(T, INTER), down8, empty(T, HIDDEN), scale=scales[2], workspace=workspace, pdl=pdl)
     for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64))[: 2 if cc == 90 else 1]:
         tables, lens, cos_sin = ints(2, 40), ints(2), empty(4096, D, like=torch.float32)
         for fp8 in (False, True)[: 2 if cc >= 89 else 1]:

@@ -18,7 +18,7 @@ MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"
 DENSE = ("_tokens_kernel", "_gemm_kernel", "_hopper_kernel", "_prefill_kernel", "_hopper_prefill_kernel")
 PDL = (
     "_vector_kernel", "_rms_norm_kernel", "_quantize_kernel", "_tokens_kernel", "_kv_write_kernel", "_decode_kernel",
-    "_combine_kernel",
+    "_combine_kernel", "_hopper_kernel",
 )  # fmt: skip
 READ_AHEAD = ("_vector_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel")  # weights, lengths, older tokens
 
@@ -58,6 +58,8 @@ def test_compiles_as_meant(target, compiled):
         if name in ("_hopper_kernel", "_hopper_prefill_kernel"):
             assert r["tma"], r
             assert r["stack"] <= (0 if name == "_hopper_kernel" else 256), r  # nothing is spilled, or not in the loop
+        if name == "_hopper_kernel" and r["pdl"]:
+            assert r["roles_read_ahead"] == [False, False, True], r  # weights, by the warp that fetches
         if name == "_gemm_kernel":
             assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
         if name == "_tokens_kernel":

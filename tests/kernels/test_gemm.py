@@ -8,7 +8,7 @@ import torch
 from minirt.errors import InputError
 from minirt.kernels import gemm as kernel
 from minirt.kernels import gemm_hopper, reference
-from minirt.kernels.common import ACTIVATIONS
+from minirt.kernels.common import ACTIVATIONS, Workspace
 
 LARGE = [(4608, 3584), (3584, 18944)]
 CONFIGS = [None, kernel.GemmConfig(32, 64, 32, 4, 2), kernel.GemmConfig(16, 32, 64, 4, 2, tma=True)]
@@ -196,17 +196,25 @@ def linears(model):
 @pytest.mark.parametrize("model", MODELS)
 def test_hopper_configurations(model, itemsize):
     """They depend on regimes only, have tiles enough on their way, and set sums of fp8 products aside in time."""
-    for N, K, gated, residual in linears(model):
-        for regime in (range(129, 257), range(257, 513), range(4097, 8193, 64)):
-            chosen = {gemm_hopper.choose_config(T, N, K, itemsize, gated, residual, 132) for T in regime}
+    cases = [(*case, splits, 2) for case in linears(model) for splits in (False, True)]
+    for N, K, gated, residual, splits, out_itemsize in (*cases, (152064, MODELS[model][0], False, False, True, 4)):
+        for regime in (range(129, 257), range(257, 385), range(385, 513), range(4097, 8193, 64)):
+            facts = (N, K, itemsize, gated, residual, 132, out_itemsize, splits)
+            chosen = {gemm_hopper.choose_config(T, *facts) for T in regime}
             assert len(chosen) == 1
             c = chosen.pop()
             buffers = 2 * 64 * 2 * (c.width + c.more) // (1 if residual else 2)
+            if out_itemsize == 4:
+                buffers = 2 * 2 * 64 * 4 * sum(min(columns // 2, 32) for columns in (c.width, c.more))
+            if c.split == 2:
+                parts = 2 * -(-max(regime) // 128) * -(-N // (c.width + c.more))
+                assert splits and not gated and parts <= 132
+                assert 128 * (c.width + c.more) * parts <= 1 << 22  # sums that a workspace has room for
             assert c.num_stages >= 3
             assert c.num_stages * (128 + c.width + c.more) * 128 + buffers < 227 * 1024
             most = 0 if itemsize == 2 else 16 if c.width + c.more > 192 else 8
             assert c.promote <= most
-            assert c.promote > 0 or itemsize == 2 or 128 * most >= K
+            assert c.promote > 0 or itemsize == 2 or 128 * most >= -(-K // c.split)
 
 
 def test_hopper_widths_fill_whole_rounds():
@@ -221,14 +229,26 @@ def test_hopper_widths_fill_whole_rounds():
     assert columns(256, 3584, 3584) == 64
 
 
+def test_hopper_splits_what_leaves_processors_idle():
+    """In two parts, where both run at once: down at up to 384 tokens, never with an activation."""
+    def split(T, N, K, gated=False, itemsize=2):
+        return gemm_hopper.choose_config(T, N, K, itemsize, gated, not gated, 132, splits=True).split
+
+    assert split(256, 3584, 18944) == split(256, 3584, 18944, itemsize=1) == split(384, 3584, 18944) == 2
+    assert split(512, 3584, 18944) == split(256, 18944, 3584, True) == split(256, 3584, 1024) == 1
+
+
 @pytest.fixture
 def hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
 
 
-def configs(widths, K, itemsize):
-    return lambda gated, residual: gemm_hopper.config_for(*widths, K, itemsize, residual, 7)  # many tiles each
+def configs(widths, K, itemsize, split=1):
+    """With many tiles for each program."""
+    return lambda gated, residual: gemm_hopper.config_for(
+        *widths, K, itemsize, residual, 7, split=1 if gated else split
+    )
 
 
 @pytest.mark.gpu
@@ -252,6 +272,57 @@ def test_hopper(T, N, K, widths, half_dtype, hopper, make, nan, agrees):
 @pytest.mark.parametrize(("T", "N", "K"), [(129, 656, 576), (300, 144, 4112), (2, 16, 64)])
 def test_hopper_fp8(T, N, K, widths, hopper, make, nan, agrees):
     check_eight(T, N, K, torch.bfloat16, make, nan, agrees, configs(widths, K, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", gemm_hopper.WIDTHS, ids=str)
+@pytest.mark.parametrize(("T", "N", "K"), [(129, 656, 576), (300, 148, 1096), (2, 16, 64), (1100, 76, 200)])
+def test_hopper_output_in_fp32(T, N, K, widths, half_dtype, hopper, make, nan):
+    """Of 16-bit values and of fp8, also with an activation; columns that are no multiple of 8."""
+    x, weight = make(T, K, dtype=half_dtype), make(N, K, dtype=half_dtype, scale=K**-0.5)
+    config, truth = gemm_hopper.config_for(*widths, K, 2, False, 7, 4), linear64(x, weight)
+    out = kernel.gemm(x, weight, out=nan(T, N, dtype=torch.float32), config=config)
+    assert (out - truth).norm() <= 1e-5 * truth.norm()
+    if N % 8 == 0:
+        truth = reference.gated(truth, "silu")
+        out = kernel.gemm_gated(x, weight, "silu", out=nan(T, N // 2, dtype=torch.float32), config=config)
+        assert (out - truth).norm() <= 1e-5 * truth.norm()
+    if K % 16 == 0:
+        x, x_scale, weight, scale, bias, truth = eight_bits(T, N, K, make, half_dtype)
+        config = gemm_hopper.config_for(*widths, K, 1, False, 7, 4)
+        out = nan(T, N, dtype=torch.float32)
+        kernel.gemm(x, weight, bias, out=out, scale=scale, x_scale=x_scale, config=config)
+        assert (out - truth).norm() <= 1e-3 * truth.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", gemm_hopper.WIDTHS[1:], ids=str)
+@pytest.mark.parametrize(("T", "N", "K"), [(129, 656, 576), (300, 144, 1104), (1100, 80, 4112)])
+def test_hopper_in_two_parts(T, N, K, widths, half_dtype, hopper, make, nan, agrees, device):
+    """Same bits every time, and counters left at zero."""
+    workspace = Workspace(device)
+    config = configs(widths, K, 2, split=2)
+    x, weight = make(T, K, dtype=half_dtype), make(N, K, dtype=half_dtype, scale=K**-0.5)
+    bias, residual = make(N, dtype=half_dtype), make(T, N, dtype=half_dtype)
+    expected, truth = reference.linear(x, weight, bias), linear64(x, weight, bias)
+    outs = [
+        kernel.gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), workspace=workspace, config=config(False, False))
+        for _ in range(5)
+    ]
+    agrees(outs[0], expected, truth)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    expected, truth = expected + residual, truth + residual.double()
+    for out in (nan(T, N, dtype=half_dtype), residual):  # in place at last
+        kernel.gemm(x, weight, bias, residual, out, workspace=workspace, config=config(False, True))
+        agrees(out, expected, truth)
+    if sum(widths) <= 144:
+        x, x_scale, weight, scale, bias, truth = eight_bits(T, N, K, make, half_dtype)
+        out, eight_config = nan(T, N, dtype=half_dtype), configs(widths, K, 1, split=2)(False, False)
+        kernel.gemm(
+            x, weight, bias, out=out, scale=scale, x_scale=x_scale, workspace=workspace, config=eight_config
+        )
+        agrees(out, truth.to(half_dtype), truth)
+    assert not workspace.counters(1 << 14).any()
 
 
 @pytest.mark.gpu

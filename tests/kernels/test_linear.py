@@ -309,7 +309,7 @@ def test_weight_past_2_31_elements(make, agrees):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("T", [1, 16, 64, 128])
+@pytest.mark.parametrize("T", [1, 16, 64, 128, 129, 300])
 def test_same_bits_every_time_also_with_pdl(T, fp8, make, device):
     """A chain of kernels that overlap by PDL, share the workspace and each read what the one before wrote."""
     if torch.cuda.get_device_capability()[0] < 9:
