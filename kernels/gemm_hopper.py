@@ -122,7 +122,9 @@ def _fetch_tiles(
     for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
         t, n = _first(part // SPLIT, T, tiles_n, COLUMNS, SHIFT)
         first = part % SPLIT * PART
-        for k in range(first + ahead * BLOCK_K, min(first + PART, K), BLOCK_K):
+        # `ahead = 0` at the loop's end would not do: Triton 3.6 drops it, and the steps that it skips in every tile never arrive.
+        skipped = gl.where(part == gl.program_id(0), ahead, 0)
+        for k in range(first + skipped * BLOCK_K, min(first + PART, K), BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             bar = full.index(stage)
@@ -132,7 +134,6 @@ def _fetch_tiles(
             if MORE != 0:
                 _fetch_pair(more_weight, n + FIRST, k, N, bar, more_tiles.index(stage), ACTIVATION)
             step += 1
-        ahead = 0
     if PDL:
         # Only now, with what is left to multiply as time to start in: its programs would crowd on the first idle processors.
         gdc_launch_dependents()
@@ -452,7 +453,7 @@ def choose_config(
     """The configuration for a shape: of T only its regime counts. N counts the outputs. `splits`: K may be split.
 
     The widths that take the least time, in a model fitted to measurements on an H200 (bench/LOG.md): microseconds a step in K,
-    and a round of tiles.
+    a round of tiles, and a split. What splits gained and lost put their price at 5.5 to 8.
     """
     T, steps = token_regime(T), triton.cdiv(K * itemsize, _ROW_BYTES)
 
@@ -461,7 +462,8 @@ def choose_config(
         tiles = triton.cdiv(T, _ROWS) * triton.cdiv(N, (width + more) // (2 if gated else 1))
         step = 0.08 + 0.002 * width + (0.055 + 0.0013 * more if more else 0.0)
         rounds = triton.cdiv(tiles * split, num_processors)
-        return rounds * (triton.cdiv(steps, split) * step + (1.5 if split == 1 else 4.0))
+        round_price, split_price = 1.5 if width + more <= 192 else 2.2, 0.0 if split == 1 else 7.0
+        return rounds * (triton.cdiv(steps, split) * step + round_price) + split_price
 
     forms = [(*widths, 1) for widths in WIDTHS]
     if splits:

@@ -208,7 +208,8 @@ def test_hopper_configurations(model, itemsize):
                 buffers = 2 * 2 * 64 * 4 * sum(min(columns // 2, 32) for columns in (c.width, c.more))
             if c.split == 2:
                 parts = 2 * -(-max(regime) // 128) * -(-N // (c.width + c.more))
-                assert splits and not gated and parts <= 132
+                assert splits and not gated
+                assert parts <= 132
                 assert 128 * (c.width + c.more) * parts <= 1 << 22  # sums that a workspace has room for
             assert c.num_stages >= 3
             assert c.num_stages * (128 + c.width + c.more) * 128 + buffers < 227 * 1024
@@ -224,18 +225,19 @@ def test_hopper_widths_fill_whole_rounds():
         return c.width + c.more
 
     assert columns(8192, 18944, 3584, True) == columns(8192, 3584, 18944) == 256
-    assert columns(256, 18944, 3584, True) == columns(2048, 4608, 3584) == 192
+    assert columns(256, 18944, 3584, True) == columns(384, 18944, 3584, True) == columns(2048, 4608, 3584) == 192
     assert columns(512, 4608, 3584) == 144
     assert columns(256, 3584, 3584) == 64
 
 
 def test_hopper_splits_what_leaves_processors_idle():
-    """In two parts, where both run at once: down at up to 384 tokens, never with an activation."""
+    """In two parts, where both run at once and K is long: down at up to 384 tokens, never with an activation."""
     def split(T, N, K, gated=False, itemsize=2):
         return gemm_hopper.choose_config(T, N, K, itemsize, gated, not gated, 132, splits=True).split
 
-    assert split(256, 3584, 18944) == split(256, 3584, 18944, itemsize=1) == split(384, 3584, 18944) == 2
+    assert split(256, 3584, 18944) == split(384, 3584, 18944) == 2
     assert split(512, 3584, 18944) == split(256, 18944, 3584, True) == split(256, 3584, 1024) == 1
+    assert split(256, 3584, 18944, itemsize=1) == split(256, 4608, 3584) == split(384, 3584, 3584) == 1  # measured slower
 
 
 @pytest.fixture
@@ -323,6 +325,29 @@ def test_hopper_in_two_parts(T, N, K, widths, half_dtype, hopper, make, nan, agr
         )
         agrees(out, truth.to(half_dtype), truth)
     assert not workspace.counters(1 << 14).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [200, 2112])
+@pytest.mark.parametrize("form", ["fp32", "gated", "residual", "split"])
+def test_hopper_ahead_of_the_kernel_before(form, K, hopper, make, nan, device):
+    """With PDL the same bits, for several tiles a program and for fewer steps than there is room for (it hung)."""
+    T, N, workspace = 1100, 656, Workspace(device)
+    x, weight, residual = (make(*size, dtype=torch.bfloat16) for size in ((T, K), (N, K), (T, N)))
+    size, added = 4 if form == "fp32" else 2, form in ("residual", "split")
+    config = gemm_hopper.config_for(128, 16, K, 2, added, 7, size, 2 if form == "split" else 1)
+    outs = []
+    for pdl in (False, True, True):
+        if form == "gated":
+            out = kernel.gemm_gated(x * 1, weight, "silu", out=nan(T, N // 2, dtype=torch.bfloat16), config=config, pdl=pdl)
+        else:
+            out = nan(T, N, dtype=torch.float32 if form == "fp32" else torch.bfloat16)
+            add = residual if added else None
+            kernel.gemm(x * 1, weight, None, add, out, workspace=workspace, config=config, pdl=pdl)
+        outs.append(out)
+    assert outs[0].isfinite().all()
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.gpu
