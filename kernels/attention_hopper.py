@@ -25,8 +25,8 @@ from minirt.kernels.common import processors
 # Renamed after Triton 3.6.
 _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# By head size: with fewer tokens `attention.py`'s kernel is as fast or faster. Prompts on an H200, TFLOP/s here and there:
-# head size 128, 512 tokens: 139 and 108; head size 64, 512 tokens: 44 and 53, 1024 tokens: 123 and 115.
+# By head size; with fewer tokens `attention.py`'s kernel runs. Prompts on an H200, TFLOP/s here and there: head size 128 at 512
+# tokens, the fewest that were measured, 139 and 108; head size 64 at 512 tokens 44 and 53, at 1024 tokens 123 and 115.
 LEAST_TOKENS = {64: 1024, 128: 512}
 TEAMS = gl.constexpr(2)  # a third is slower: that leaves 160 registers a thread
 ROWS = gl.constexpr(64)  # of a team, what a product of four warps has
