@@ -322,7 +322,7 @@ def paged_attention_prefill(
     v_scales: Tensor | None = None,
     shortest: int = 1,
     check: bool = True,
-    config: AttentionConfig | hopper.HopperAttentionConfig | None = None,
+    config: AttentionConfig | None = None,
 ) -> Tensor:
     """Attention of each sequence's new tokens on all its cached ones, the new ones included, causally → [T, Nq, D].
 
@@ -331,7 +331,7 @@ def paged_attention_prefill(
     no sequence, behind the last, are padding, and so are sequences without rows: `out` is not written there. The launch
     depends on the shapes alone, so a CUDA graph of it serves any batch that was padded to T and B. With k_scales, v_scales
     [P, page_size, Nkv] fp32 the pages are float8_e4m3fn, with a scale for each token and head. scale must be positive.
-    Sequences of less than `shortest` new tokens are left to another kernel.
+    Sequences of less than `shortest` new tokens are left to another kernel. With `config` it is this file's kernel that runs.
     """
     B = seq_lens.shape[0]
     if check:
@@ -347,11 +347,7 @@ def paged_attention_prefill(
         return out
     cc = capability(q.device)
     if config is None and cc == 90 and hopper.suits(q, k_pages, v_pages, out):
-        config = hopper.choose_config(q.shape[0], D)
-    if isinstance(config, hopper.HopperAttentionConfig):
-        rest = (block_tables, query_starts, seq_lens, scale * LOG2_E, out, shortest, config)
-        hopper.attend(q, k_pages, v_pages, *rest)
-        return out
+        return hopper.prefill(q, k_pages, v_pages, block_tables, query_starts, seq_lens, scale, out, shortest)
     config = config or choose_config(q.element_size(), D, k_scales is not None, cc)
     blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
     _prefill_kernel[(blocks * Nkv,)](

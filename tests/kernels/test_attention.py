@@ -8,8 +8,8 @@ import torch
 
 from minirt.errors import InputError
 from minirt.kernels import attention as kernel
+from minirt.kernels import attention_hopper as hopper
 from minirt.kernels import reference
-from minirt.kernels.attention_hopper import HopperAttentionConfig
 
 QWEN = {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64}
 LLAMA = {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16}
@@ -24,7 +24,7 @@ def attention64(q, k, v, scale):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def check(case, dtype, make, cache, nan, agrees, device, config=None):
+def check(case, dtype, make, cache, nan, agrees, device, prefill=kernel.paged_attention_prefill):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
     lens = case["lens"]
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
@@ -32,9 +32,7 @@ def check(case, dtype, make, cache, nan, agrees, device, config=None):
     q, scale = make(sum(lens), Nq, D, dtype=dtype), 1.3 * D**-0.5
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
-    out = kernel.paged_attention_prefill(
-        q, pages.k, pages.v, pages.tables, on_device, pages.lens, scale, nan(*q.shape, dtype=dtype), config=config
-    )
+    out = prefill(q, pages.k, pages.v, pages.tables, on_device, pages.lens, scale, nan(*q.shape, dtype=dtype))
     expected = reference.paged_attention(q, pages.clean_k, pages.clean_v, pages.tables, lens, totals, scale)
     for start, n, k, v in zip(starts, lens, pages.keys, pages.values, strict=False):
         rows = slice(start, start + n)
@@ -86,21 +84,28 @@ def test_sequences_without_new_tokens(make, cache, nan, agrees, device):
     check({**case, "lens": (0,), "contexts": (9,)}, torch.float32, make, cache, nan, agrees, device)
 
 
-def test_padding_of_a_cuda_graph(make, cache, nan, agrees, device):
+def check_padding(dtype, make, cache, nan, agrees, device, prefill=kernel.paged_attention_prefill, empty=2):
     """Rows behind the last sequence's and sequences without rows, as many as a captured batch may be padded with."""
-    pages = cache([70, 9, 0, 0], 2, 64, 16, torch.float32)
-    q = make(150, 6, 64, dtype=torch.float32)
+    pages = cache([70, 9, *[0] * empty], 2, 64, 16, dtype)
+    q = make(150, 6, 64, dtype=dtype)
     q[74:] = torch.nan
-    starts = torch.tensor([0, 70, 74, 74, 74], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 70, *[74] * (empty + 1)], dtype=torch.int32, device=device)
     rest = (pages.k, pages.v, pages.tables, starts, pages.lens, 0.2)
-    out = kernel.paged_attention_prefill(q, *rest, nan(*q.shape, dtype=q.dtype))
-    longer = kernel.paged_attention_prefill(q, *rest, nan(*q.shape, dtype=q.dtype), shortest=5)
+    out = prefill(q, *rest, nan(*q.shape, dtype=dtype))
+    longer = prefill(q, *rest, nan(*q.shape, dtype=dtype), shortest=5)
     assert torch.equal(longer[:70], out[:70])
     assert longer[70:].isnan().all()
-    for rows, k, v in zip((slice(0, 70), slice(70, 74)), pages.keys, pages.values, strict=False):
-        truth = attention64(q[rows], k, v, 0.2)
-        agrees(out[rows], truth.float(), truth)
     assert out[74:].isnan().all()
+    for start, n, k, v in ((0, 70, pages.keys[0], pages.values[0]), (70, 4, pages.keys[1], pages.values[1])):
+        rows = q[start : start + n]
+        usual = reference.paged_attention(
+            rows, pages.clean_k, pages.clean_v, pages.tables[start // 70 :], [n], [len(k)], 0.2
+        )
+        agrees(out[start : start + n], usual, attention64(rows, k, v, 0.2))
+
+
+def test_padding_of_a_cuda_graph(make, cache, nan, agrees, device):
+    check_padding(torch.float32, make, cache, nan, agrees, device)
 
 
 @pytest.mark.parametrize("fault", ["k_scales", "v_scales", "k_pages"])
@@ -176,12 +181,47 @@ HOPPER_CASES = [  # a tile of 128 rows has 128 queries, or 18, or 8; a block of 
 ]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
-def test_hopper(case, half_dtype, make, cache, nan, agrees, device):
+@pytest.fixture
+def on_hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
-    check(case, half_dtype, make, cache, nan, agrees, device, HopperAttentionConfig())
+    return hopper.prefill
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper(case, half_dtype, make, cache, nan, agrees, device, on_hopper):
+    check(case, half_dtype, make, cache, nan, agrees, device, on_hopper)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("empty", [2, 600])
+def test_hopper_with_padding(empty, half_dtype, make, cache, nan, agrees, device, on_hopper):
+    check_padding(half_dtype, make, cache, nan, agrees, device, on_hopper, empty)
+
+
+@pytest.mark.gpu
+def test_hopper_leaves_single_tokens(half_dtype, make, cache, nan, device, on_hopper):
+    """A mixed batch: rows of sequences of one token, between the others, belong to another kernel."""
+    lens = [1, 1, 40, 1, 300, 1, 1, 2] * 40
+    pages = cache([n + 70 for n in lens], 4, 128, 64, half_dtype)
+    q = make(sum(lens), 28, 128, dtype=half_dtype)
+    starts = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
+    rest = (pages.k, pages.v, pages.tables, starts, pages.lens, 0.1)
+    out, longer = on_hopper(q, *rest, torch.empty_like(q)), on_hopper(q, *rest, nan(*q.shape, dtype=q.dtype), shortest=2)
+    single = torch.tensor(lens, device=device).repeat_interleave(torch.tensor(lens, device=device)) == 1
+    assert longer[single].isnan().all()
+    assert torch.equal(longer[~single], out[~single])
+
+
+def test_hopper_takes_long_batches_of_16_bits(device):
+    def suits(T, D, dtype=torch.bfloat16, kv_dtype=torch.bfloat16):
+        q, pages = torch.empty(T, 2, D, dtype=dtype), torch.empty(1, 16, 2, D, dtype=kv_dtype)
+        return hopper.suits(q, pages, pages, q)
+
+    assert [suits(T, 128) for T in (511, 512)] == [suits(T, 64) for T in (1023, 1024)] == [False, True]
+    assert not suits(2048, 128, torch.float32, torch.float32)
+    assert not suits(2048, 128, kv_dtype=torch.float8_e4m3fn)
 
 
 @pytest.mark.gpu
@@ -197,8 +237,11 @@ def test_same_bits_every_time(make, cache, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [64, 16])
-def test_pages_past_2_31_elements(page_size, make, device):
+@pytest.mark.parametrize("prefill", [kernel.paged_attention_prefill, hopper.prefill], ids=["triton", "hopper"])
+def test_pages_past_2_31_elements(page_size, prefill, make, device):
     """A prompt's tokens in the first page, and the same in the last: tiles of one page, and of several."""
+    if prefill is hopper.prefill and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper")
     count = 80_000 * 64 // page_size
     pages = torch.zeros(2, count, page_size, 4, 128, dtype=torch.float16, device=device)
     pages[:, -1] = pages[:, 0] = make(2, page_size, 4, 128, dtype=torch.float16)
@@ -206,8 +249,8 @@ def test_pages_past_2_31_elements(page_size, make, device):
     q, lens = make(tokens, 28, 128, dtype=torch.float16), torch.tensor([tokens], dtype=torch.int32, device=device)
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     low, high = (
-        kernel.paged_attention_prefill(
-            q, *pages, torch.tensor([[page]], dtype=torch.int32, device=device), starts, lens, 0.1
+        prefill(
+            q, *pages, torch.tensor([[page]], dtype=torch.int32, device=device), starts, lens, 0.1, torch.empty_like(q)
         )
         for page in (0, count - 1)
     )
