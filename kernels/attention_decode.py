@@ -28,6 +28,7 @@ from minirt.kernels.attention import (
     split_channels,
     whole,
 )
+from minirt.kernels.attention_combine import combine
 from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.kv_write import as_integers
@@ -35,8 +36,7 @@ from minirt.kernels.kv_write import as_integers
 SPLIT = 256
 _SPLITS = (64, 128, 256, 512, 1024)
 _FEW = 32  # sequences
-_COMBINED = 32  # splits whose sums a combining program loads side by side
-_COMBINING = 12  # such programs that a processor has room for
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -212,11 +212,10 @@ def _decode_kernel(
         for first in range(begin, end, BLOCK_N):
             if first == begin:
                 # In the loop, so that its first loads of K and V are on their way before anything is waited for.
-                if query_starts_ptr is None:
-                    if item + programs < items:
-                        next_b, next_length, next_split, next_pages = _look_up(
-                            item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
-                        )
+                if query_starts_ptr is None and item + programs < items:
+                    next_b, next_length, next_split, next_pages = _look_up(
+                        item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+                    )
                 heads_ptr = q_ptr + token * HEADS * D
                 if cos_sin_ptr is None:
                     q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
@@ -249,7 +248,7 @@ def _decode_kernel(
             tl.store(sums_ptr + part[:, None] * D + d, whole(acc), mask=stored[:, None])
             tl.store(peaks_ptr + 2 * part, peak, mask=stored)
             tl.store(peaks_ptr + 2 * part + 1, total, mask=stored)
-        if query_starts_ptr is not None:  # no loop where an item is skipped
+        if query_starts_ptr is not None:  # noqa: SIM102 — known when compiled; no loop where an item is skipped
             if item + programs < items:
                 next_b, next_length, next_split, next_pages = _look_up(
                     item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
@@ -259,50 +258,6 @@ def _decode_kernel(
         # Every program waits, also without an item: the next kernel must not start before the one before this has ended.
         # It is let in only now, since its waiting programs would take room from those of this one.
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit(do_not_specialize=["heads"])
-def _combine_kernel(
-    starts_ptr, query_starts_ptr, out_ptr, sums_ptr, peaks_ptr, heads,
-    NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """For `heads` heads of one sequence: the weighted mean of its splits, BLOCK_S at a time, in order; zeros for none.
-
-    One warp, each of whose threads has the same channels of all the splits, so that nobody waits for another.
-    """
-    b = tl.program_id(0)
-    start = tl.load(starts_ptr + b)
-    splits = tl.load(starts_ptr + b + 1) - start
-    token = b.to(tl.int64)
-    if query_starts_ptr is not None:
-        token = tl.load(query_starts_ptr + b).to(tl.int64)
-        single = tl.load(query_starts_ptr + b + 1) == token + 1
-        splits = tl.where(single, splits, 1)  # nothing to do
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if splits != 1:
-        d = tl.arange(0, D)[None, :]
-        first_head = tl.program_id(1) * heads
-        for head in range(first_head, tl.minimum(first_head + heads, NQ)):
-            peak = tl.full((1,), float("-inf"), tl.float32)
-            total = tl.zeros((1,), tl.float32)
-            acc = tl.zeros((1, D), tl.float32)
-            for first in range(0, splits, BLOCK_S):
-                s = first + tl.arange(0, BLOCK_S)
-                part = (start + s).to(tl.int64) * NQ + head
-                peaks = tl.load(peaks_ptr + 2 * part, mask=s < splits, other=float("-inf"))
-                totals = tl.load(peaks_ptr + 2 * part + 1, mask=s < splits, other=0.0)
-                sums = tl.load(sums_ptr + part[:, None] * D + d, mask=(s < splits)[:, None], other=0.0)
-                new_peak = tl.maximum(peak, tl.max(peaks, 0))
-                rescale = tl.exp2(peak - new_peak)
-                weights = tl.exp2(peaks - new_peak)
-                total = total * rescale + tl.sum(weights * totals, 0)
-                acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
-                peak = new_peak
-            out = acc / tl.where(splits == 0, 1.0, total)[:, None]
-            tl.store(out_ptr + (token * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
-    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -450,12 +405,8 @@ def _launch(
         BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
         maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
     )  # fmt: skip
-    # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do. Where there is
-    # not, its programs only look and end, so there should not be many.
-    heads = triton.cdiv(B * Nq, _COMBINING * processors(out.device))
-    _combine_kernel[(B, triton.cdiv(Nq, heads))](
-        split_starts, query_starts, out, sums, peaks, heads, NQ=Nq, D=D, BLOCK_S=_COMBINED, **launch_options(1, 1, pdl)
-    )
+    # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do.
+    combine(split_starts, query_starts, out, sums, peaks, pdl)
     return out
 
 

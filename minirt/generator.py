@@ -410,7 +410,8 @@ def _is_single(prompts: Any) -> bool:
     """Whether it is one prompt: a text, or a list of what can only be token ids."""
     if isinstance(prompts, str):
         return True
-    return isinstance(prompts, list | tuple) and bool(prompts) and all(issubclass(t, Integral | float) for t in set(map(type, prompts)))
+    types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()
+    return bool(types) and all(issubclass(t, Integral | float) for t in types)
 
 
 def _one(params: Any) -> SamplingParams | None:

@@ -1,4 +1,4 @@
-"""A program without a race of which compute-sanitizer's racecheck reports one: why its reports on kernels with roles are no faults.
+"""A program without a race of which racecheck reports one: why its reports on kernels with roles are no faults.
 
 compute-sanitizer --tool racecheck python -P tests/kernels/racecheck_probe.py
 

@@ -208,7 +208,8 @@ def test_hopper_configurations(model, itemsize):
                 buffers = 2 * 2 * 64 * 4 * sum(min(columns // 2, 32) for columns in (c.width, c.more))
             if c.split == 2:
                 parts = 2 * -(-max(regime) // 128) * -(-N // (c.width + c.more))
-                assert splits and not gated
+                assert splits
+                assert not gated
                 assert parts <= 132
                 assert 128 * (c.width + c.more) * parts <= 1 << 22  # sums that a workspace has room for
             assert c.num_stages >= 3
