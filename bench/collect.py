@@ -16,6 +16,9 @@ from minirt.errors import InputError, MinirtError
 _MODEL = ["--model", "Qwen2.5-7B", "--random-weights"]
 _DECODE = ["bench", "decode", *_MODEL, "--max-num-seqs", "256", "--max-model-len", "8448"]
 _PREFILL = ["bench", "prefill", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check"]
+# Prompts that arrive beside requests which are being answered, by the most tokens of a step: 8192 is a whole prompt.
+_BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "--repeats", "3", "--skip-check"]
+_STEP_LIMITS = (8192, 2048, 512)
 # Other shapes than those that the kernels' rules were fitted to.
 _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
 # In parts, since torch.compile takes seconds for each shape.
@@ -41,6 +44,8 @@ def _runs() -> dict[str, list[str]]:
         for model in _OTHERS:
             own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
+    for limit in _STEP_LIMITS:
+        runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
     runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
     for name, kernels in _KERNELS.items():

@@ -1,113 +1,132 @@
-"""The README's tables and pictures of measurements, made from the stored results: `python -P bench/readme.py` makes them anew.
+"""The README's tables and pictures of measurements, made from the stored results.
 
-A table stands between `<!-- NAME -->` and `<!-- end of NAME -->`; a picture, beside its results, carries their digest. A test
-compares both with the results. Pictures need matplotlib.
+python -P bench/readme.py [FILE …]     copies the files to bench/results if there are any, then makes all of them anew
+
+A block stands between `<!-- NAME -->` and `<!-- end of NAME -->` and is empty as long as none of its results is stored; a
+picture, beside its results, carries their digest. A test compares both with the results. Pictures need matplotlib.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from minirt.bench import readme_layers as layers
+from minirt.bench import readme_tables as tables
+from minirt.bench.readme_tables import Records, Result
 
-README, RESULTS = Path(__file__).parents[1] / "README.md", Path(__file__).parent / "results"
-# vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured apart on the same GPU model with the same torch: not
-# among the stored results.
-VLLM_STEPS = {
-    (1, 128): (4.78, 3.41), (1, 8000): (4.91, 3.61), (8, 128): (4.93, 3.47), (64, 128): (5.22, 3.99), (256, 128): (9.08, 7.29)
+_HERE = Path(__file__).resolve().parent
+README, RESULTS = _HERE.parent / "README.md", _HERE / "results"
+
+
+class Block(NamedTuple):
+    """`sources`: names or globs of the results, in order; `says`: what stands before the table, if there is one; `names`: say
+    below it which results they are."""
+
+    sources: tuple[str, ...]
+    make: Callable[[Records], str]
+    says: str = ""
+    names: bool = True
+
+
+_STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000")
+_PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
+_OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
+BLOCKS = {
+    "about": Block(_STEPS + _PROMPTS, tables.about, names=False),
+    "decode": Block(_STEPS, tables.decode),
+    "prefill": Block(_PROMPTS, tables.prefill),
+    "losses": Block(_STEPS + _PROMPTS, tables.losses, names=False),
+    "checks": Block(_STEPS + _PROMPTS, tables.checks, names=False),
+    "others": Block(
+        tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), tables.others,
+        "Decode steps of models, batches and contexts that the kernels' rules were not fitted to:",
+    ),
+    "trace": Block(
+        ("h200-trace",), tables.trace,
+        "The GPU while decoding, traced by the profiler, every gap between two kernels counted as idle (`bench/gpu_trace.py`):",
+    ),
+    "startup": Block(
+        ("h200-startup-bf16", "h200-startup-fp8"), tables.startup,
+        "Process start to first token, random weights; warm: the median of several starts (`bench/startup.py`):",
+    ),
+    "loading": Block(
+        ("h200-loading-bf16", "h200-loading-fp8"), tables.loading, "Loading a checkpoint (`bench/loading.py`):"
+    ),
+    "chunking": Block(
+        ("h200-chunking-8192", "h200-chunking-2048", "h200-chunking-512"), tables.chunking,
+        "Long prompts that arrive at once beside requests that are being answered: the times between two tokens of those, by the "
+        "most tokens of a step (`minirt bench prefill --beside`; the commands are in the results):",
+    ),
+    "ablation": Block(
+        ("h200-ablation-bf16", "h200-ablation-fp8"), layers.ablation,
+        "What each fusion and trick brings to a decode step of Qwen2.5-7B: milliseconds that a step takes more when that one "
+        "is left out. An empty cell: the step does not use it. Steps are CUDA graphs, without the sampler "
+        "(`bench/ablation.py`):",
+    ),
+    "kernels": Block(
+        tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others")), layers.kernels,
+        "Kernel by kernel, with a cold L2 (`minirt bench kernels`). Speedups are those over eager PyTorch · torch.compile · "
+        "PyTorch's own kernel (cuBLAS, SDPA); where one is marked \\*, that form computes less than the kernel. Tokens of "
+        "attention are new ones @ those in the cache; in decode, sequences @ tokens of each. Every point, with its error and "
+        "its spread, is in the results:",
+    ),
+    "fusion": Block(("h200-compare-embedded",), layers.fusion),
+    "layers-7b": Block(
+        ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers.layers,
+        "The same of Qwen2.5-7B, random weights, where the time goes into reading weights (`minirt compare`); errors are "
+        "relative to fp64, the largest of all layers of a kind:",
+    ),
+    "cpu": Block(("cpu-smollm2",), tables.cpu),
 }  # fmt: skip
-VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: (195.0, 129.0)}
-
-Result = dict[str, Any]
 
 
 def load(name: str) -> Result:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _rows(*names: str) -> Iterator[Result]:
-    for name in names:
-        yield from load(name)["results"]
+def stored(sources: tuple[str, ...]) -> dict[str, Result]:
+    """Those of the results that there are, each once, in the order of the sources."""
+    names = dict.fromkeys(file.stem for source in sources for file in sorted(RESULTS.glob(f"{source}.json")))
+    return {name: load(name) for name in names}
 
 
-def _digits(ms: float) -> str:
-    """Three significant digits, at most two decimals."""
-    return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}"
+def block(name: str) -> str:
+    """What stands in a block: text, table, and which results at which commit that is; "" if none is stored."""
+    own = BLOCKS[name]
+    records = stored(own.sources)
+    made = own.make(records) if records else ""
+    parts = (own.says, made, origin(records) if own.names else "") if made else ()
+    return "\n\n".join(filter(None, parts))
 
 
-def decode() -> str:
-    """Milliseconds of a decode step, and the share of the read ceiling."""
-    found = [
-        {(row["batch_size"], row["context_len"]): row for row in _rows(f"h200-decode-{kind}", f"h200-decode-{kind}-8000")}
-        for kind in ("bf16", "fp8")
-    ]
-    cells = []
-    for key, peers in VLLM_STEPS.items():
-        own = [f"batch {key[0]}, context {key[1]}"]
-        for rows, peer in zip(found, peers, strict=True):
-            own += [_digits(rows[key]["step_s"]["median"] * 1e3), f"{rows[key]['share_of_read_ceiling']:.0%}", f"{peer:.2f}"]
-        cells.append(own)
-    return _table("ms a step", cells)
-
-
-def prefill() -> str:
-    """Milliseconds to the first token of one prompt, and the share of the rate of PyTorch's matrix product."""
-    found = [{row["input_len"]: row for row in _rows(f"h200-prefill-{kind}")} for kind in ("bf16", "fp8")]
-    cells = []
-    for length, peers in VLLM_PROMPTS.items():
-        own = [f"{length} tokens"]
-        for rows, peer in zip(found, peers, strict=True):
-            row = rows[length]
-            own += [_digits(row["time_to_first_token_s"]["median"] * 1e3), f"{row['share_of_matmul_ceiling']:.0%}", _digits(peer)]
-        cells.append(own)
-    return _table("ms to the first token", cells)
-
-
-def _table(title: str, cells: list[list[str]]) -> str:
-    columns = [title, *(name for kind in ("bf16", "`--fp8`") for name in (kind, "of the ceiling", "vLLM 0.24"))]
-    lines = [columns, ["---", *["---:"] * 6], *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def fusion() -> str:
-    """Of the embedded model: a decode step in its variants, and what fusing each kind of layer brings."""
-    whole = load("h200-compare-embedded")["whole_model"]
-    step, best = whole["decode"], whole["decode"]["candidate_s"]
-    rows = [("eager, launched from Python", step["launched_s"]), ("eager in a CUDA graph", step["eager_s"]), ("Triton", best)]
-    rows += [(f"Triton, but {kind} eager", part["step_s"]) for kind, part in whole["fusion"].items()]
-    lines = [[f"decode step, batch {step['batch_size']}, context {step['context_len']}", "ms", "Triton is faster by"]]
-    lines += [["---", "---:", "---:"]]
-    lines += [[name, f"{seconds * 1e3:.3f}", "" if seconds == best else f"{seconds / best:.2f} ×"] for name, seconds in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-TABLES: dict[str, Callable[[], str]] = {"decode": decode, "prefill": prefill, "fusion": fusion}
+def origin(records: Records) -> str:
+    """The results' names, by commit."""
+    by_commit: dict[str, list[str]] = {}
+    for name, record in records.items():
+        for run in record if isinstance(record, list) else [record]:
+            by_commit[run["commit"]] = list(dict.fromkeys([*by_commit.get(run["commit"], []), f"`{name}`"]))
+    return "From " + "; ".join(f"{', '.join(names)} (commit {commit})" for commit, names in by_commit.items()) + "."
 
 
 def render(text: str) -> str:
-    """`text`, a README, with every table made anew."""
+    """`text`, a README, with every block made anew."""
 
     def anew(match: re.Match[str]) -> str:
-        return match["start"] + TABLES[match["name"]]() + match["end"]
+        made = block(match["name"])
+        return match["start"] + (f"{made}\n" if made else "") + match["end"]
 
-    names = "|".join(TABLES)
-    return re.sub(rf"(?P<start><!-- (?P<name>{names}) -->\n).*?(?P<end>\n<!-- end of (?P=name) -->)", anew, text, flags=re.DOTALL)
+    names = "|".join(BLOCKS)
+    pattern = rf"(?P<start><!-- (?P<name>{names}) -->\n)(?:.*?\n)??(?P<end><!-- end of (?P=name) -->)"
+    return re.sub(pattern, anew, text, flags=re.DOTALL)
 
-
-# --- pictures ---
 
 # Name → the results that it shows.
-PICTURES = {
-    "speed": (
-        "h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000", "h200-prefill-bf16",
-        "h200-prefill-fp8",
-    ),
-    "layers": ("h200-compare-embedded",),
-}  # fmt: skip
+PICTURES = {"speed": _STEPS + _PROMPTS, "layers": ("h200-compare-embedded",)}
 
 
 def digest(name: str) -> str:
@@ -116,55 +135,19 @@ def digest(name: str) -> str:
     return f"results {hashlib.sha256(content).hexdigest()[:16]}"
 
 
-def speed(target: Path) -> None:
-    """Decode steps and times to the first token of Qwen2.5-7B, beside vLLM's and the ceiling's."""
-    from matplotlib.figure import Figure
+def picture(name: str, target: Path) -> None:
+    from minirt.bench import readme_pictures
 
-    from minirt.bench.picture import save
-
-    figure = Figure(figsize=(10.0, 6.0), layout="constrained")
-    axes = figure.subplots(2, 2)
-    for column, kind in enumerate(("bf16", "fp8")):
-        steps = {(row["batch_size"], row["context_len"]): row for row in _rows(f"h200-decode-{kind}", f"h200-decode-{kind}-8000")}
-        labels = [f"batch {batch}" + (f"\ncontext {context}" if context != 128 else "") for batch, context in VLLM_STEPS]
-        own = [steps[key]["step_s"]["median"] * 1e3 for key in VLLM_STEPS]
-        least = [t * steps[key]["share_of_read_ceiling"] for t, key in zip(own, VLLM_STEPS, strict=True)]
-        _bars(axes[0][column], labels, own, [peers[column] for peers in VLLM_STEPS.values()], least)
-        axes[0][column].set_title(f"{kind}: a decode step, ms", fontsize=9)
-        prompts = {row["input_len"]: row for row in _rows(f"h200-prefill-{kind}")}
-        each = [1e3 / n for n in VLLM_PROMPTS]  # ms of a prompt → µs of a token
-        own = [prompts[n]["time_to_first_token_s"]["median"] * 1e3 for n in VLLM_PROMPTS]
-        reading = steps[1, 128]["weight_bytes_read"] / load(f"h200-decode-{kind}")["read_ceiling"]["bytes_per_s"] * 1e3
-        least = [max(reading, t * prompts[n]["share_of_matmul_ceiling"]) for t, n in zip(own, VLLM_PROMPTS, strict=True)]
-        labels = [f"{n} tokens" for n in VLLM_PROMPTS]
-        peers = [peers[column] for peers in VLLM_PROMPTS.values()]
-        _bars(axes[1][column], labels, *([t * e for t, e in zip(ms, each, strict=True)] for ms in (own, peers, least)))
-        axes[1][column].set_title(f"{kind}: a prompt's first token, µs for each of its tokens", fontsize=9)
-    about = load(PICTURES["speed"][0])
-    figure.suptitle(f"{about['model']} shapes, random weights · {about['device']} · minirt {about['commit']}", fontsize=9)
-    save(figure, target, digest("speed"))
+    getattr(readme_pictures, name)(stored(PICTURES[name]), target, digest(name))
 
 
-def _bars(axes: "Axes", labels: list[str], own: list[float], peers: list[float], least: list[float]) -> None:
-    where = range(len(labels))
-    axes.bar([i - 0.2 for i in where], own, 0.4, label="minirt", color="C1")
-    axes.bar([i + 0.2 for i in where], peers, 0.4, label="vLLM 0.24, measured apart", color="C7")
-    axes.hlines(least, [i - 0.4 for i in where], [i + 0.4 for i in where], "k", label="what the measured ceilings allow")
-    axes.set_xticks(where, labels, fontsize=7)
-    axes.tick_params(axis="y", labelsize=7)
-    axes.set_ylim(0, 1.3 * max(*own, *peers))
-    axes.legend(fontsize=6, ncols=3, loc="upper left")
-
-
-def layers(target: Path) -> None:
-    """Error and time of each layer of the embedded model."""
-    from minirt.bench.picture import draw
-
-    record = load(PICTURES["layers"][0])
-    draw(record, record["results"], target, digest("layers"))
+def main(files: list[str]) -> None:
+    for file in files:
+        shutil.copy(file, RESULTS)
+    README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in PICTURES:
+        picture(name, RESULTS / f"{name}.svg")
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text()))
-    speed(RESULTS / "speed.svg")
-    layers(RESULTS / "layers.svg")
+    main(sys.argv[1:])

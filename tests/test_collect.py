@@ -4,6 +4,7 @@ Catches: an option that was renamed, a model that no preset knows, a kernel's na
 """
 
 import sys
+from fnmatch import fnmatchcase
 
 import click
 import pytest
@@ -29,7 +30,7 @@ def test_every_run_is_a_command(name):
         assert models.preset(words[1]) is not None
         return
     command, options = parsed(words)
-    assert name.split("-")[0] == command
+    assert {"chunking": "prefill"}.get(kind := name.split("-")[0], kind) == command
     chosen = options.get("models") or [options["model"]]
     assert all(model in (None, models.EMBEDDED) or models.preset(model) is not None for model in chosen)
     if command == "kernels":
@@ -50,10 +51,25 @@ def test_every_kernel_is_measured():
 
 
 def test_what_readme_shows_is_collected():
+    """All but loading, which needs a checkpoint of 15 GB, and what a CPU measured."""
     from minirt.bench import readme
 
-    shown = {source for sources in readme.PICTURES.values() for source in sources}
-    assert shown <= {f"h200-{name}" for name in collect.RUNS}
+    shown = {source for block in readme.BLOCKS.values() for source in block.sources}
+    shown |= {source for sources in readme.PICTURES.values() for source in sources}
+    left = {"h200-loading-bf16", "h200-loading-fp8", "cpu-smollm2"}
+    runs = [f"h200-{name}" for name in collect.RUNS]
+    assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
+
+
+@pytest.mark.parametrize("limit", collect._STEP_LIMITS)
+def test_prompts_arrive_beside_requests(limit):
+    """The limit's name is its own, there is room for prompts and requests, and one prompt takes several steps or one whole."""
+    options = parsed(collect.RUNS[f"chunking-{limit}"])[1]
+    assert (options["max_num_batched_tokens"], options["beside"], options["input_len"]) == (limit, 32, (8192,))
+    assert options["max_num_seqs"] > options["beside"]
+    assert options["max_model_len"] > options["input_len"][0]
+    assert options["skip_check"]
+    assert not options["fp8"]
 
 
 def test_a_failed_run_leaves_no_file(tmp_path, monkeypatch, capsys):

@@ -1,23 +1,48 @@
-"""What is stored and what the README says of it. Catches a figure that was typed, one of another run, and a result of which
-nobody can say where it comes from."""
+"""What is stored and what the README says of it. Catches a figure that was typed, one of another run, a result that nobody shows,
+and one of which nobody can say where it comes from."""
 
 import json
 import re
+import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from minirt.bench import readme
+from minirt.bench import collect, readme
+from minirt.bench.readme_tables import format_of
 
-KINDS = ("decode", "prefill", "compare", "kernels")
-FILES = [file for kind in KINDS for file in sorted(readme.RESULTS.glob(f"h200-{kind}-*.json"))]
+FILES = sorted(file for file in readme.RESULTS.glob("h200-*.json") if not file.stem.startswith("h200-loading"))
+REQUIRED = {
+    *(f"h200-decode-{kind}{context}" for kind in ("bf16", "fp8") for context in ("", "-8000")),
+    "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-trace", "h200-ablation-bf16", "h200-kernels-rows",
+    "h200-loading-bf16", "h200-loading-fp8", "cpu-smollm2",
+}  # fmt: skip
+SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py"}
+UNCHECKED = ("trace", "startup")  # they time what runs beside the kernels: nothing in them is right or wrong
+WITHOUT_CEILING = ("trace", "startup")  # and have no limit that they are compared with
 
 
-def test_the_tables_are_those_of_the_stored_results():
+def measured(text):
+    """The README's section of measurements."""
+    return re.search(r"^## Measured\n(.*?)^## ", text, flags=re.DOTALL | re.MULTILINE)[1]
+
+
+def figures_outside(text):
+    """Figures of a section that stand in no block: not those of names, such as Qwen2.5-7B, and not what stands in `code`."""
+    text = re.sub(r"<!-- (\S+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`|!?\[[^]]*\]\([^)]*\)", "", text)
+    return re.findall(r"(?<![\w.-])[\d.,]*\d[\w%]*", text)
+
+
+def test_the_blocks_are_those_of_the_stored_results():
     text = readme.README.read_text()
     assert readme.render(text) == text, "run `python -P bench/readme.py`"
-    for name, table in readme.TABLES.items():
-        assert f"<!-- {name} -->\n{table()}\n<!-- end of {name} -->" in text
+    assert re.findall("<!-- end of (.*) -->", text) == re.findall("<!-- (?!end of )(.*) -->", text)
+    assert sorted(re.findall("<!-- end of (.*) -->", text)) == sorted(readme.BLOCKS)
+    for name in readme.BLOCKS:
+        made = readme.block(name)
+        assert f"<!-- {name} -->\n{made}\n<!-- end of {name} -->" in text if made else True
 
 
 def test_another_figure_is_found():
@@ -27,23 +52,73 @@ def test_another_figure_is_found():
     assert readme.render(changed) == text
 
 
+def test_no_figure_is_typed():
+    section = measured(readme.README.read_text())
+    assert figures_outside(section) == []
+    typed = "\nIdle for 0.7% (batch 64), 1,356 TFLOP/s, Qwen2.5-7B in bf16, `-b 3`.\n<!-- a -->\n7 ms\n<!-- end of a -->\n"
+    assert figures_outside(section + typed) == ["0.7%", "64", "1,356"]
+
+
+def test_all_that_is_stored_or_collected_is_shown():
+    sources = [source for block in readme.BLOCKS.values() for source in block.sources]
+    names = [file.stem for file in readme.RESULTS.glob("h200-*")] + [f"h200-{name}" for name in collect.RUNS]
+    assert [name for name in names if not any(fnmatchcase(name, source) for source in sources)] == []
+
+
+def test_a_block_without_results_is_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    before, after = "a\n<!-- trace -->\n", "<!-- end of trace -->\nb\n"
+    assert readme.render(f"{before}| old | 1 |\n{after}") == before + after
+    text = readme.render(before + after)
+    assert text == before + after
+    shutil.copy(Path(readme.__file__).parent / "results" / "h200-trace.json", tmp_path)
+    full = readme.render(text)
+    assert full.startswith(before + readme.BLOCKS["trace"].says)
+    assert full.endswith(f").\n{after}")
+    assert readme.render(full) == full
+
+
+def test_every_required_result_is_stored():
+    assert {file.stem for file in readme.RESULTS.glob("*.json")} >= REQUIRED
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_result_says_where_it_comes_from(file):
     record = json.loads(Path(file).read_text())
+    kind = file.stem.split("-")[1]
     assert "H200" in record["device"]
     assert set(record["versions"]) == {"python", "minirt", "torch", "triton"}
+    assert record["date"]
     assert re.fullmatch("[0-9a-f]{7,40}", record["commit"]), "a commit, and no changes beside it"
-    assert record["correctness"]["checked"] or record["correctness"]["why"]
-    assert not record.get("faults")
-    assert record["read_ceiling"] or record["matmul_ceiling"]
-    assert record["benchmark"] == file.stem.split("-")[1]
-    assert record["command"][0] == "minirt"
-    assert record["benchmark"] in record["command"][1:3]
-    assert not any("/" in word for word in record["command"]), "a path of somebody's machine"
+    assert record["results"]
+    assert record["benchmark"] == ("prefill" if kind == "chunking" else kind)
+    if kind in UNCHECKED:
+        assert "correctness" not in record
+    else:
+        assert record["correctness"]["checked"] or record["correctness"]["why"]
+        assert not record.get("faults")
+    if kind not in WITHOUT_CEILING:
+        assert record["read_ceiling"] or record["matmul_ceiling"]
+    if kind in SCRIPTS:
+        assert record["command"][:3] == ["python", "-P", f"bench/{SCRIPTS[kind]}"]
+        words = record["command"][3:]
+    else:
+        assert record["command"][0] == "minirt"
+        assert record["benchmark"] in record["command"][1:3]
+        words = record["command"]
+    assert not any("/" in word for word in words), "a path of somebody's machine"
+    weights = set(file.stem.split("-")) & {"bf16", "fp8"}
+    assert not weights or weights == {format_of(record)}
 
 
-def test_there_are_results():
-    assert len(FILES) == 7
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_load_says_where_it_ran(name):
+    """`bench/loading.py` reads a folder that is nobody else's: its result holds no command."""
+    record = readme.load(f"h200-loading-{name}")
+    for run in record if isinstance(record, list) else [record]:
+        assert "H200" in run["environment"]["cuda:0"]
+        assert {"python", "minirt", "torch", "triton"} <= set(run["environment"])
+        assert re.fullmatch("[0-9a-f]{7,40}", run["commit"])
 
 
 @pytest.mark.parametrize("name", readme.PICTURES)
@@ -55,11 +130,7 @@ def test_the_pictures_are_of_the_stored_results(name):
 
 @pytest.mark.parametrize("name", readme.PICTURES)
 def test_the_pictures_can_be_drawn(name, tmp_path):
-    getattr(readme, name)(tmp_path / "a.svg")
+    readme.picture(name, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert readme.digest(name) in text
-    assert load(readme.PICTURES[name][0])["commit"] in text or "<use" in text  # words are drawn as shapes
-
-
-def load(name):
-    return json.loads((readme.RESULTS / f"{name}.json").read_text())
+    assert readme.load(readme.PICTURES[name][0])["commit"] in text or "<use" in text  # words are drawn as shapes

@@ -1,0 +1,262 @@
+"""The README's tables on small records of awkward values. Catches a wrong unit or sign, a swapped column, a quotient upside down,
+a missing value that is shown as one, and a form that computes less counted as one that computes the same."""
+
+import pytest
+
+from minirt.bench import kernels, readme_layers, readme_tables
+from minirt.bench.readme import origin
+
+
+def rows(text):
+    """The cells of a table's rows, without its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def median(seconds):
+    return {"median": seconds}
+
+
+def test_milliseconds():
+    assert [readme_tables.milliseconds(ms) for ms in (0.004, 3.495, 9.994, 9.996, 1234.56)] == [
+        "0.00", "3.50", "9.99", "10.0", "1,234.6"
+    ]  # fmt: skip
+
+
+def test_signs():
+    texts = [readme_tables.signed(value, 2) for value in (0.004, -0.004, 0.0, -0.0058, 1.5)]
+    assert texts == ["0.00", "0.00", "0.00", "−0.01", "+1.50"]
+
+
+def test_a_small_share_is_not_none():
+    assert [readme_tables.percent(share) for share in (None, 0.0, 0.0004, 0.01, 1.02)] == ["–", "0%", "< 1%", "1%", "102%"]
+
+
+def step(batch, context, seconds, share=0.5):
+    return {"batch_size": batch, "context_len": context, "step_s": median(seconds), "share_of_read_ceiling": share}
+
+
+def prompt(length, seconds):
+    return {"input_len": length, "time_to_first_token_s": median(seconds), "share_of_matmul_ceiling": 0.25}
+
+
+STEPS = {
+    "a": {"benchmark": "decode", "dtype": "bf", "model": "M", "results": [step(1, 128, 4.78e-3), step(256, 128, 0.0123, 1)]},
+    "b": {"benchmark": "decode", "dtype": "bfloat16 · fp8", "model": "M", "results": [step(1, 8000, 0.005)]},
+}
+PROMPTS = {"c": {"benchmark": "prefill", "dtype": "fp8", "results": [prompt(2048, 0.0294), prompt(8192, 0.1299)]}}
+
+
+def test_decode_with_gaps():
+    found = rows(readme_tables.decode(STEPS))
+    assert found[0] == ["batch 1, context 128", "4.78", "50%", "4.78", "–", "–", "3.41"]
+    assert found[1] == ["batch 1, context 8000", "–", "–", "4.91", "5.00", "50%", "3.61"]
+    assert found[4] == ["batch 256, context 128", "12.3", "100%", "9.08", "–", "–", "7.29"]
+
+
+def test_prefill_with_gaps():
+    assert rows(readme_tables.prefill(PROMPTS))[2:] == [
+        ["2048 tokens", "–", "–", "48.0", "29.4", "25%", "29.4"],
+        ["8192 tokens", "–", "–", "195.0", "129.9", "25%", "129.0"],
+    ]
+
+
+def test_losses_are_told_and_a_tie_is_none():
+    text = readme_tables.losses(STEPS | PROMPTS)
+    assert text == (
+        "Slower than vLLM at 3 of these 5 figures: bf16, batch 256 at context 128: +35.5%; "
+        "fp8, batch 1 at context 8000: +38.5%; fp8, a prompt of 8192 tokens: +0.7%."
+    )
+    best = {"a": STEPS["a"] | {"results": [step(1, 128, 0.001)]}}
+    assert readme_tables.losses(best) == "None of these 1 figures is above vLLM's."
+
+
+def test_other_shapes():
+    records = {"a": STEPS["a"], "b": STEPS["b"] | {"results": [step(256, 128, 0.01, 0.333), step(3, 128, 0.002)]}}
+    assert rows(readme_tables.others(records)) == [
+        ["M, batch 1, context 128", "4.78", "50%", "–", "–"],
+        ["M, batch 256, context 128", "12.3", "100%", "10.0", "33%"],
+        ["M, batch 3, context 128", "–", "–", "2.00", "50%"],
+    ]
+
+
+def test_checks():
+    own = [{"checked": True, "against": "the truth"}, {"checked": False, "why": "no time"}, {"checked": False, "why": "no time"}]
+    text = readme_tables.checks({name: {"correctness": one} for name, one in zip("abc", own, strict=True)})
+    assert text == "`a`: before timing compared with the truth; `b`, `c`: no time."
+
+
+def test_about_tells_every_machine_and_the_range_of_ceilings():
+    def record(device, read, product, dtype="bfloat16"):
+        return {
+            "device": device, "versions": {"torch": "2", "triton": "3"}, "model": "M", "dtype": dtype,
+            "read_ceiling": read and {"bytes_per_s": read}, "matmul_ceiling": product and {"flops_per_s": product},
+        }  # fmt: skip
+
+    records = {"a": record("X", 4.514e12, None), "b": record("X", 4.516e12, None), "c": record("Y", None, 1.2345e15, "fp8")}
+    text = readme_tables.about(records)
+    assert text.startswith("One X, torch 2, Triton 3; one Y, torch 2, Triton 3; M shapes")
+    assert "ceiling, 4.51 to 4.52 TB/s," in text
+    assert "not measured in bf16 and 1,23" in text
+    assert text.endswith(" TFLOP/s in fp8.")
+
+
+def test_trace():
+    def row(batch, temperature, ms, idle):
+        return {"batch": batch, "context": 128, "temperature": temperature, "step_ms": ms, "idle": idle}
+
+    found = [row(64, 0.0, 4.0, 0.0049), row(1, 0.0, 2.0, 0.031), row(64, 0.8, 3.9, 0.01)]
+    assert rows(readme_tables.trace({"a": {"results": found}})) == [
+        ["batch 1, context 128", "2.00", "3.1%", "–", "–", "–"],
+        ["batch 64, context 128", "4.00", "0.5%", "3.90", "1.0%", "−2.5%"],
+    ]
+
+
+def test_startup():
+    def start(caches, first):
+        own = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
+        return {"caches": caches, **own, "first_token_s": median(first)}
+
+    record = {"quantization": "fp8", "results": [start("empty", 20.96), start("warm", 6.5)]}
+    assert rows(readme_tables.startup({"a": record})) == [
+        ["`--fp8`, warm kernel caches", "0.0", "1.0", "2.0", "6.5"],
+        ["`--fp8`, empty kernel caches", "0.0", "1.0", "2.0", "21.0"],
+    ]
+
+
+def test_loading_in_both_forms():
+    run = {"bytes": 15.2e9, "gb_per_s": 10.04, "host_peak_gb": 1.94}
+    records = {
+        "a": [run, run | {"gb_per_s": 9.0, "host_peak_gb": 2.06}],
+        "b": run | {"quantization": "fp8", "weights_gb": 8.167},
+    }
+    assert rows(readme_tables.loading(records)) == [
+        ["15.2 GB", "9.0 to 10.0", "2.1", "–"],
+        ["15.2 GB, `--fp8`", "10.0", "1.9", "8.2"],
+    ]
+
+
+def test_chunking_leaves_out_what_ran_alone():
+    def beside(limit, p99):
+        gaps = {"p50": 0.0041, "p99": p99, "max": 0.2}
+        return {"inter_token_s": gaps, "max_num_batched_tokens": limit, "tokens_per_s": 31234.5}
+
+    records = {
+        "a": {"results": [{"inter_token_s": None}, beside(512, 0.018)]}, "b": {"results": [beside(8192, 0.1996)]}
+    }  # fmt: skip
+    assert rows(readme_tables.chunking(records)) == [
+        ["8,192", "4.10", "199.6", "200.0", "31,234"],
+        ["512", "4.10", "18.0", "200.0", "31,234"],
+    ]
+
+
+def test_ablation_shows_losses_and_leaves_out_what_no_step_uses():
+    def at(batch, seconds, **brings):
+        return {"batch_size": batch, "step_s": seconds, "tricks": {name: {"brings_s": s} for name, s in brings.items()}}
+
+    what = {"norm": "the norm", "never": "nothing", "pdl": "PDL"}
+    records = {
+        "a": {"quantization": None, "what": what, "results": [at(1, 0.0034, norm=9.4e-5, pdl=2e-6), at(256, 0.0123, pdl=-6e-5)]},
+        "b": {"quantization": "fp8", "what": what, "results": [at(1, 0.002, pdl=0.0)]},
+    }
+    text = readme_layers.ablation(records)
+    assert text.splitlines()[0] == "| ms more without | bf16, batch 1 | bf16, batch 256 | `--fp8`, batch 1 |"
+    assert rows(text) == [
+        ["the step as it is, ms", "3.40", "12.3", "2.00"],
+        ["the norm", "+0.09", "", ""],
+        ["PDL", "0.00", "−0.06", "0.00"],
+    ]
+
+
+def whole(best, **fusion):
+    decode = {"batch_size": 2, "context_len": 9, "launched_s": 0.01, "eager_s": 0.004, "candidate_s": best}
+    return {"decode": decode, "fusion": {name: {"step_s": seconds} for name, seconds in fusion.items()}}
+
+
+def test_fusion_of_two_records():
+    records = {
+        "a": {"dtype": "bfloat16", "whole_model": whole(0.002, mlp=0.003)},
+        "b": {"dtype": "bfloat16 · fp8", "whole_model": whole(0.001, head=0.001)},
+        "c": {"dtype": "bfloat16", "whole_model": None},
+    }
+    assert rows(readme_layers.fusion(records)) == [
+        ["eager, launched from Python", "10.000", "5.00 ×", "10.000", "10.00 ×"],
+        ["eager in a CUDA graph", "4.000", "2.00 ×", "4.000", "4.00 ×"],
+        ["Triton", "2.000", "", "1.000", ""],
+        ["Triton, but mlp eager", "3.000", "1.50 ×", "–", "–"],
+        ["Triton, but head eager", "–", "–", "1.000", "1.00 ×"],
+    ]
+    assert readme_layers.fusion({"c": records["c"]}) == ""
+
+
+def layer(kind, eager, own, added, out, share=0.5):
+    def part(pair):
+        return {"error": {"relative": pair[0]}, "torch": {"relative": pair[1]}}
+
+    return {
+        "step": "decode", "kind": kind, "eager_s": eager, "candidate_s": own, "share_of_limit": share, "added": part(added),
+        "out": part(out),
+    }  # fmt: skip
+
+
+def test_layers_take_medians_and_the_largest_error():
+    found = [layer("mlp", 1e-4 * i, 1e-5 * i, (0.01 * i, 0.05), (9, 9), 0.1 * i) for i in (1, 2, 6)]
+    found += [layer("head", None, None, (None, None), (0.001, 0.002), None)]
+    record = {"dtype": "bfloat16", "results": found, "whole_model": None}
+    assert rows(readme_layers.layers({"a": record})) == [
+        ["decode, mlp", "200.0", "20.0", "20%", "6.0e-02 / 5.0e-02"],
+        ["decode, head", "–", "–", "–", "1.0e-03 / 2.0e-03"],
+    ]
+
+
+def kernel(name, tokens, own, context=None, model="Qwen2.5-7B", lacks=(), **others):
+    seconds = {form: median(s) for form, s in (others | {"triton": own}).items()} if own else {}
+    return {
+        "kernel": name, "tokens": tokens, "context": context, "model": model, "seconds": seconds,
+        "lacks": dict.fromkeys(lacks, "x"), "share_of_limit": 0.004 if tokens == 1 else 1.02,
+    }  # fmt: skip
+
+
+def test_kernels():
+    found = [
+        kernel("qkv", 1, 1e-5, eager=3e-5, compiled=0.9e-5, library=0.5e-5, lacks=["library"]),
+        kernel("qkv", 64, 1e-5, eager=1e-5),
+        kernel("qkv", 2048, 1.2345e-3, eager=2e-3),
+        kernel("o", 1, None),
+        kernel("attention_decode", 64, 2e-5, context=1000, eager=4e-5, library=3e-5),
+        kernel("o", 2048, 1e-5, model="Other", eager=0.5e-5),
+    ]
+    first, second = readme_layers.kernels({"a": {"results": found[:3]}, "b": {"results": found[3:]}}).split("\n\n")
+    assert rows(first) == [
+        ["`qkv`", "1", "10.0", "< 1%", "3.0 · 0.90 · 0.50\\*", "2,048", "1,234.5", "102%", "1.62 · – · –"],
+        ["`o`", "1", "not timed", "–", "–", "–", "–", "–", "–"],
+        ["`attention_decode`", "–", "–", "–", "–", "64 @ 1,000", "20.0", "102%", "2.0 · – · 1.50"],
+    ]
+    assert rows(second) == [
+        ["eager PyTorch", "5", "3", "1.62 ×", "0.50 × (`o`, 2,048, Other)"],
+        ["torch.compile", "1", "0", "0.90 ×", "0.90 × (`qkv`, 1)"],
+        ["PyTorch's own kernel", "1", "1", "1.50 ×", "1.50 × (`attention_decode`, 64 @ 1,000)"],
+        ["PyTorch's own kernel, which computes less\\*", "1", "0", "0.50 ×", "0.50 × (`qkv`, 1)"],
+    ]
+
+
+@pytest.mark.parametrize("name", kernels.OPERATIONS)
+def test_what_the_table_of_kernels_shows_is_measured(name):
+    operation = kernels.OPERATIONS[name]
+    points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
+    assert set(readme_layers.telling(name)) <= points
+
+
+def test_the_cpu():
+    record = {
+        "threads": 2, "ratio": 1.0508, "peak_mb": 844.009, "weights_mb": 538.06, "first_token_s_after_process_start": 1.37
+    }  # fmt: skip
+    text = readme_tables.cpu({"a": record})
+    assert "On 2 CPU threads" in text
+    assert "1.05 times" in text
+    assert "844 MB (538 MB" in text
+    assert "1.4 s after" in text
+
+
+def test_results_are_named_by_their_commits():
+    records = {"a": {"commit": "1"}, "b": [{"commit": "2"}, {"commit": "2"}], "c": {"commit": "1-dirty"}, "d": {"commit": "1"}}
+    assert origin(records) == "From `a`, `d` (commit 1); `b` (commit 2); `c` (commit 1-dirty)."
