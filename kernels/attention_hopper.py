@@ -91,7 +91,7 @@ def _fetch_blocks(
             rows = ()  # of the pages, known before there is room
             for i in gl.static_range(0, BLOCK_N, BOX):
                 t = gl.minimum(first + i, limit - 1) // BOX * BOX
-                rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)
+                rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
             _fetch_block(k_pages, rows, column, k, step)
             _fetch_block(v_pages, rows, column, v, step)
             step += 1

@@ -207,8 +207,8 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int)
     for first, chunk in longer:
         rows = slice(first, first + len(chunk.tokens))
         places = torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=parts[1][rows])
-        pages = torch.tensor(chunk.pages[: int(places[-1]) // page_size + 1], dtype=torch.int64)
-        torch.add(pages[places // page_size] * page_size, places % page_size, out=parts[2][rows])
+        table = torch.tensor(chunk.pages[: int(places[-1]) // page_size + 1], dtype=torch.int64)
+        torch.add(table[places // page_size] * page_size, places % page_size, out=parts[2][rows])
     if tables:
         parts[-1].view(-1)[: len(tables)].copy_(torch.frombuffer(tables, dtype=torch.int32))
     return layout.before_tables + len(tables)

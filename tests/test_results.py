@@ -15,7 +15,7 @@ from minirt.bench.readme_tables import format_of
 FILES = sorted(file for file in readme.RESULTS.glob("h200-*.json") if not file.stem.startswith("h200-loading"))
 REQUIRED = {
     *(f"h200-decode-{kind}{context}" for kind in ("bf16", "fp8") for context in ("", "-8000")),
-    "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-trace", "h200-ablation-bf16", "h200-kernels-rows",
+    "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-ablation-bf16", "h200-kernels-rows",
     "h200-loading-bf16", "h200-loading-fp8", "cpu-smollm2",
 }  # fmt: skip
 SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py"}
@@ -67,13 +67,13 @@ def test_all_that_is_stored_or_collected_is_shown():
 
 def test_a_block_without_results_is_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    before, after = "a\n<!-- trace -->\n", "<!-- end of trace -->\nb\n"
+    before, after = "a\n<!-- ablation -->\n", "<!-- end of ablation -->\nb\n"
     assert readme.render(f"{before}| old | 1 |\n{after}") == before + after
     text = readme.render(before + after)
     assert text == before + after
-    shutil.copy(Path(readme.__file__).parent / "results" / "h200-trace.json", tmp_path)
+    shutil.copy(Path(readme.__file__).parent / "results" / "h200-ablation-bf16.json", tmp_path)
     full = readme.render(text)
-    assert full.startswith(before + readme.BLOCKS["trace"].says)
+    assert full.startswith(before + readme.BLOCKS["ablation"].says)
     assert full.endswith(f").\n{after}")
     assert readme.render(full) == full
 
