@@ -186,7 +186,7 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int)
             slots.append(pages[start // page_size] * page_size + start % page_size)
         else:
             tokens.extend(array("q", chunk.tokens))
-            positions.frombytes(bytes(8 * count))
+            positions.frombytes(bytes(8 * count))  # filled in below
             slots.frombytes(bytes(8 * count))
             longer.append((first, chunk))
         starts.append(first + count)
@@ -200,18 +200,21 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int)
         tables.extend(pages[:used])
         tables.extend(blank[used:])
     _pad(layout, tokens, positions, slots, logits, starts, lens, splits)
-    parts = layout.views(flat)
-    for view, values in zip(parts, (tokens, positions, slots, logits, starts, lens, splits), strict=False):
-        if values:
-            view.copy_(torch.frombuffer(values, dtype=view.dtype))
-    for first, chunk in longer:
-        rows = slice(first, first + len(chunk.tokens))
-        places = torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=parts[1][rows])
-        table = torch.tensor(chunk.pages[: int(places[-1]) // page_size + 1], dtype=torch.int64)
-        torch.add(table[places // page_size] * page_size, places % page_size, out=parts[2][rows])
-    if tables:
-        parts[-1].view(-1)[: len(tables)].copy_(torch.frombuffer(tables, dtype=torch.int32))
-    return layout.before_tables + len(tables)
+    words = array("i")
+    for values in (tokens, positions, slots, logits, starts, lens, splits):
+        words.frombytes(values.tobytes())
+        words.extend([0] * (-len(words) % 4))
+    words.extend(tables)
+    if words:
+        flat[: len(words)].copy_(torch.frombuffer(words, dtype=torch.int32))
+    if longer:
+        _, flat_positions, flat_slots, *_ = layout.views(flat)
+        for first, chunk in longer:
+            stop, rows = chunk.start + len(chunk.tokens), slice(first, first + len(chunk.tokens))
+            places = torch.arange(chunk.start, stop, out=flat_positions[rows])
+            table = torch.tensor(chunk.pages[: (stop - 1) // page_size + 1], dtype=torch.int64)
+            torch.add(table[places // page_size] * page_size, places % page_size, out=flat_slots[rows])
+    return len(words)
 
 
 def _pad(

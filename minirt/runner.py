@@ -110,10 +110,11 @@ class Runner:
         """
         if not self._cuda:
             return
-        prompts = [_prompts(n, self._max_seq_len) for n in _token_counts(self._max_num_batched_tokens)]
+        seqs = self._previous.shape[0]
+        steps = _steps(self._max_num_batched_tokens, self._max_seq_len, seqs)
         buckets = self.graphs.buckets if self.graphs else []
-        sizes = [b.seqs for b in buckets if not b.tokens] or [batch_bucket(self._previous.shape[0])]
-        jobs: list[tuple[Callable, Any]] = [(self._run, chunks) for chunks in prompts]
+        sizes = [b.seqs for b in buckets if not b.tokens] or [batch_bucket(seqs)]
+        jobs: list[tuple[Callable, Any]] = [(self._run, chunks) for chunks in steps]
         jobs += [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
         jobs += [(self._sample, kind) for kind in _sampling_kinds()]
         total = len(jobs) + len(buckets)
@@ -164,10 +165,27 @@ def _prompts(count: int, longest: int) -> list[Chunk]:
     return [Chunk([0] * n, 0, range(n), wants_logits=i == 0) for i, n in enumerate(lengths)]
 
 
+def _steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
+    """Steps of at most `limit` tokens that together run every configuration of the kernels: prompts alone, and, since attention
+    has forms for batches, beside single tokens."""
+    mixed = {min(count, limit) for count in (384, 640, 1152)}  # its other forms begin at 512 or 1024 tokens
+    steps = [_prompts(count, longest) for count in sorted({*_token_counts(limit), *mixed})]
+    for count in sorted(mixed):
+        for together in (2, 33, *(1 << i | 1 for i in range(8, 16))):
+            if together <= min(seqs, count):
+                steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
+    return steps
+
+
 def _token_counts(limit: int) -> list[int]:
-    """Tokens of the steps that together run every configuration of the kernels: by regime, then ever more sparsely."""
-    counts = [16, 32, 64, 128, *range(256, 2048, 128), *(2048 << i for i in range(8))]
-    return [n for n in counts if n < limit] + [limit]
+    """A number of tokens from each of the kernels' regimes up to `limit`, a small one, so that the steps take little memory."""
+    counts = [n for n in (16, 32, 64, 128, 256, 384, 512, *((512 << i) + 128 for i in range(10))) if n < limit]
+    return counts if counts and _regime(counts[-1]) == _regime(limit) else [*counts, limit]
+
+
+def _regime(tokens: int) -> int:
+    """Tokens as the kernels' configurations know them: padded to multiples of 128 from 129 to 512, else to powers of two."""
+    return -(-tokens // 128) * 128 if 128 < tokens <= 512 else max(16, 1 << (tokens - 1).bit_length())
 
 
 def _sampling_kinds() -> list[SamplingParams]:

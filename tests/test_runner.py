@@ -8,7 +8,7 @@ from test_engine import Mock
 from minirt.batch import Chunk
 from minirt.cuda_graphs import MAX_PROMPT_TOKENS, Bucket, StepGraphs, batch_bucket, token_bucket
 from minirt.kv_cache import KVCache
-from minirt.runner import Runner, _prompts, _sampling_kinds, _token_counts
+from minirt.runner import Runner, _prompts, _sampling_kinds, _steps, _token_counts
 
 
 @pytest.mark.parametrize(("count", "longest"), [(16, 512), (8192, 512), (8192, 500), (128, 1), (300, 299), (512, 512)])
@@ -28,12 +28,40 @@ def test_prompts_fit_the_smallest_cache():
         runner._run(_prompts(count, 12))
 
 
-def test_every_regime_is_reached():
-    counts = _token_counts(8192)
-    assert counts == sorted(set(counts))
-    assert counts[-1] == 8192
-    assert {16, 32, 64, 128, 256, 512, 1024, 2048, 4096} <= set(counts)
+def test_token_counts():
+    assert _token_counts(8192) == [16, 32, 64, 128, 256, 384, 512, 640, 1152, 2176, 4224]
+    assert _token_counts(8193)[-1] == 8193
+    assert _token_counts(4300)[-2:] == [2176, 4224]
+    assert _token_counts(2100)[-2:] == [1152, 2100]
+    assert _token_counts(300) == [16, 32, 64, 128, 256, 300]
     assert _token_counts(100) == [16, 32, 64, 100]
+    assert _token_counts(7) == [7]
+
+
+@pytest.mark.parametrize("longest", [700, 32768])
+@pytest.mark.parametrize("seqs", [1, 2, 20, 33, 40, 300, 1000])
+@pytest.mark.parametrize("limit", [513, 600, 1024, 1500, 2048, 8192, 10_000])
+def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
+    """By tokens, which the products depend on, and by tokens and sequences, as attention does."""
+
+    def forms(tokens, count):
+        regime = -(-tokens // 128) * 128 if tokens <= 512 else 1 << (tokens - 1).bit_length()
+        block = max(256, 1 << (count - 1).bit_length())
+        return regime, (tokens >= 512, tokens >= 1024, count > 1, count > 32, block)
+
+    steps = _steps(limit, longest, seqs)
+    known = [forms(sum(len(c.tokens) for c in step), len(step)) for step in steps]
+    products, attention = ({form[i] for form in known} for i in range(2))
+    assert all(sum(len(c.tokens) for c in step) <= limit for step in steps)
+    for tokens in (200, 400, 513, 640, 700, 1024, 1025, 1500, 2048, 2049, 8192, 8193, 10_000):
+        for count in (1, 2, 3, 32, 33, 34, 64, 256, 257, 300, 512, 513, 1000):
+            if tokens <= min(limit, count * longest) and count <= min(seqs, tokens):
+                product, wanted = forms(tokens, count)
+                assert product in products
+                assert wanted in attention, (tokens, count)
+
+
+def test_every_way_of_sampling_is_run():
     filters = {(s.temperature > 0, (s.top_k or 0) > 0, (s.top_p or 1) < 1, (s.min_p or 0) > 0) for s in _sampling_kinds()}
     assert len(filters) == 9
 

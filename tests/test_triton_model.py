@@ -91,39 +91,49 @@ def test_perplexity_over_8192_tokens_of_context(smollm2, dtype):
     assert ours.perplexity == pytest.approx(theirs, rel=1e-3 if dtype == "bfloat16" else 1e-4)
 
 
-def test_only_triton_computes(smollm2):
-    """Copies and memsets aside, every kernel of prefill, decode and sampling is one of ours."""
-    prompts = [list(range(5, 5 + n)) for n in (300, 3, 17)]
-    for params in (
-        SamplingParams(max_tokens=6),
-        SamplingParams(max_tokens=6, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1),
-    ):
-        with Generator.from_pretrained(smollm2, dtype="bfloat16", impl="triton", kv_cache_memory=1 << 28) as generator:
-            generator.generate(prompts, params)
-            names = kernel_names(lambda generator=generator, params=params: generator.generate(prompts, params))
-        assert names
-        strangers = names - triton_kernel_names()
-        assert not strangers, f"not Triton: {sorted(strangers)}"
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_only_triton_computes(quantization):
+    """Copies and memsets aside, every kernel of prefill, decode and sampling is one of ours: also of a long prompt, of a mixed
+    step, and of QK-norm."""
+    prompts = [list(range(5, 5 + n)) for n in (1500, 300, 3, 17)]
+    options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 30, "max_num_seqs": 8, "max_model_len": 2048}
+    with Generator.from_pretrained("Qwen3-4B", random_weights=True, quantization=quantization, **options) as generator:
+        for params in (
+            SamplingParams(max_tokens=6, temperature=0.0),
+            SamplingParams(max_tokens=6, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1),
+        ):
+            names = kernel_names(lambda params=params: generator.generate(prompts, params))
+            assert names
+            strangers = names - triton_kernel_names()
+            assert not strangers, f"not Triton: {sorted(strangers)}"
 
 
-def test_the_profiler_test_can_fail(smollm2):
+def test_the_profiler_test_can_fail():
     impl = ["triton", "layers.3.mlp=eager"]
-    with Generator.from_pretrained(smollm2, dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28) as generator:
+    with Generator.from_pretrained(dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28, enforce_eager=True) as generator:
         names = kernel_names(lambda: generator.generate([5, 6, 7], SamplingParams(max_tokens=3)))
     assert names - triton_kernel_names()
 
 
+@pytest.fixture(scope="module")
+def forced(smollm2):
+    """forced(impl, dtype): SmolLM2's teacher-forced logits of one prompt."""
+    results = {}
+
+    def logits(impl, dtype="bfloat16"):
+        key = (str(impl), dtype)
+        if key not in results:
+            options = {"dtype": dtype, "impl": impl, "kv_cache_memory": 1 << 28, "enforce_eager": True}
+            with Generator.from_pretrained(smollm2, **options) as generator:
+                results[key] = generator.logits(list(range(100, 400)))
+        return results[key]
+
+    return logits
+
+
 @pytest.mark.parametrize("layer", ["embedding", "layers.0.attention", "layers.17.mlp", "layers.29.attention", "head"])
-def test_one_eager_layer_changes_no_more_than_rounding(layer, smollm2):
-    tokens = list(range(100, 400))
-
-    def logits(impl):
-        with Generator.from_pretrained(smollm2, dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28) as generator:
-            return generator.logits(tokens)
-
-    with Generator.from_pretrained(smollm2, dtype="float32", impl="eager", kv_cache_memory=1 << 28) as generator:
-        exact = generator.logits(tokens)
-    whole, mixed, eager = logits("triton"), logits(["triton", f"{layer}=eager"]), logits("eager")
-    bound = 2 * (eager - exact).norm()
-    assert (mixed - exact).norm() <= bound
-    assert (whole - exact).norm() <= bound
+def test_one_eager_layer_changes_no_more_than_rounding(layer, forced):
+    exact = forced("eager", "float32")
+    bound = 2 * (forced("eager") - exact).norm()
+    assert (forced(["triton", f"{layer}=eager"]) - exact).norm() <= bound
+    assert (forced("triton") - exact).norm() <= bound
