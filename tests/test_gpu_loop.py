@@ -14,7 +14,7 @@ import torch
 from minirt import Generator, SamplingParams
 from minirt.errors import OutOfMemoryError
 from minirt.layers import register
-from minirt.layers.base import implementation
+from minirt.layers.base import Shared, implementation
 from minirt.runner import Runner
 
 pytestmark = pytest.mark.gpu
@@ -128,6 +128,29 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
         assert [c.token_ids for c in generator.generate(prompts, params)] == expected
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_overlapping_kernels_change_no_bit(quantization, monkeypatch):
+    """With programmatic dependent launch and without: logits of prompts in every regime, and tokens of steps that mix them.
+    A kernel that reads or writes before the one before has ended shows."""
+    draw = random.Random(4)
+    prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 150, 300, 600, 1300)]
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 30, "max_model_len": 2048, "max_num_seqs": 8}
+
+    def results():
+        with Generator.from_pretrained(
+            "Qwen2.5-0.5B", random_weights=True, quantization=quantization, max_num_batched_tokens=700, **options
+        ) as generator:
+            logits = [generator.logits(prompt) for prompt in prompts for _ in range(3)]
+            return logits, [completion.token_ids for completion in generator.generate(prompts, params)]
+
+    overlapped = results()
+    monkeypatch.setattr(Shared, "pdl", False)
+    plain = results()
+    assert all(torch.equal(a, b) for a, b in zip(overlapped[0], plain[0], strict=True))
+    assert overlapped[1] == plain[1]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_another_device_than_the_current_one():
     """Triton launches on the current device, which nobody but minirt can set here; its warm-up's threads have their own."""
@@ -144,7 +167,7 @@ BROKEN = """
 import sys, torch
 from minirt.cli import main
 from minirt.layers import register
-from minirt.layers.base import implementation
+from minirt.layers.base import Shared, implementation
 from minirt.runner import Runner
 
 @register("mlp", "broken")
