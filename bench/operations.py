@@ -342,7 +342,7 @@ def gemm(step: Step, name: str, fp8: bool) -> Problem:
             return gemm_small(values, o.weight, None, None, o.out, activation, workspace=workspace, **scales)
         if activation is not None:
             return gemm_gated(values, o.weight, activation, None, o.out, check=False, **scales)
-        return kernel(values, o.weight, None, None, o.out, check=False, **scales)
+        return kernel(values, o.weight, None, None, o.out, workspace=workspace, check=False, **scales)
 
     return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}, fp8)
 

@@ -58,7 +58,7 @@ BLOCKS = {
         ("h200-loading-bf16", "h200-loading-fp8"), tables.loading, "Loading a checkpoint (`bench/loading.py`):"
     ),
     "chunking": Block(
-        ("h200-chunking-8192", "h200-chunking-2048", "h200-chunking-512"), tables.chunking,
+        ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), tables.chunking,
         "Long prompts that arrive at once beside requests that are being answered: the times between two tokens of those, by the "
         "most tokens of a step (`minirt bench prefill --beside`; the commands are in the results):",
     ),

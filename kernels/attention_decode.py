@@ -35,7 +35,7 @@ from minirt.kernels.kv_write import as_integers
 
 SPLIT = 256
 _SPLITS = (64, 128, 256, 512, 1024)
-_FEW = 32  # sequences
+_FEW = 32  # sequences that are looked up with a small table, and that leave processors to single programs
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minirt.batch import Batch, Chunk
-from minirt.cuda_graphs import StepGraphs, batch_bucket, max_splits
+from minirt.cuda_graphs import MAX_PROMPT_TOKENS, StepGraphs, batch_bucket, max_splits, token_bucket
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.graph import Model, on_device
 from minirt.kv_cache import KVCache
@@ -184,8 +184,8 @@ def _token_counts(limit: int) -> list[int]:
 
 
 def _regime(tokens: int) -> int:
-    """Tokens as the kernels' configurations know them: padded to multiples of 128 from 129 to 512, else to powers of two."""
-    return -(-tokens // 128) * 128 if 128 < tokens <= 512 else max(16, 1 << (tokens - 1).bit_length())
+    """Tokens as the kernels' configurations know them: the buckets of graphs, and beyond those powers of two."""
+    return token_bucket(tokens) if tokens <= MAX_PROMPT_TOKENS else 1 << (tokens - 1).bit_length()
 
 
 def _sampling_kinds() -> list[SamplingParams]:

@@ -3,8 +3,8 @@
 compute-sanitizer --tool racecheck python -P tests/kernels/racecheck_probe.py
 
 It is what Triton makes of `warp_specialize`, by hand: four warps write a table of roles to shared memory, the others read it, and
-barriers of all warps lie between each write and each read. The reports name that table. Without the first four warps' own barrier
-and the mbarrier, which have nothing to do with it, there is none.
+barriers of all warps lie between each write and each read. Without the first four warps' own barrier and the mbarrier, which
+have nothing to do with that table, there is no report.
 """
 
 import sys

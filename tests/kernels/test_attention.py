@@ -214,7 +214,7 @@ def test_hopper_leaves_single_tokens(half_dtype, make, cache, nan, device, on_ho
     assert torch.equal(longer[~single], out[~single])
 
 
-def test_hopper_takes_long_batches_of_16_bits(device):
+def test_hopper_takes_long_batches_of_16_bits():
     def suits(T, D, dtype=torch.bfloat16, kv_dtype=torch.bfloat16):
         q, pages = torch.empty(T, 2, D, dtype=dtype), torch.empty(1, 16, 2, D, dtype=kv_dtype)
         return hopper.suits(q, pages, pages, q)

@@ -9,6 +9,7 @@ from minirt.errors import InputError
 from minirt.kernels import gemm as kernel
 from minirt.kernels import gemm_hopper, reference
 from minirt.kernels.common import ACTIVATIONS, Workspace
+from minirt.runner import _regime
 
 LARGE = [(4608, 3584), (3584, 18944)]
 CONFIGS = [None, kernel.GemmConfig(32, 64, 32, 4, 2), kernel.GemmConfig(16, 32, 64, 4, 2, tma=True)]
@@ -89,6 +90,12 @@ def test_parts_fill_the_last_round():
         (72, 128, 1), (264, 128, 1), (2000, 128, 1),  # too few idle processors, none, many rounds
     ):  # fmt: skip
         assert kernel.parts_of_rest(tiles, 132, block_n) == rest
+
+
+def test_warm_up_knows_the_regimes():
+    """`minirt.runner` cannot import this file's subject on every machine, so it has the rule too."""
+    for T in (*range(129, 1100), 2048, 2049, 4096, 5000, 8192, 8193):
+        assert _regime(T) == gemm_hopper.token_regime(T)
 
 
 def test_the_configuration_knows_regimes_not_token_counts():
