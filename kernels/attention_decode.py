@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels import attention_decode_hopper as hopper
 from minirt.kernels.attention import (
     LOG2_E,
     MAX_GROUP,
@@ -29,7 +30,14 @@ from minirt.kernels.attention import (
     whole,
 )
 from minirt.kernels.attention_combine import combine
-from minirt.kernels.common import Workspace, check_activations, check_tensor, launch_options, processors
+from minirt.kernels.common import (
+    Workspace,
+    capability,
+    check_activations,
+    check_tensor,
+    launch_options,
+    processors,
+)
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.kv_write import as_integers
 
@@ -389,22 +397,29 @@ def _launch(
     B, (Nq, D), (page_size, Nkv) = seq_lens.shape[0], out.shape[1:], k_pages.shape[1:3]
     if B == 0:
         return out
-    config = config or choose_config(out.element_size(), scales[0] is not None, split, B)
-    if config.block_n > split:
-        what = f"at most the split, {split}"
-        raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
     sums = workspace.sums(workspace_floats(max_splits, Nq, D))
     peaks = sums[max_splits * Nq * D :]
-    at_once = config.programs * processors(out.device)
-    registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
     block_b = 1 if B == 1 else _FEW if B <= _FEW else max(512, triton.next_power_of_2(B))  # few: each is compiled
-    _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
-        *inputs, *as_integers(torch.int16, k_pages, v_pages), *scales, block_tables, seq_lens, split_starts,
-        query_starts, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
-        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
-        BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
-        maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
-    )  # fmt: skip
+    fused = inputs[1] is not None and query_starts is None
+    if config is None and fused and capability(out.device) == 90 and hopper.suits(out, k_pages, v_pages, B, split):
+        hopper.decode(
+            inputs, k_pages, v_pages, block_tables, seq_lens, split_starts, out, sums, peaks, max_splits, scale, eps, split,
+            block_b, pdl,
+        )  # fmt: skip
+    else:
+        config = config or choose_config(out.element_size(), scales[0] is not None, split, B)
+        if config.block_n > split:
+            what = f"at most the split, {split}"
+            raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
+        at_once = config.programs * processors(out.device)
+        registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
+        _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
+            *inputs, *as_integers(torch.int16, k_pages, v_pages), *scales, block_tables, seq_lens, split_starts,
+            query_starts, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
+            NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
+            BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
+            maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
+        )  # fmt: skip
     # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do.
     combine(split_starts, query_starts, out, sums, peaks, pdl)
     return out

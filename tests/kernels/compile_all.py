@@ -79,7 +79,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         )
 
     jit.JITFunction.run = warm_up
-    for module in (gemm_small, gemm, attention):
+    for module in (gemm_small, gemm, attention, attention_decode):
         module.capability = lambda device: cc
 
 

@@ -20,6 +20,11 @@ LARGE = [
 PROCESSORS = [1, 132]  # one: few programs, of which each has many items, and each one of the combination many heads
 
 
+def use_processors(count, monkeypatch):
+    for module in (kernel, kernel.hopper):
+        monkeypatch.setattr(module, "processors", lambda device: count)
+
+
 def decode64(q, k, v, scale):
     """One sequence: q [Nq, D], k, v [total, Nkv, D]."""
     k, v = (x.double().repeat_interleave(q.shape[0] // x.shape[1], 1) for x in (k, v))
@@ -57,8 +62,11 @@ def check(case, dtype, make, cache, nan, agrees, device):
         agrees(out[i], expected[0], decode64(q[i], pages.keys[i], pages.values[i], scale))
 
 
-def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
-    """Rotation and write against the kernel that does only these, which has a test of its own."""
+def check_fused(case, normalize, dtype, make, cache, nan, agrees, device, config=None):
+    """Rotation and write against the kernel that does only these, which has a test of its own.
+
+    With a config it is not Hopper's kernel.
+    """
     Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
     lens, B = list(case["seq_lens"]), len(case["seq_lens"])
     pages = cache(lens, Nkv, D, page_size, dtype)
@@ -75,8 +83,8 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
     pages.k.view(-1, Nkv, D)[new] = float("nan")
     pages.v.view(-1, Nkv, D)[new] = float("nan")
     out = kernel.rope_paged_attention_decode(
-        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split
-    )
+        qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split, config=config
+    )  # fmt: skip
     eps = torch.finfo(dtype).eps
     # The compiler may fuse products and sums otherwise there.
     torch.testing.assert_close(pages.k, k, rtol=eps, atol=max(eps, 1e-5), equal_nan=True)
@@ -94,14 +102,14 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device):
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_decode(case, processors, dtype, make, cache, nan, agrees, device, monkeypatch):
-    monkeypatch.setattr(kernel, "processors", lambda device: processors)
+    use_processors(processors, monkeypatch)
     check(case, dtype, make, cache, nan, agrees, device)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_fused_with_rope_and_write(case, normalize, dtype, make, cache, nan, agrees, device, monkeypatch):
-    monkeypatch.setattr(kernel, "processors", lambda device: PROCESSORS[not normalize])
+    use_processors(PROCESSORS[not normalize], monkeypatch)
     check_fused(case, normalize, dtype, make, cache, nan, agrees, device)
 
 
@@ -191,7 +199,7 @@ def test_single_tokens_among_prompts(make, cache, nan, agrees, device):
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_large_batches(processors, make, cache, nan, agrees, device, monkeypatch):
     """More sequences than are looked up at once in a small batch, more items than programs, empty ones everywhere."""
-    monkeypatch.setattr(kernel, "processors", lambda device: processors)
+    use_processors(processors, monkeypatch)
     lens = [0, 1, 0, 0, 65, 64, 300] + [1, 2, 63, 0] * 8 + [0, 129, 0]
     case = {"Nq": 3, "Nkv": 1, "D": 64, "page_size": 16, "seq_lens": lens, "split": 64}
     check(case, torch.float32, make, cache, nan, agrees, device)
@@ -205,7 +213,7 @@ def test_a_sequence_does_not_feel_its_batch(make, cache, device, monkeypatch):
     q = make(len(lens), 3, 64, dtype=torch.float32)
 
     def run(rows, processors):
-        monkeypatch.setattr(kernel, "processors", lambda device: processors)
+        use_processors(processors, monkeypatch)
         starts, most, workspace = plan([lens[i] for i in rows], 64, 3, 64, device)
         return kernel.paged_attention_decode(
             q[rows], pages.k, pages.v, pages.tables[rows], pages.lens[rows], starts, most, 0.2, workspace, split=64
@@ -254,7 +262,8 @@ def test_wrong_arguments_are_named(make, cache, device):
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_large(case, half_dtype, make, cache, nan, agrees, device):
     check(case, half_dtype, make, cache, nan, agrees, device)
-    check_fused(case, True, half_dtype, make, cache, nan, agrees, device)
+    for config in (None, kernel.choose_config(2, False, case["split"], len(case["seq_lens"]))):
+        check_fused(case, True, half_dtype, make, cache, nan, agrees, device, config)
 
 
 @pytest.mark.gpu

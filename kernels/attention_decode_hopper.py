@@ -1,0 +1,362 @@
+"""Decode attention of `attention_decode.py` for Hopper (compute capability 9.0), fused with rotary embedding and KV write.
+
+One warp fetches the pages of one work item after the other by TMA, so that memory never waits for arithmetic. Four warps
+compute an item at a time: all scores of a split, one softmax over them, all values. Products have the tokens, then the channels,
+on the M side of the tensor cores' MMA, and the query heads of a KV head, padded to 8 or 16, on its N side: scores
+[tokens, heads] = K · Qᵀ and sums [channels, heads] = Vᵀ · Pᵀ. Pages of 16 bits only.
+"""
+
+import math
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.kernels.common import launch_options, processors
+
+# Renamed after Triton 3.6.
+_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side
+CHANNELS = gl.constexpr(64)  # 128 bytes, what one swizzle of TMA spans; a block has D // 64 tiles
+STAGES = 6  # blocks of K or V that a program has room for
+PROGRAMS = 2  # that share a processor
+BOX = 16  # tokens that are fetched at once; 32 are up to 4% faster or slower, by how contexts end
+_LONGEST = 256  # tokens of a split, whose scores are all kept
+_MOST_SEQUENCES = 1024  # that two looks find
+
+
+@gluon.jit
+def _look_up(item, starts_ptr, lens_ptr, B, BLOCK_B: gl.constexpr):
+    """Of a work item: its sequence, that one's length, and the number of the split in it; see `attention_decode._look_up`.
+
+    Every warp looks among 32 sequences, some distance apart, then among those from there on.
+    """
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    base = 0
+    if BLOCK_B > 32:
+        STRIDE: gl.constexpr = BLOCK_B // 32
+        starts = gl.load(starts_ptr + lane * STRIDE, mask=lane * STRIDE < B, other=2**31 - 1)
+        base = (gl.sum((starts <= item).to(gl.int32), 0) - 1) * STRIDE
+    if BLOCK_B == 1:
+        b = gl.to_tensor(0)
+    else:
+        starts = gl.load(starts_ptr + base + lane, mask=base + lane < B, other=2**31 - 1)
+        b = base + gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last that starts at or before the item
+    return b.to(gl.int64), gl.load(lens_ptr + b), item - gl.load(starts_ptr + b)
+
+
+@gluon.jit
+def _blocks(split, length, SPLIT: gl.constexpr):
+    """Blocks of a split's tokens that are in the pages: all but the sequence's last, which is new."""
+    tokens = gl.minimum(length - 1 - split * SPLIT, SPLIT)
+    return (tokens + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _fetch_items(
+    k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items,
+    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_B: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The blocks of K, then those of V, of one item after the other. Behind a sequence's end its last rows come again.
+
+    Without a wait for the kernel before: it writes to no page, and the new token is not among what is fetched.
+    """
+    BOX: gl.constexpr = k_pages.block_type.shape[0]
+    TILES: gl.constexpr = D // CHANNELS
+    tiles, full, empty = ring
+    step = 0
+    for pair in range(gl.program_id(0), items * NKV, gl.num_programs(0)):
+        b, length, split = _look_up(pair // NKV, starts_ptr, lens_ptr, B, BLOCK_B)
+        blocks = _blocks(split, length, SPLIT)
+        column = pair % NKV * D
+        table_ptr = tables_ptr + b * table_width
+        rows = ()  # of the pages, all asked for side by side
+        for i in gl.static_range(0, SPLIT, BOX):
+            t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
+            rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
+        for IS_V in gl.static_range(2):
+            for i in gl.static_range(SPLIT // BLOCK_N):
+                if i < blocks:
+                    stage = step % STAGES
+                    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                    bar = full.index(stage)
+                    mbarrier.expect(bar, BLOCK_N * D * 2)
+                    for c in gl.static_range(TILES):
+                        tile = tiles.index(stage * TILES + c)
+                        for j in gl.static_range(BLOCK_N // BOX):
+                            at = [rows[i * (BLOCK_N // BOX) + j], column + c * CHANNELS]
+                            _fetch(v_pages if IS_V else k_pages, at, bar, tile.slice(j * BOX, BOX))
+                    step += 1
+
+
+@gluon.jit
+def _ask(
+    place, kv_head, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m,
+    NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """All that an item needs of its sequence's new token, asked for side by side: of q, k and v both halves of the channels, v
+    once more in the order of sums, cosines and sines, and the token's page."""
+    GROUP: gl.constexpr = NQ // NKV
+    HALF: gl.constexpr = D // 2
+    b, length, _ = place
+    limit = length - 1
+    heads_ptr = qkv_ptr + b * ((NQ + 2 * NKV) * D)
+    # Heads past the group repeat its last one and are not stored.
+    q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None] + d[None, :]
+    k_ptrs = heads_ptr + (NQ + kv_head) * D + d
+    v_ptr = heads_ptr + (NQ + NKV + kv_head) * D
+    v_sums = ()
+    for c in gl.static_range(0, D, CHANNELS):
+        v_sums += (gl.load(v_ptr + c + m),)  # type: ignore[assignment]
+    angles_ptr = cos_sin_ptr + gl.maximum(limit, 0).to(gl.int64) * D + d
+    page = gl.load(tables_ptr + b * table_width + gl.maximum(limit, 0) // PAGE_SIZE)
+    return (
+        gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptr + d),
+        gl.load(v_ptr + HALF + d), v_sums, gl.load(angles_ptr), gl.load(angles_ptr + HALF), page,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _turned(x, y, norm, cos, sin, eps, D: gl.constexpr):
+    """Heads, given as the halves x and y of their channels, after RMSNorm (if `norm` has weights) and rotary embedding."""
+    dtype: gl.constexpr = x.dtype
+    x, y = x.to(gl.float32), y.to(gl.float32)
+    if len(norm) == 2:
+        scale = gl.rsqrt(gl.sum(x * x + y * y, len(x.shape) - 1) / D + eps)
+        if len(x.shape) == 2:
+            scale = scale[:, None]
+        x = (x * scale).to(dtype).to(gl.float32) * norm[0]
+        y = (y * scale).to(dtype).to(gl.float32) * norm[1]
+    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+
+
+@gluon.jit
+def _rows(norm):
+    """A norm's halves, for heads in rows."""
+    if len(norm) == 0:
+        return ()
+    else:
+        return norm[0][None, :], norm[1][None, :]
+
+
+@gluon.jit
+def _norm(ptr, d, D: gl.constexpr):
+    """The weights of both halves of a head's channels; nothing without a norm."""
+    if ptr is None:
+        return ()
+    else:
+        return gl.load(ptr + d).to(gl.float32), gl.load(ptr + D // 2 + d).to(gl.float32)
+
+
+@gluon.jit
+def _clear_behind(tile, limit):
+    """Zeros in the rows of V from `limit` on: a page may hold NaN there, which a probability of zero would not stop."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    x = tile.load(LAYOUT)
+    tile.store(gl.where(row < limit, x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _attend_items(
+    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr, table_width, starts_ptr,
+    lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_B: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    GROUP: gl.constexpr = NQ // NKV
+    N: gl.constexpr = q_tiles.shape[1]
+    TILES: gl.constexpr = D // CHANNELS
+    BLOCKS: gl.constexpr = SPLIT // BLOCK_N
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    HALF: gl.constexpr = D // 2
+    HEADS: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [4, 1], [1, 0])
+    tiles, full, empty = ring
+    m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and channels of a tile
+    n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
+    row = gl.arange(0, N, gl.SliceLayout(1, HEADS))
+    d = gl.arange(0, HALF, gl.SliceLayout(0, HEADS))
+    q_norm, k_norm = _norm(q_norm_ptr, d, D), _norm(k_norm_ptr, d, D)
+    programs = gl.num_programs(0)
+    next_place = _look_up(gl.program_id(0) // NKV, starts_ptr, lens_ptr, B, BLOCK_B)
+    if PDL:
+        gdc_wait()  # before anything of the kernel before is read, and before anything is written
+    asked = _ask(
+        next_place, gl.program_id(0) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
+    )
+    step = 0
+    for pair in range(gl.program_id(0), items * NKV, programs):
+        item, kv_head = pair // NKV, pair % NKV
+        b, length, split = next_place
+        q_left, q_right, k_left, k_right, v_left, v_right, v_sums, cos, sin, page = asked
+        begin, limit = split * SPLIT, length - 1
+        blocks = _blocks(split, length, SPLIT)
+        newest = limit < begin + SPLIT  # the new token belongs to this split
+        q_left, q_right = _turned(q_left, q_right, _rows(q_norm), cos[None, :], sin[None, :], eps, D)
+        k_left, k_right = _turned(k_left, k_right, k_norm, cos, sin, eps, D)
+        if TILES == 2:
+            q_tiles.index(0).store(q_left)
+            q_tiles.index(1).store(q_right)
+        else:
+            q_tiles.index(0).slice(0, HALF, 1).store(q_left)
+            q_tiles.index(0).slice(HALF, HALF, 1).store(q_right)
+        fence_async_shared()
+        new_score = q_left.to(gl.float32) * k_left.to(gl.float32)[None, :]
+        new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
+        new_score = gl.where(newest, gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)) * scale, float("-inf"))
+        # What the next item needs arrives while this one is computed.
+        next_place = _look_up((pair + programs) // NKV, starts_ptr, lens_ptr, B, BLOCK_B)
+        asked = _ask(
+            next_place, (pair + programs) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
+        )
+        scores = ()
+        for i in gl.static_range(BLOCKS):
+            s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
+            if i < blocks:
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                for c in gl.static_range(TILES):
+                    k = tiles.index(stage * TILES + c)
+                    s = warpgroup_mma(k, q_tiles.index(c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
+                s = warpgroup_mma_wait(0, deps=[s])
+                mbarrier.arrive(empty.index(stage))
+                s = gl.where((begin + i * BLOCK_N + m < limit)[:, None], s * scale, float("-inf"))
+                step += 1
+            scores += (s,)  # type: ignore[assignment]
+        largest = scores[0]
+        for i in gl.static_range(1, BLOCKS):
+            largest = gl.maximum(largest, scores[i])
+        peak = gl.maximum(gl.max(largest, 0), new_score)
+        weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
+        for i in gl.static_range(BLOCKS):
+            if i < blocks:
+                p = gl.exp2(scores[i] - peak[None, :])
+                weights += p
+                p_tiles.index(i).store(gl.permute(p, (1, 0)).to(p_tiles.dtype))
+        new_weight = gl.exp2(new_score - peak)
+        behind = begin + blocks * BLOCK_N - limit  # rows of the last block that no token has
+        if behind > 0:
+            last = step + blocks - 1
+            mbarrier.wait(full.index(last % STAGES), last // STAGES & 1)
+            for c in gl.static_range(TILES):
+                _clear_behind(tiles.index(last % STAGES * TILES + c), BLOCK_N - behind)
+        fence_async_shared()
+        total = gl.sum(weights, 0) + new_weight
+        accs = ()
+        for _ in gl.static_range(TILES):
+            accs += (gl.zeros([CHANNELS, N], gl.float32, PRODUCTS),)  # type: ignore[assignment]
+        for i in gl.static_range(BLOCKS):
+            if i < blocks:
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                pending = ()
+                for c in gl.static_range(TILES):
+                    v = tiles.index(stage * TILES + c).permute((1, 0))
+                    acc = warpgroup_mma(v, p_tiles.index(i).permute((1, 0)), accs[c], is_async=True)
+                    pending += (acc,)  # type: ignore[assignment]
+                done = ()
+                for c in gl.static_range(TILES):
+                    done += (warpgroup_mma_wait(TILES - 1 - c, deps=[pending[c]]),)  # type: ignore[assignment]
+                accs = done
+                mbarrier.arrive(empty.index(stage))
+                step += 1
+        at = n[None, :] * D + m[:, None]
+        stored = (n < GROUP)[None, :]
+        factor = 1 / total
+        final = length <= SPLIT
+        out_ptrs = out_ptr + (b * NQ + kv_head * GROUP) * D + at
+        part = item.to(gl.int64) * NQ + kv_head * GROUP
+        for c in gl.static_range(TILES):
+            # Whatever the new token's V holds, a split that it does not belong to must not see it.
+            new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
+            acc = accs[c] + new_v[:, None] * new_weight[None, :]
+            if final:
+                gl.store(out_ptrs + c * CHANNELS, (acc * factor[None, :]).to(out_ptr.dtype.element_ty), mask=stored)
+            else:
+                gl.store(sums_ptr + part * D + c * CHANNELS + at, acc, mask=stored)
+        if not final:
+            gl.store(peaks_ptr + 2 * (part + n), peak, mask=n < GROUP)
+            gl.store(peaks_ptr + 2 * (part + n) + 1, total, mask=n < GROUP)
+        if newest:
+            slot = ((page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + kv_head) * D + d
+            gl.store(k_ptr + slot, k_left)
+            gl.store(k_ptr + slot + HALF, k_right)
+            gl.store(v_ptr + slot, v_left)
+            gl.store(v_ptr + slot + HALF, v_right)
+    if PDL:
+        gdc_launch_dependents()  # not before: programs that wait would take room from those of this kernel
+
+
+@gluon.jit(do_not_specialize=["B", "table_width"])
+def _hopper_decode_kernel(
+    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_pages, v_pages, tables_ptr, lens_ptr, starts_ptr, out_ptr,
+    sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_B: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """One KV head of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
+    dtype: gl.constexpr = k_pages.dtype
+    TILES: gl.constexpr = D // CHANNELS
+    BLOCKS: gl.constexpr = SPLIT // BLOCK_N
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, CHANNELS], dtype)
+    SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, CHANNELS], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, BLOCK_N, CHANNELS], BLOCK)
+    q_tiles = gl.allocate_shared_memory(dtype, [TILES, N, CHANNELS], SMALL)
+    p_tiles = gl.allocate_shared_memory(dtype, [BLOCKS, N, BLOCK_N], SMALL)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    ring = (tiles, full, empty)
+    items = gl.load(starts_ptr + B)
+    gl.warp_specialize(
+        [
+            (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr,
+             table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ, NKV, D, PAGE_SIZE,
+             SPLIT, BLOCK_B, STAGES, PDL)),
+            (_fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items, NKV, D, PAGE_SIZE,
+             SPLIT, BLOCK_B, STAGES)),
+        ],
+        [64],
+        [64],
+    )  # fmt: skip
+
+
+def suits(qkv: Tensor, k_pages: Tensor, v_pages: Tensor, sequences: int, split: int) -> bool:
+    """Whether TMA can move the pages, of 16 bits and aligned to 16 bytes, and splits and sequences are not too many or long."""
+    aligned = k_pages.data_ptr() % 16 == 0 and v_pages.data_ptr() % 16 == 0
+    narrow = qkv.element_size() == 2 and k_pages.dtype == qkv.dtype
+    return aligned and narrow and split <= _LONGEST and sequences <= _MOST_SEQUENCES
+
+
+def decode(
+    inputs: tuple[Tensor | None, ...], k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    split_starts: Tensor, out: Tensor, sums: Tensor, peaks: Tensor, max_splits: int, scale: float, eps: float, split: int,
+    block_b: int, pdl: bool,
+) -> None:  # fmt: skip
+    """What `_decode_kernel` does of checked arguments that TMA can move. `scale` is for powers of two; inputs: qkv, cos_sin,
+    q_norm, k_norm."""
+    (page_size, Nkv, D), Nq = k_pages.shape[1:], out.shape[1]
+    box = [min(page_size, BOX), CHANNELS.value]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # only the width counts
+    k, v = (TensorDescriptor.from_tensor(x.view(-1, Nkv * D), box, layout) for x in (k_pages, v_pages))
+    programs = max(1, min(max_splits * Nkv, PROGRAMS * processors(out.device)))
+    _hopper_decode_kernel[(programs,)](
+        *inputs, k_pages, v_pages, k, v, block_tables, seq_lens, split_starts, out, sums, peaks, seq_lens.shape[0],
+        block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
+        BLOCK_B=block_b, N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8,
+        **launch_options(4, 1, pdl),
+    )  # fmt: skip
+
