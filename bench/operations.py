@@ -322,10 +322,8 @@ def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
 def gemm(step: Step, name: str, fp8: bool) -> Problem:
     """The product alone (and the activation, which is its epilogue), as a library has it: fp8 tokens are quantized before."""
     from minirt.kernels.common import Workspace
-    from minirt.kernels.gemm import gemm as kernel
-    from minirt.kernels.gemm import gemm_gated
-    from minirt.kernels.gemm_small import MAX_TOKENS, gemm_small
     from minirt.kernels.gemv import gemv
+    from minirt.kernels.linear import product
 
     if fp8 and step.tokens == 1:
         raise UnsupportedError("a single token is not quantized", where=f"gemm_{name}.fp8", expected="2 tokens or more")
@@ -338,11 +336,7 @@ def gemm(step: Step, name: str, fp8: bool) -> Problem:
     def triton() -> Tensor:
         if step.tokens == 1:
             return gemv(o.x, None, 0.0, o.weight, None, None, o.out, activation)
-        if step.tokens <= MAX_TOKENS:
-            return gemm_small(values, o.weight, None, None, o.out, activation, workspace=workspace, **scales)
-        if activation is not None:
-            return gemm_gated(values, o.weight, activation, None, o.out, check=False, **scales)
-        return kernel(values, o.weight, None, None, o.out, workspace=workspace, check=False, **scales)
+        return product(values, o.weight, None, None, o.out, activation, workspace=workspace, **scales)
 
     return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}, fp8)
 

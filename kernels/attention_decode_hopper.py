@@ -329,7 +329,7 @@ def _hopper_decode_kernel(
             (_fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items, NKV, D, PAGE_SIZE,
              SPLIT, BLOCK_B, STAGES)),
         ],
-        [64],
+        [1],
         [64],
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Linear layers for more than 128 tokens: tiled GEMMs with scales, bias, residual or the gated activation in the epilogue.
+"""Linear layers for many tokens: tiled GEMMs with scales, bias, residual or the gated activation in the epilogue.
 
 Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by TMA
 through descriptors made on the host, where alignment permits; elsewhere by plain pointers. What is left after whole rounds of

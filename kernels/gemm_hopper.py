@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minirt.errors import InputError
 from minirt.kernels import gemm_hopper_kernel
-from minirt.kernels.common import Workspace, launch_options, processors, shared_limit
+from minirt.kernels.common import Workspace, capability, launch_options, processors, shared_limit
 from minirt.kernels.tuning import Tunable, bucket
 
 _ROWS = 128  # of a tile: 64 for each group of warps
@@ -33,6 +33,8 @@ _ROW_BYTES = 128  # of K in a step: what one swizzle of TMA spans
 _LARGEST = 448  # of float8_e4m3fn
 _FINE = 512  # tokens up to which every number of tiles of rows has a configuration of its own
 _LONGEST_WHOLE = 24  # steps in K: fewer are not worth splitting
+# Linear layers of fewer tokens are for `gemm_small`. Such a bound is one of the regimes that warm-up knows: 64 or 128, plus 1.
+LEAST_TOKENS = 65
 # Columns of the two pairs of strips; with a gated activation, half of them are of gate.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
 
@@ -99,9 +101,9 @@ def choose_config(
     def time(form: tuple[int, int, int]) -> float:
         width, more, split = form
         tiles = triton.cdiv(T, _ROWS) * triton.cdiv(N, (width + more) // (2 if gated else 1))
-        step = 0.08 + 0.002 * width + (0.055 + 0.0013 * more if more else 0.0)
+        step = 0.08 + 0.002 * width + (0.065 + 0.0013 * more if more else 0.0)
         rounds = triton.cdiv(tiles * split, num_processors)
-        round_price, split_price = 1.5 if width + more <= 192 else 2.2, 0.0 if split == 1 else 7.0
+        round_price, split_price = 1.5 if width + more <= 192 else 3.0, 0.0 if split == 1 else 7.0
         return rounds * (triton.cdiv(steps, split) * step + round_price) + split_price
 
     forms = [(*widths, 1) for widths in WIDTHS]
@@ -130,6 +132,11 @@ def suits(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bo
     aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in (x, weight, *ends))
     fits = residual is None or (residual.dtype == out.dtype and out.element_size() == 2)
     return aligned and x.element_size() <= 2 and fits
+
+
+def takes(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
+    """Whether this is the kernel for a linear layer: LEAST_TOKENS or more, on Hopper, and operands that `suits`."""
+    return x.shape[0] >= LEAST_TOKENS and capability(x.device) == 90 and suits(x, weight, residual, out)
 
 
 def gemm_hopper(
@@ -170,9 +177,9 @@ def gemm_hopper(
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
     halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if c.width + c.more > 192 else 0
     gemm_hopper_kernel._hopper_kernel[(min(tiles * c.split, c.programs),)](
-        _described(x, [_ROWS, block_k]), *operands, x_scale, scale, bias, sums, counters, T, N, tiles, tiles_n, K=K,
-        ACTIVATION=activation, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings, SPLIT=c.split,
-        **launch_options(4, 1, pdl),
+        _described(x, [_ROWS if T > _ROWS else 64, block_k]), *operands, x_scale, scale, bias, sums, counters, T, N, tiles,
+        tiles_n, K=K, ACTIVATION=activation, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings,
+        SPLIT=c.split, **launch_options(4, 1, pdl),
     )  # fmt: skip
 
 

@@ -34,6 +34,25 @@ def _first(tile, T, tiles_n, COLUMNS: gl.constexpr, SHIFT: gl.constexpr):
 
 
 @gluon.jit
+def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
+    """The first row of a group of warps in the tile that starts at row t: with fewer than 128 rows too, the last 64, full."""
+    row = t + 64 * GROUP
+    if SHIFT:
+        row = min(row, max(T - 64, 0))
+    return row
+
+
+@gluon.jit
+def _fetch_rows(x, t, k, T, bar, tiles, SHIFT: gl.constexpr):
+    """Fetch a tile's rows of x: all at once, or where there may be fewer than 128, those of each group of warps."""
+    if x.block_type.shape[0] == 128:
+        _fetch(x, [t, k], bar, tiles)
+    else:
+        _fetch(x, [t, k], bar, tiles.slice(0, 64))
+        _fetch(x, [_group_row(t, T, SHIFT, 1), k], bar, tiles.slice(64, 64))
+
+
+@gluon.jit
 def _fetch_pair(weight, n, k, N, bar, tiles, ACTIVATION: gl.constexpr):
     """Fetch two strips of the weight from row n on: neighbours, or of gate and of up."""
     STRIP: gl.constexpr = tiles.shape[0] // 2
@@ -68,7 +87,7 @@ def _fetch_tiles(
                 _fetch_pair(more_weight, n + FIRST, first + i * BLOCK_K, N, bar, more_tiles.index(i), ACTIVATION)
         gdc_wait()
         for i in range(ahead):
-            _fetch(x, [t, first + i * BLOCK_K], full.index(i), x_tiles.index(i))
+            _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles.index(i), SHIFT)
         step += ahead
     for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
         t, n = _first(part // SPLIT, T, tiles_n, COLUMNS, SHIFT)
@@ -80,7 +99,7 @@ def _fetch_tiles(
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, BYTES)
-            _fetch(x, [t, k], bar, x_tiles.index(stage))
+            _fetch_rows(x, t, k, T, bar, x_tiles.index(stage), SHIFT)
             _fetch_pair(weight, n, k, N, bar, w_tiles.index(stage), ACTIVATION)
             if MORE != 0:
                 _fetch_pair(more_weight, n + FIRST, k, N, bar, more_tiles.index(stage), ACTIVATION)
@@ -260,7 +279,7 @@ def _multiply_tiles(
         gdc_wait()  # the residual is read, and the output written, without waiting for x
     for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
         t, n = _first(part // SPLIT, T, tiles_n, COLUMNS, SHIFT)
-        t += 64 * GROUP
+        t = _group_row(t, T, SHIFT, GROUP)
         steps = STEPS if SPLIT == 1 else min(STEPS - part % SPLIT * PART, PART)
         if RESIDUAL:
             tma.store_wait(0)

@@ -1,18 +1,21 @@
 """Linear layers with what is fused around them, for any number of tokens: norm + linear, norm + gate/up, linear + residual.
 
-Which kernel computes it depends on how many tokens share each weight that is read: one (`gemv`, norm included), up to 128
-(`gemm_small`), or so many that arithmetic is the work (`gemm`), both with the norm as a kernel before.
+Which kernel computes it depends on how many tokens share each weight that is read: one (`gemv`, norm included), up to 128, on
+Hopper mostly 64 (`gemm_small`), or so many that arithmetic is the work (`gemm`), both with the norm as a kernel before.
 
 Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32 for each row (compute capability 8.9 and
 later). Then two tokens or more are quantized as well, each with a scale of its own, in the norm's kernel or in one before the
 product; a single token is not. (`reference.linear_fp8` states the same.)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from minirt.kernels.common import Workspace, check_linear, check_tensor
 from minirt.kernels.gemm import gemm, gemm_gated
+from minirt.kernels.gemm_hopper import takes
 from minirt.kernels.gemm_small import MAX_TOKENS, gemm_small
 from minirt.kernels.gemv import gemv
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
@@ -44,7 +47,7 @@ def norm_linear(
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later; of more than 128 tokens where `gemm_hopper` does it).
+    `pdl`: overlap with the kernel before it in the stream (sm_90 and later; of many tokens where `gemm_hopper` does it).
     """
     return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check)
 
@@ -110,15 +113,31 @@ def _run(
     if T == 1:
         return gemv(x, norm_weight, eps, weight, bias, residual, out, activation, scale=scale, pdl=pdl)
     h, x_scale = _input(x, norm_weight, eps, scale is not None, pdl)
-    if T <= MAX_TOKENS:
-        return gemm_small(
-            h, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl
-        )
-    if activation is not None:
-        return gemm_gated(h, weight, activation, bias, out, scale=scale, x_scale=x_scale, pdl=pdl, check=False)
-    return gemm(
-        h, weight, bias, residual, out, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl, check=False
+    return product(
+        h, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl
     )
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    activation: str | None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """The product of two tokens or more, normalized and quantized before, by the kernel for so many; unchecked."""
+    scales: dict[str, Any] = {"scale": scale, "x_scale": x_scale}
+    if x.shape[0] <= MAX_TOKENS and not takes(x, weight, residual, out):
+        return gemm_small(x, weight, bias, residual, out, activation, workspace=workspace, pdl=pdl, **scales)
+    if activation is not None:
+        return gemm_gated(x, weight, activation, bias, out, pdl=pdl, check=False, **scales)
+    return gemm(x, weight, bias, residual, out, workspace=workspace, pdl=pdl, check=False, **scales)
 
 
 def _input(x: Tensor, norm_weight: Tensor | None, eps: float, fp8: bool, pdl: bool) -> tuple[Tensor, Tensor | None]:

@@ -36,8 +36,9 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 
 
 def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of 2 to 128 tokens, by the power of two that they are padded to."""
-    blocks = sorted({gemm_small.token_block(T) for T in tokens if 1 < T <= gemm_small.MAX_TOKENS})
+    """Steps of 2 to 128 tokens, on Hopper of fewer than `gemm_hopper` takes, by the power of two that they are padded to."""
+    end = gemm_hopper.LEAST_TOKENS if capability(device) == 90 else gemm_small.MAX_TOKENS + 1
+    blocks = sorted({gemm_small.token_block(T) for T in tokens if 1 < T < end})
     for block_t, shape in itertools.product(blocks, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
@@ -56,7 +57,7 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
     """Steps of more tokens, by regime, on Hopper."""
     if capability(device) != 90:
         return
-    regimes = sorted({gemm_hopper.token_regime(T) for T in tokens if T > gemm_small.MAX_TOKENS})
+    regimes = sorted({gemm_hopper.token_regime(T) for T in tokens if T >= gemm_hopper.LEAST_TOKENS})
     for regime, shape in itertools.product(regimes, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         if itemsize > 2:
@@ -110,7 +111,7 @@ def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable
     def run(weight: Tensor, scale: Tensor | None, config: Any) -> None:
         if T == 1:
             gemv.gemv(h, None, 0.0, weight, None, residual, out, activation, scale=scale, config=config)
-        elif T <= gemm_small.MAX_TOKENS:
+        elif isinstance(config, gemm_small.TokensConfig):
             gemm_small.gemm_small(
                 h, weight, None, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, config=config
             )

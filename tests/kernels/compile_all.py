@@ -20,6 +20,7 @@ from minirt.kernels import (
     common,
     embedding,
     gemm,
+    gemm_hopper,
     gemm_small,
     kv_write,
     linear,
@@ -79,7 +80,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         )
 
     jit.JITFunction.run = warm_up
-    for module in (gemm_small, gemm, attention, attention_decode):
+    for module in (gemm_small, gemm, gemm_hopper, attention, attention_decode):
         module.capability = lambda device: cc
 
 

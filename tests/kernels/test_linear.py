@@ -8,6 +8,7 @@ from minirt.errors import InputError
 from minirt.kernels import linear as kernel
 from minirt.kernels import reference
 from minirt.kernels.common import ACTIVATIONS, Workspace
+from minirt.kernels.gemm_hopper import LEAST_TOKENS
 from minirt.kernels.gemm_small import TokensConfig, choose_config, gemm_small
 from minirt.kernels.norm import rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -256,7 +257,7 @@ def test_wrong_arguments_are_named(make, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 128])
+@pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 72, 100, 128])
 @pytest.mark.parametrize(("N", "K"), LARGE)
 def test_large(T, N, K, half_dtype, make, nan, agrees, device):
     case = {"T": T, "N": N, "K": K}
@@ -265,14 +266,14 @@ def test_large(T, N, K, half_dtype, make, nan, agrees, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [2, 16, 17, 64, 128])
+@pytest.mark.parametrize("T", [2, 16, 17, 64, 72, 100, 128])
 @pytest.mark.parametrize(("N", "K"), [*LARGE, (3584, 3584)])
 def test_large_fp8(T, N, K, half_dtype, make, nan, agrees, device):
     test_fp8_weights(T, N, K, half_dtype, make, nan, agrees, device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [2, 24, 64, 128])
+@pytest.mark.parametrize("T", [2, 24, 64, 72, 128])
 def test_large_fp8_gate_up(T, half_dtype, make, nan, agrees):
     x, norm_weight, _, _ = inputs(make, T, 8, 3584, half_dtype)
     weight, scale, _ = quantized(make, 2 * 18944, 3584)
@@ -284,11 +285,14 @@ def test_large_fp8_gate_up(T, half_dtype, make, nan, agrees):
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [2, 24, 64, 128])
 def test_fp8_sums_are_exact_enough(T, make):
-    """Hopper's tensor cores keep 13 bits or so of fp8 sums: what that costs must vanish beside the rounding to bf16, 1.7e-3."""
+    """Hopper's tensor cores keep 13 bits or so of fp8 sums: what that costs must vanish beside the rounding to bf16, 1.7e-3.
+
+    `gemm_hopper` sets its sums aside less often than `gemm_small` promotes them.
+    """
     x, (weight, scale, _) = make(T, 18944, dtype=torch.bfloat16), quantized(make, 3584, 18944)
     out = kernel.norm_linear(x, None, EPS, weight, scale=scale, out_dtype=torch.float32)
     _, truth = linear8(quantize(x), weight, scale, torch.float32)
-    assert ((out - truth).norm() / truth.norm()).item() < 4e-4
+    assert ((out - truth).norm() / truth.norm()).item() < (4e-4 if T < LEAST_TOKENS else 8e-4)
 
 
 @pytest.mark.gpu
@@ -309,7 +313,7 @@ def test_weight_past_2_31_elements(make, agrees):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("T", [1, 16, 64, 128, 129, 300])
+@pytest.mark.parametrize("T", [1, 16, 64, 72, 128, 129, 300])
 def test_same_bits_every_time_also_with_pdl(T, fp8, make, device):
     """A chain of kernels that overlap by PDL, share the workspace and each read what the one before wrote."""
     if torch.cuda.get_device_capability()[0] < 9:
