@@ -36,23 +36,38 @@ _MOST_SEQUENCES = 1024  # that two looks find
 
 
 @gluon.jit
-def _look_up(item, starts_ptr, lens_ptr, B, BLOCK_B: gl.constexpr):
-    """Of a work item: its sequence, that one's length, and the number of the split in it; see `attention_decode._look_up`.
+def _lanes():
+    """The numbers from 0 to 31, which every warp has."""
+    return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
-    Every warp looks among 32 sequences, some distance apart, then among those from there on.
+
+@gluon.jit
+def _firsts(starts_ptr, B, STRIDE: gl.constexpr):
+    """First items of every so many-th sequence."""
+    index = _lanes() * STRIDE
+    return gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
+
+
+@gluon.jit
+def _candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr):
+    """32 sequences, one of which has the work item: the first of them, and their first items and lengths.
+
+    Asked for an item ahead, since a load that is waited for takes as long as the attention of a short sequence.
     """
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    base = 0
-    if BLOCK_B > 32:
-        STRIDE: gl.constexpr = BLOCK_B // 32
-        starts = gl.load(starts_ptr + lane * STRIDE, mask=lane * STRIDE < B, other=2**31 - 1)
-        base = (gl.sum((starts <= item).to(gl.int32), 0) - 1) * STRIDE
-    if BLOCK_B == 1:
-        b = gl.to_tensor(0)
-    else:
-        starts = gl.load(starts_ptr + base + lane, mask=base + lane < B, other=2**31 - 1)
-        b = base + gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last that starts at or before the item
-    return b.to(gl.int64), gl.load(lens_ptr + b), item - gl.load(starts_ptr + b)
+    base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
+    index = base + _lanes()
+    starts = gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
+    return base, starts, gl.load(lens_ptr + index, mask=index < B, other=0)
+
+
+@gluon.jit
+def _look_up(item, candidates):
+    """Of a work item: its sequence, that one's length, and the number of the split in it; see `attention_decode._look_up`."""
+    base, starts, lens = candidates
+    index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last that starts at or before the item
+    found = _lanes() == index
+    length, first = gl.sum(gl.where(found, lens, 0), 0), gl.sum(gl.where(found, starts, 0), 0)
+    return (base + index).to(gl.int64), length, item - first
 
 
 @gluon.jit
@@ -65,7 +80,7 @@ def _blocks(split, length, SPLIT: gl.constexpr):
 @gluon.jit
 def _fetch_items(
     k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items,
-    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_B: gl.constexpr,
+    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The blocks of K, then those of V, of one item after the other. Behind a sequence's end its last rows come again.
@@ -75,9 +90,12 @@ def _fetch_items(
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     TILES: gl.constexpr = D // CHANNELS
     tiles, full, empty = ring
+    programs = gl.num_programs(0)
+    firsts = _firsts(starts_ptr, B, STRIDE)
+    candidates = _candidates(gl.program_id(0) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
     step = 0
-    for pair in range(gl.program_id(0), items * NKV, gl.num_programs(0)):
-        b, length, split = _look_up(pair // NKV, starts_ptr, lens_ptr, B, BLOCK_B)
+    for pair in range(gl.program_id(0), items * NKV, programs):
+        b, length, split = _look_up(pair // NKV, candidates)
         blocks = _blocks(split, length, SPLIT)
         column = pair % NKV * D
         table_ptr = tables_ptr + b * table_width
@@ -85,6 +103,7 @@ def _fetch_items(
         for i in gl.static_range(0, SPLIT, BOX):
             t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
             rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
+        candidates = _candidates((pair + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
         for IS_V in gl.static_range(2):
             for i in gl.static_range(SPLIT // BLOCK_N):
                 if i < blocks:
@@ -172,7 +191,7 @@ def _clear_behind(tile, limit):
 def _attend_items(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr, table_width, starts_ptr,
     lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_B: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = NQ // NKV
     N: gl.constexpr = q_tiles.shape[1]
@@ -187,15 +206,15 @@ def _attend_items(
     row = gl.arange(0, N, gl.SliceLayout(1, HEADS))
     d = gl.arange(0, HALF, gl.SliceLayout(0, HEADS))
     q_norm, k_norm = _norm(q_norm_ptr, d, D), _norm(k_norm_ptr, d, D)
-    programs = gl.num_programs(0)
-    next_place = _look_up(gl.program_id(0) // NKV, starts_ptr, lens_ptr, B, BLOCK_B)
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    firsts = _firsts(starts_ptr, B, STRIDE)
+    next_place = _look_up(first // NKV, _candidates(first // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE))
+    candidates = _candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
     if PDL:
         gdc_wait()  # before anything of the kernel before is read, and before anything is written
-    asked = _ask(
-        next_place, gl.program_id(0) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
-    )
+    asked = _ask(next_place, first % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE)
     step = 0
-    for pair in range(gl.program_id(0), items * NKV, programs):
+    for pair in range(first, items * NKV, programs):
         item, kv_head = pair // NKV, pair % NKV
         b, length, split = next_place
         q_left, q_right, k_left, k_right, v_left, v_right, v_sums, cos, sin, page = asked
@@ -215,10 +234,11 @@ def _attend_items(
         new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
         new_score = gl.where(newest, gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)) * scale, float("-inf"))
         # What the next item needs arrives while this one is computed.
-        next_place = _look_up((pair + programs) // NKV, starts_ptr, lens_ptr, B, BLOCK_B)
+        next_place = _look_up((pair + programs) // NKV, candidates)
         asked = _ask(
             next_place, (pair + programs) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
         )
+        candidates = _candidates((pair + 2 * programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
         scores = ()
         for i in gl.static_range(BLOCKS):
             s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
@@ -301,7 +321,7 @@ def _attend_items(
 def _hopper_decode_kernel(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_pages, v_pages, tables_ptr, lens_ptr, starts_ptr, out_ptr,
     sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, BLOCK_B: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """One KV head of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
@@ -325,9 +345,9 @@ def _hopper_decode_kernel(
         [
             (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr,
              table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ, NKV, D, PAGE_SIZE,
-             SPLIT, BLOCK_B, STAGES, PDL)),
+             SPLIT, STRIDE, STAGES, PDL)),
             (_fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items, NKV, D, PAGE_SIZE,
-             SPLIT, BLOCK_B, STAGES)),
+             SPLIT, STRIDE, STAGES)),
         ],
         [1],
         [64],
@@ -356,7 +376,7 @@ def decode(
     _hopper_decode_kernel[(programs,)](
         *inputs, k_pages, v_pages, k, v, block_tables, seq_lens, split_starts, out, sums, peaks, seq_lens.shape[0],
         block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
-        BLOCK_B=block_b, N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8,
+        STRIDE=max(1, block_b // 32), N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8,
         **launch_options(4, 1, pdl),
     )  # fmt: skip
 
