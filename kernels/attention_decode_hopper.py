@@ -30,6 +30,7 @@ BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M sid
 CHANNELS = gl.constexpr(64)  # 128 bytes, what one swizzle of TMA spans; a block has D // 64 tiles
 STAGES = 6  # blocks of K or V that a program has room for
 PROGRAMS = 2  # that share a processor
+REGISTERS = 64  # of a thread of the warp that fetches; the others share what is left
 BOX = 16  # tokens that are fetched at once; 32 are up to 4% faster or slower, by how contexts end
 _LONGEST = 256  # tokens of a split, whose scores are all kept
 _MOST_SEQUENCES = 1024  # that two looks find
@@ -322,7 +323,7 @@ def _hopper_decode_kernel(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_pages, v_pages, tables_ptr, lens_ptr, starts_ptr, out_ptr,
     sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One KV head of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
     dtype: gl.constexpr = k_pages.dtype
@@ -350,7 +351,7 @@ def _hopper_decode_kernel(
              SPLIT, STRIDE, STAGES)),
         ],
         [1],
-        [64],
+        [REGISTERS],
     )  # fmt: skip
 
 
@@ -376,7 +377,6 @@ def decode(
     _hopper_decode_kernel[(programs,)](
         *inputs, k_pages, v_pages, k, v, block_tables, seq_lens, split_starts, out, sums, peaks, seq_lens.shape[0],
         block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
-        STRIDE=max(1, block_b // 32), N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8,
-        **launch_options(4, 1, pdl),
+        STRIDE=max(1, block_b // 32), N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, REGISTERS=REGISTERS,
+        maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, pdl),
     )  # fmt: skip
-
