@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -22,12 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.common import launch_options, processors
+from minirt.kernels.hopper import CHANNELS, clear_behind, fetch
 
-# Renamed after Triton 3.6.
-_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side
-CHANNELS = gl.constexpr(64)  # 128 bytes, what one swizzle of TMA spans; a block has D // 64 tiles
+BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side; it has D // CHANNELS tiles
 STAGES = 6  # blocks of K or V that a program has room for
 PROGRAMS = 2  # that share a processor
 REGISTERS = 64  # of a thread of the warp that fetches; the others share what is left
@@ -116,7 +112,7 @@ def _fetch_items(
                         tile = tiles.index(stage * TILES + c)
                         for j in gl.static_range(BLOCK_N // BOX):
                             at = [rows[i * (BLOCK_N // BOX) + j], column + c * CHANNELS]
-                            _fetch(v_pages if IS_V else k_pages, at, bar, tile.slice(j * BOX, BOX))
+                            fetch(v_pages if IS_V else k_pages, at, bar, tile.slice(j * BOX, BOX))
                     step += 1
 
 
@@ -177,15 +173,6 @@ def _norm(ptr, d, D: gl.constexpr):
         return ()
     else:
         return gl.load(ptr + d).to(gl.float32), gl.load(ptr + D // 2 + d).to(gl.float32)
-
-
-@gluon.jit
-def _clear_behind(tile, limit):
-    """Zeros in the rows of V from `limit` on: a page may hold NaN there, which a probability of zero would not stop."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
-    x = tile.load(LAYOUT)
-    tile.store(gl.where(row < limit, x, gl.zeros_like(x)))
 
 
 @gluon.jit
@@ -254,8 +241,8 @@ def _attend_items(
                 s = gl.where((begin + i * BLOCK_N + m < limit)[:, None], s * scale, float("-inf"))
                 step += 1
             scores += (s,)  # type: ignore[assignment]
-        largest = scores[0]
-        for i in gl.static_range(1, BLOCKS):
+        largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
+        for i in gl.static_range(BLOCKS):
             largest = gl.maximum(largest, scores[i])
         peak = gl.maximum(gl.max(largest, 0), new_score)
         weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
@@ -270,7 +257,7 @@ def _attend_items(
             last = step + blocks - 1
             mbarrier.wait(full.index(last % STAGES), last // STAGES & 1)
             for c in gl.static_range(TILES):
-                _clear_behind(tiles.index(last % STAGES * TILES + c), BLOCK_N - behind)
+                clear_behind(tiles.index(last % STAGES * TILES + c), BLOCK_N - behind, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
         accs = ()

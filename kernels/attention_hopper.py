@@ -14,16 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minirt.kernels.common import processors
-
-# Renamed after Triton 3.6.
-_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from minirt.kernels.hopper import CHANNELS, clear_behind, fetch
 
 # By head size; with fewer tokens `attention.py`'s kernel runs. Prompts on an H200, TFLOP/s here and there: head size 128 at 512
 # tokens, the fewest that were measured, 139 and 108; head size 64 at 512 tokens 44 and 53, at 1024 tokens 123 and 115.
@@ -32,7 +29,6 @@ TEAMS = gl.constexpr(2)  # a third is slower: that leaves 160 registers a thread
 ROWS = gl.constexpr(64)  # of a team, what a product of four warps has
 BLOCK_N = gl.constexpr(128)  # tokens of K and V at a time; 64 are slower
 STAGES = gl.constexpr(2)  # blocks of K, and of V, that there is room for; 3 are slower
-CHANNELS = gl.constexpr(64)  # 128 bytes, what one swizzle of TMA spans
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
@@ -72,7 +68,7 @@ def _fetch_block(pages, rows, column, ring, step):
     mbarrier.expect(bar, BLOCK_N * D * 2)
     for i in gl.static_range(BLOCK_N // BOX):
         for c in gl.static_range(0, D, CHANNELS):
-            _fetch(pages, [rows[i], column + c], bar, tile.slice(i * BOX, BOX).slice(c, CHANNELS, 1))
+            fetch(pages, [rows[i], column + c], bar, tile.slice(i * BOX, BOX).slice(c, CHANNELS, 1))
 
 
 @gluon.jit
@@ -144,20 +140,6 @@ def _next_block(
 
 
 @gluon.jit
-def _clear_behind(tile, limit):
-    """Zeros in the rows of V from `limit` on: a page may hold NaN there, which a probability of zero would not stop."""
-    STEP: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // tile.shape[1], tile.shape[1] // 8], [4, 1], [1, 0])
-    row = gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))[:, None]
-    for i in gl.static_range(0, BLOCK_N, STEP):
-        if i + STEP > limit:
-            part = tile.slice(i, STEP)
-            x = part.load(LAYOUT)
-            part.store(gl.where(i + row < limit, x, gl.zeros_like(x)))
-    fence_async_shared()
-
-
-@gluon.jit
 def _attend_tiles(
     q_ptr, out_ptr, q_tiles, k, v, turns, batch, tiles, scale, SHORTEST: gl.constexpr, NKV: gl.constexpr,
     GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
@@ -210,7 +192,8 @@ def _attend_tiles(
             mbarrier.wait(v_full.index(stage), step // STAGES & 1)
             last = (seen - 1) // BLOCK_N * BLOCK_N
             if last + BLOCK_N > limit:
-                _clear_behind(v_tiles.index(stage), limit - last)
+                clear_behind(v_tiles.index(stage), limit - last, 16)
+                fence_async_shared()
             acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
             mbarrier.arrive(v_empty.index(stage))

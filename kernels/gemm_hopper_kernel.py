@@ -11,10 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Renamed after Triton 3.6.
-_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
-_put = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from minirt.kernels.hopper import fetch, put, synchronize
 
 
 @gluon.jit
@@ -46,18 +43,18 @@ def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
 def _fetch_rows(x, t, k, T, bar, tiles, SHIFT: gl.constexpr):
     """Fetch a tile's rows of x: all at once, or where there may be fewer than 128, those of each group of warps."""
     if x.block_type.shape[0] == 128:
-        _fetch(x, [t, k], bar, tiles)
+        fetch(x, [t, k], bar, tiles)
     else:
-        _fetch(x, [t, k], bar, tiles.slice(0, 64))
-        _fetch(x, [_group_row(t, T, SHIFT, 1), k], bar, tiles.slice(64, 64))
+        fetch(x, [t, k], bar, tiles.slice(0, 64))
+        fetch(x, [_group_row(t, T, SHIFT, 1), k], bar, tiles.slice(64, 64))
 
 
 @gluon.jit
 def _fetch_pair(weight, n, k, N, bar, tiles, ACTIVATION: gl.constexpr):
     """Fetch two strips of the weight from row n on: neighbours, or of gate and of up."""
     STRIP: gl.constexpr = tiles.shape[0] // 2
-    _fetch(weight, [n, k], bar, tiles.slice(0, STRIP))
-    _fetch(weight, [n + (N if ACTIVATION is not None else STRIP), k], bar, tiles.slice(STRIP, STRIP))
+    fetch(weight, [n, k], bar, tiles.slice(0, STRIP))
+    fetch(weight, [n + (N if ACTIVATION is not None else STRIP), k], bar, tiles.slice(STRIP, STRIP))
 
 
 @gluon.jit
@@ -183,7 +180,7 @@ def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr):
         buffer = staging.index(BUFFERS * GROUP + PIECE % BUFFERS)
         buffer.store(value.to(out.dtype))
         fence_async_shared()
-        _put(out, [t, n], buffer)
+        put(out, [t, n], buffer)
 
 
 @gluon.jit
@@ -233,7 +230,7 @@ def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.cons
     if MORE != 0:
         more_at = 64 * WIDTH + _offsets(more)
         gl.store(sums_ptr + part * SIZE + more_at, more, cache_modifier=".cg")
-    _synchronize()  # every thread's stores come before the one thread's release
+    synchronize()  # every thread's stores come before the one thread's release
     last = gl.atomic_add(counters_ptr + 2 * tile + GROUP, 1, sem="acq_rel", scope="gpu") == 1
     if last:
         acc += gl.load(sums_ptr + (1 - part) * SIZE + at, cache_modifier=".cg")
@@ -284,11 +281,11 @@ def _multiply_tiles(
         if RESIDUAL:
             tma.store_wait(0)
             mbarrier.expect(arrived, 64 * (WIDTH + MORE) * 2)
-            _fetch(residual, [t, n], arrived, staging.index(2 * GROUP))
-            _fetch(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
+            fetch(residual, [t, n], arrived, staging.index(2 * GROUP))
+            fetch(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
             if MORE != 0:
-                _fetch(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
-                _fetch(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
+                fetch(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
+                fetch(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
         acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
         more = gl.zeros([64, MORE], gl.float32, NARROW) if MORE != 0 else 0
         if CHUNK < PART:

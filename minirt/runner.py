@@ -25,6 +25,7 @@ from minirt.sampling import EffectiveSampling, SamplingParams, resolve
 Settings = Sequence[tuple[EffectiveSampling, int]]  # of each row that is sampled: its values, and the index of its token
 ModelLike = Callable[[Batch, KVCache], Tensor]
 Progress = Callable[[int, int], None]  # (done, in all)
+_SMALL_STEP = 1024  # tokens of warm-up's steps that run side by side
 
 
 @dataclass(frozen=True)
@@ -111,27 +112,35 @@ class Runner:
         if not self._cuda:
             return
         seqs = self._previous.shape[0]
-        steps = _steps(self._max_num_batched_tokens, self._max_seq_len, seqs)
         buckets = self.graphs.buckets if self.graphs else []
-        sizes = [b.seqs for b in buckets if not b.tokens] or [batch_bucket(seqs)]
-        jobs: list[tuple[Callable, Any]] = [(self._run, chunks) for chunks in steps]
-        jobs += [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
-        jobs += [(self._sample, kind) for kind in _sampling_kinds()]
-        total = len(jobs) + len(buckets)
+        sizes = sorted(b.seqs for b in buckets if not b.tokens) or [batch_bucket(seqs)]
+        steps = _steps(self._max_num_batched_tokens, self._max_seq_len, seqs)
+        small = [chunks for chunks in steps if _num_tokens(chunks) <= _SMALL_STEP]
+        large = [chunks for chunks in steps if _num_tokens(chunks) > _SMALL_STEP]
+        runs: list[tuple[Callable, Any]] = [(self._run, chunks) for chunks in small]
+        decodes: list[tuple[Callable, Any]] = [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
+        samples: list[tuple[Callable, Any]] = [(self._sample, kind) for kind in _sampling_kinds()]
+        # What all steps share comes first, or each thread would compile it. Steps whose activations are large come one by one.
+        waves = [[jobs[0] for jobs in (runs, decodes, samples)], runs[1:] + decodes[1:] + samples[1:]]
+        waves += [[(self._run, chunks)] for chunks in large]
+        if self.graphs:
+            waves += [[(self.graphs.capture, bucket)] for bucket in buckets]
+        total, done = sum(map(len, waves)), 0
 
-        def run(job: Callable, argument: Any) -> None:
+        def run(job: tuple[Callable, Any]) -> None:
             with on_device(self._device):  # each thread has its own
-                job(argument)
+                job[0](job[1])
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            futures = [pool.submit(run, job, argument) for job, argument in jobs]
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                if progress is not None:
-                    progress(done, total)
-        if self.graphs:
-            for done, bucket in enumerate(buckets, len(jobs) + 1):
-                run(self.graphs.capture, bucket)
+            for wave in waves:
+                others = [pool.submit(run, job) for job in wave[1:]]
+                run(wave[0])
+                for count, _ in enumerate(as_completed(others), done + 2):
+                    if progress is not None:
+                        progress(count, total)
+                for future in others:
+                    future.result()
+                done += len(wave)
                 if progress is not None:
                     progress(done, total)
         torch.cuda.synchronize(self._device)
@@ -157,6 +166,10 @@ class Runner:
         finally:
             for own in pages:
                 cache.allocator.release(own)
+
+
+def _num_tokens(chunks: Sequence[Chunk]) -> int:
+    return sum(len(chunk.tokens) for chunk in chunks)
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:

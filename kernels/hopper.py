@@ -1,0 +1,26 @@
+"""What the kernels for Hopper share, which are written in Gluon: names that changed between Triton's versions, and tiles."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Renamed after Triton 3.6.
+fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+put = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
+
+CHANNELS = gl.constexpr(64)  # of 16 bits: 128 bytes, what one swizzle of TMA spans
+
+
+@gluon.jit
+def clear_behind(tile, limit, STEP: gl.constexpr):
+    """Zeros in the rows of a tile of V from `limit` on, STEP at a time: a page may hold NaN there, which a probability of zero
+    would not stop."""
+    ROWS: gl.constexpr = tile.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // tile.shape[1], tile.shape[1] // 8], [4, 1], [1, 0])
+    row = gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))[:, None]
+    for i in gl.static_range(0, ROWS, STEP):
+        if i + STEP > limit:
+            part = tile.slice(i, STEP)
+            x = part.load(LAYOUT)
+            part.store(gl.where(i + row < limit, x, gl.zeros_like(x)))
