@@ -5,10 +5,8 @@ pages with what earlier steps have cached. A `Place` is a layer at its place in 
 """
 
 import copy
-import os
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -214,7 +212,9 @@ def compile_kernels(chosen: Sequence[Place], steps: Sequence[Step]) -> None:
         with on_device(step.batch.flat.device):  # each thread has its own
             run(place, place.candidate, step)
 
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    from minirt.kernels.common import compiling_threads
+
+    with compiling_threads() as pool:
         for done in [pool.submit(once, place, step) for step in steps for place in firsts]:
             done.result()
     torch.cuda.synchronize()

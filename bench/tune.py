@@ -4,10 +4,8 @@ Chosen on one run and confirmed on another, interleaved with the rule's own conf
 flatters itself. Candidates are compiled in parallel; one that cannot be compiled or launched, or computes something else, is out.
 """
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from minirt.errors import NumericsError
+from minirt.kernels.common import compiling_threads
 from minirt.kernels.tuning import Case
 
 MARGIN = 0.98  # of the rule's time: what is not this much faster, twice, is not worth a configuration of its own
@@ -65,7 +64,7 @@ def tune(case: Case, time: Clock | None = None) -> Outcome:
 
 
 def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[str, str]:
-    """Launch each once, in threads: Triton compiles with Python's lock free. → the failures. A kernel that does not fit or does
+    """Launch each once, in threads → the failures. A kernel that does not fit or does
     not compile raises what is neither a RuntimeError nor an OSError, so everything is caught."""
     failed: dict[str, str] = {}
 
@@ -75,7 +74,7 @@ def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[s
         except Exception as error:
             failed[repr(config)] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with compiling_threads() as pool:
         list(pool.map(attempt, candidates))
     return failed
 

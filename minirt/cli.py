@@ -34,7 +34,7 @@ from minirt.cli_options import (
 )
 from minirt.cli_output import completion_record, completion_summary, format_bytes, note, write
 from minirt.cli_tune import tune
-from minirt.errors import InputError, MinirtError, OutOfMemoryError
+from minirt.errors import DeviceFailedError, InputError, MinirtError, OutOfMemoryError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -224,6 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if "--debug" in arguments:
             raise
         click.echo(f"minirt: {error if isinstance(error, MinirtError) else _named(error)}", err=True)
+        if isinstance(error, DeviceFailedError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # freeing what lies on the GPU would fail as well, and abort the process with another code
         sys.exit(1)
 
 

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from minirt.batch import Batch, Chunk
-from minirt.errors import ContextLengthError, DeviceError, InputError, MinirtError, NumericsError, OutOfMemoryError
+from minirt.errors import (
+    ContextLengthError,
+    DeviceFailedError,
+    InputError,
+    MinirtError,
+    NumericsError,
+    OutOfMemoryError,
+)
 from minirt.kv_cache import KVCache
 from minirt.runner import Progress, Runner, Step
 from minirt.sampling import EffectiveSampling
@@ -81,7 +88,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _Request] = {}
         self._ids = itertools.count()
-        self._failure: DeviceError | None = None
+        self._failure: DeviceFailedError | None = None
 
     @property
     def max_len(self) -> int:
@@ -141,7 +148,7 @@ class Engine:
         compute, with an error in their output.
 
         Raises:
-            DeviceError: the GPU has failed; the engine cannot be used any more.
+            DeviceFailedError: the GPU has failed; the engine cannot be used any more.
         """
         if self._failure is not None:
             raise self._failure
@@ -155,7 +162,7 @@ class Engine:
             if not any(sign in str(error) for sign in ("CUDA error", "[CUDA]")):  # PyTorch's and Triton's word for it
                 raise
             hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
-            self._failure = DeviceError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
             raise self._failure from error
 
     def _start(self, work: list[tuple[Sequence, Chunk]]) -> list[TokenOutput]:

@@ -67,6 +67,10 @@ class DeviceError(MinirtError):
     """The device that was asked for is absent or unusable."""
 
 
+class DeviceFailedError(DeviceError):
+    """The GPU failed in the middle of the work; only a new process can use it again."""
+
+
 class OutOfMemoryError(DeviceError):
     """Device memory does not suffice; the message gives what is needed, what is free and what to change."""
 

@@ -4,9 +4,8 @@ On a GPU nothing here waits: a step is queued behind the one before, whose token
 the host reads them from pinned memory once the copy's event has passed. On a CPU a step is over when `start` returns.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -106,7 +105,7 @@ class Runner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
 
-        Kernels are compiled by running steps of each kind, in threads: the compiler leaves Python's lock free most of the time.
+        Kernels are compiled by running steps of each kind, in threads.
         The steps overwrite the cache's pages, which must not be in use.
         """
         if not self._cuda:
@@ -131,7 +130,9 @@ class Runner:
             with on_device(self._device):  # each thread has its own
                 job[0](job[1])
 
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        from minirt.kernels.common import compiling_threads
+
+        with compiling_threads() as pool:
             for wave in waves:
                 others = [pool.submit(run, job) for job in wave[1:]]
                 run(wave[0])

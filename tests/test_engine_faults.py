@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_engine import engine, run, undisturbed
 
-from minirt.errors import DeviceError, NumericsError, OutOfMemoryError
+from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
 from minirt.sampling import resolve
 
 
@@ -61,10 +61,10 @@ def test_a_failed_gpu_is_the_end_with_its_cause():
     cause = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with …")
     failing(it, cause, 2)
     it.add([50, 51], resolve(None, None))
-    with pytest.raises(DeviceError, match="illegal memory access") as caught:
+    with pytest.raises(DeviceFailedError, match="illegal memory access") as caught:
         steps(it)
     assert caught.value.__cause__ is cause
-    with pytest.raises(DeviceError, match="illegal memory access"):
+    with pytest.raises(DeviceFailedError, match="illegal memory access"):
         it.step()
 
 
