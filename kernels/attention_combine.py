@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import launch_options, processors
+from minirt.kernels.common import cdiv, launch_options, processors
 
 _COMBINED = 32  # splits whose sums a combining program loads side by side
 _COMBINING = 12  # such programs that a processor has room for
@@ -63,7 +63,7 @@ def combine(
     Where all sequences have one split its programs only look and end, so there should not be many.
     """
     B, (Nq, D) = split_starts.shape[0] - 1, out.shape[1:]
-    heads = triton.cdiv(B * Nq, _COMBINING * processors(out.device))
-    _combine_kernel[(B, triton.cdiv(Nq, heads))](
+    heads = cdiv(B * Nq, _COMBINING * processors(out.device))
+    _combine_kernel[(B, cdiv(Nq, heads))](
         split_starts, query_starts, out, sums, peaks, heads, NQ=Nq, D=D, BLOCK_S=_COMBINED, **launch_options(1, 1, pdl)
     )

@@ -33,6 +33,7 @@ from minirt.kernels.attention_combine import combine
 from minirt.kernels.common import (
     Workspace,
     capability,
+    cdiv,
     check_activations,
     check_tensor,
     launch_options,
@@ -281,7 +282,7 @@ def choose_config(itemsize: int, fp8: bool, split: int, sequences: int) -> Decod
 
 def splits_before(seq_lens: Sequence[int], split: int = SPLIT) -> list[int]:
     """`split_starts`: how many splits the sequences before each one have, and at the end all: [B + 1]."""
-    return list(accumulate((triton.cdiv(n, split) for n in seq_lens), initial=0))
+    return list(accumulate((cdiv(n, split) for n in seq_lens), initial=0))
 
 
 def workspace_floats(max_splits: int, Nq: int, D: int) -> int:

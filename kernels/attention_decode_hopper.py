@@ -17,11 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.common import launch_options, processors
-from minirt.kernels.hopper import CHANNELS, clear_behind, fetch
+from minirt.kernels.hopper import CHANNELS, clear_behind, described, fetch
 
 BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side; it has D // CHANNELS tiles
 STAGES = 6  # blocks of K or V that a program has room for
@@ -357,9 +356,7 @@ def decode(
     """What `_decode_kernel` does of checked arguments that TMA can move. `scale` is for powers of two; inputs: qkv, cos_sin,
     q_norm, k_norm."""
     (page_size, Nkv, D), Nq = k_pages.shape[1:], out.shape[1]
-    box = [min(page_size, BOX), CHANNELS.value]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # only the width counts
-    k, v = (TensorDescriptor.from_tensor(x.view(-1, Nkv * D), box, layout) for x in (k_pages, v_pages))
+    k, v = (described(x.view(-1, Nkv * D), min(page_size, BOX), CHANNELS.value) for x in (k_pages, v_pages))
     programs = max(1, min(max_splits * Nkv, PROGRAMS * processors(out.device)))
     _hopper_decode_kernel[(programs,)](
         *inputs, k_pages, v_pages, k, v, block_tables, seq_lens, split_starts, out, sums, peaks, seq_lens.shape[0],

@@ -7,7 +7,6 @@ it computes the softmax of the next, and the teams multiply in turn, so that one
 
 import math
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,10 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minirt.kernels.common import processors
-from minirt.kernels.hopper import CHANNELS, clear_behind, fetch
+from minirt.kernels.hopper import CHANNELS, clear_behind, described, fetch
 
 # By head size; with fewer tokens `attention.py`'s kernel runs. Prompts on an H200, TFLOP/s here and there: head size 128 at 512
 # tokens, the fewest that were measured, 139 and 108; head size 64 at 512 tokens 44 and 53, at 1024 tokens 123 and 115.
@@ -260,11 +258,9 @@ def prefill(
     """`paged_attention_prefill` of checked arguments that TMA can move, with any number of tokens and sequences but none."""
     (T, Nq, D), (page_size, Nkv), B = q.shape, k_pages.shape[1:3], seq_lens.shape[0]
     tiles = (T // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
-    box = [min(page_size, BLOCK_N.value), CHANNELS.value]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # only the width counts
-    k, v = (TensorDescriptor.from_tensor(x.view(-1, Nkv * D), box, layout) for x in (k_pages, v_pages))
+    k, v = (described(x.view(-1, Nkv * D), min(page_size, BLOCK_N.value), CHANNELS.value) for x in (k_pages, v_pages))
     _hopper_prefill_kernel[(min(tiles, processors(q.device)),)](
         q, k, v, block_tables, query_starts, seq_lens, out, B, block_tables.shape[1], tiles, scale * math.log2(math.e),
-        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=max(256, triton.next_power_of_2(B)), SHORTEST=shortest, num_warps=4,
+        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=max(256, 1 << (B - 1).bit_length()), SHORTEST=shortest, num_warps=4,
     )  # fmt: skip
     return out

@@ -59,6 +59,11 @@ def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
     return max(1, min(most, budget // stage_bytes))
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's own takes as long as half of a launch.)"""
+    return -(-a // b)
+
+
 def launch_options(num_warps: int, num_stages: int, pdl: bool) -> dict:
     """Options of a launch. `launch_pdl` lets the kernel start before its predecessor in the stream has ended."""
     options = {"num_warps": num_warps, "num_stages": num_stages, "PDL": pdl}

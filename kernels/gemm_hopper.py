@@ -18,14 +18,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minirt.errors import InputError
 from minirt.kernels import gemm_hopper_kernel
-from minirt.kernels.common import Workspace, capability, launch_options, processors, shared_limit
+from minirt.kernels.common import Workspace, capability, cdiv, launch_options, processors, shared_limit
+from minirt.kernels.hopper import described
 from minirt.kernels.tuning import Tunable, bucket
 
 _ROWS = 128  # of a tile: 64 for each group of warps
@@ -68,21 +66,21 @@ def config_for(
     pieces = _piece(width // 2, out_itemsize) + _piece(more // 2, out_itemsize)
     buffers = 2 * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
     stages = (shared_limit(90) - 512 - buffers) // ((_ROWS + columns) * _ROW_BYTES)
-    steps = triton.cdiv(K * itemsize, _ROW_BYTES)
+    steps = cdiv(K * itemsize, _ROW_BYTES)
     split = min(split, steps)  # no part is empty
-    steps, most = triton.cdiv(steps, split), 8 if columns <= 192 else 16
-    promote = triton.cdiv(steps, triton.cdiv(steps, most)) if itemsize == 1 and steps > most else 0
+    steps, most = cdiv(steps, split), 8 if columns <= 192 else 16
+    promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most else 0
     return HopperConfig(width, more, min(8, stages), promote, programs, split)
 
 
 def token_regime(T: int) -> int:
     """T as the configurations know it: padded to whole tiles up to 512, like the buckets of CUDA graphs, or to powers of two."""
-    return triton.cdiv(T, _ROWS) * _ROWS if T <= _FINE else triton.next_power_of_2(T)
+    return cdiv(T, _ROWS) * _ROWS if T <= _FINE else 1 << (T - 1).bit_length()
 
 
 def may_split(T: int, width: int, more: int, N: int, K: int, itemsize: int, gated: bool, num_processors: int) -> bool:
     """Whether two programs a tile run at once, with enough of K each to pay, and the sums fit in registers and the workspace."""
-    tiles, columns = triton.cdiv(T, _ROWS) * triton.cdiv(N, width + more), 144 if itemsize == 1 else 192
+    tiles, columns = cdiv(T, _ROWS) * cdiv(N, width + more), 144 if itemsize == 1 else 192
     long = K * itemsize >= _LONGEST_WHOLE * _ROW_BYTES
     return not gated and long and width + more <= columns and 2 * tiles <= num_processors
 
@@ -96,15 +94,15 @@ def choose_config(
     The widths that take the least time, in a model fitted to measurements on an H200 (bench/LOG.md): microseconds a step in K,
     a round of tiles, and a split. What splits gained and lost put their price at 5.5 to 8.
     """
-    T, steps = token_regime(T), triton.cdiv(K * itemsize, _ROW_BYTES)
+    T, steps = token_regime(T), cdiv(K * itemsize, _ROW_BYTES)
 
     def time(form: tuple[int, int, int]) -> float:
         width, more, split = form
-        tiles = triton.cdiv(T, _ROWS) * triton.cdiv(N, (width + more) // (2 if gated else 1))
+        tiles = cdiv(T, _ROWS) * cdiv(N, (width + more) // (2 if gated else 1))
         step = 0.08 + 0.002 * width + (0.065 + 0.0013 * more if more else 0.0)
-        rounds = triton.cdiv(tiles * split, num_processors)
+        rounds = cdiv(tiles * split, num_processors)
         round_price, split_price = 1.5 if width + more <= 192 else 3.0, 0.0 if split == 1 else 7.0
-        return rounds * (triton.cdiv(steps, split) * step + round_price) + split_price
+        return rounds * (cdiv(steps, split) * step + round_price) + split_price
 
     forms = [(*widths, 1) for widths in WIDTHS]
     if splits:
@@ -160,31 +158,23 @@ def gemm_hopper(
     gated = activation is not None
     facts = (N, K, x.element_size(), gated, residual is not None, out.element_size(), workspace is not None)
     c = config or configured(x.device, token_regime(T), *facts)
-    tiles_n = triton.cdiv(N, (c.width + c.more) // (2 if gated else 1))
-    tiles = triton.cdiv(T, _ROWS) * tiles_n
+    tiles_n = cdiv(N, (c.width + c.more) // (2 if gated else 1))
+    tiles = cdiv(T, _ROWS) * tiles_n
     sums, counters = None, None
     if c.split > 1:
         if workspace is None:
             raise InputError("missing", where="workspace", expected="room for the sums of a split K")
         sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.more)), workspace.counters(2 * tiles)
     block_k = _ROW_BYTES // x.element_size()
-    operands = [
-        _described(t, [strip, block_k] if t is weight else [64, _piece(strip, out.element_size())])
-        for t in (weight, residual, out)
-        for strip in (c.width // 2, c.more // 2)
-    ]
+    strips, itemsize = (c.width // 2, c.more // 2), out.element_size()
+    operands = [described(weight, strip, block_k) if strip else None for strip in strips]
+    for tensor in (residual, out):
+        operands += [described(tensor, 64, _piece(n, itemsize)) if n and tensor is not None else None for n in strips]
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
     halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if c.width + c.more > 192 else 0
     gemm_hopper_kernel._hopper_kernel[(min(tiles * c.split, c.programs),)](
-        _described(x, [_ROWS if T > _ROWS else 64, block_k]), *operands, x_scale, scale, bias, sums, counters, T, N, tiles,
+        described(x, _ROWS if T > _ROWS else 64, block_k), *operands, x_scale, scale, bias, sums, counters, T, N, tiles,
         tiles_n, K=K, ACTIVATION=activation, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings,
         SPLIT=c.split, **launch_options(4, 1, pdl),
     )  # fmt: skip
-
-
-def _described(tensor: Tensor | None, tile: list[int]) -> TensorDescriptor | None:
-    if tensor is None or tile[0] == 0 or tile[1] == 0:
-        return None
-    dtype = {1: gl.float8e4nv, 2: gl.float16, 4: gl.float32}[tensor.element_size()]  # only the width counts
-    return TensorDescriptor.from_tensor(tensor, tile, gl.NVMMASharedLayout.get_default_for(tile, dtype))

@@ -1,8 +1,12 @@
 """What the kernels for Hopper share, which are written in Gluon: names that changed between Triton's versions, and tiles."""
 
+import functools
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Renamed after Triton 3.6.
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -10,6 +14,18 @@ put = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
 
 CHANNELS = gl.constexpr(64)  # of 16 bits: 128 bytes, what one swizzle of TMA spans
+
+
+@functools.cache
+def _layout(rows: int, columns: int, itemsize: int) -> gl.NVMMASharedLayout:
+    """Kept, since Triton takes as long to make one as to launch a kernel."""
+    dtype = {1: gl.float8e4nv, 2: gl.float16, 4: gl.float32}[itemsize]  # only the width counts
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+
+
+def described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix as TMA knows it, which moves tiles of it of rows × columns."""
+    return TensorDescriptor.from_tensor(tensor, [rows, columns], _layout(rows, columns, tensor.element_size()))
 
 
 @gluon.jit

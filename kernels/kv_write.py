@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.kernels.common import capability, check_activations, check_tensor, launch_options
+from minirt.kernels.common import capability, cdiv, check_activations, check_tensor, launch_options
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 
 HEAD_DIMS = (64, 128)
@@ -171,7 +171,7 @@ def qk_norm_rope_kv_write(
     if T == 0:
         return q_out
     block_t = 1 if T <= 16 else 8 if T <= 1024 else 32  # small batches need the programs, large ones fewer of them
-    _kv_write_kernel[(triton.cdiv(T, block_t), Nq + 2 * Nkv)](
+    _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
         qkv, cos_sin, positions, slots, q_norm, k_norm, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales,
         q_out, T, eps,
         NQ=Nq, NKV=Nkv, D=D, BLOCK_T=block_t, **launch_options(1 if block_t == 1 else 4, 1, pdl),

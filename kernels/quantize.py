@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import check_activations, check_tensor, launch_options, processors, require_fp8
+from minirt.kernels.common import cdiv, check_activations, check_tensor, launch_options, processors, require_fp8
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 
 CASES = [
@@ -99,7 +99,7 @@ def quantize(
         block = min(_BLOCK, triton.next_power_of_2(K))
         # Few tokens leave processors for several programs a row; by powers of two, so that few forms are compiled.
         regime = max(16, triton.next_power_of_2(T))
-        parts = max(1, min(triton.cdiv(K, block), processors(x.device) // regime))
+        parts = max(1, min(cdiv(K, block), processors(x.device) // regime))
         options = launch_options(max(1, block // 256), 1, pdl)
         _quantize_kernel[(T, parts)](
             x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=starts_next_early(T), **options
