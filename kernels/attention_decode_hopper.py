@@ -175,11 +175,68 @@ def _norm(ptr, d, D: gl.constexpr):
 
 
 @gluon.jit
+def _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT: gl.constexpr, STAGES: gl.constexpr):
+    """K · Qᵀ of the tokens from `begin` on, [tokens, heads] for each block of the split, in powers of two; −inf where no token of
+    the pages is. With the next step in the ring."""
+    N: gl.constexpr = q_tiles.shape[1]
+    TILES: gl.constexpr = q_tiles.shape[0]
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    tiles, full, empty = ring
+    m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))
+    scores = ()
+    for i in gl.static_range(SPLIT // BLOCK_N):
+        s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
+        if i < blocks:
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            for c in gl.static_range(TILES):
+                k = tiles.index(stage * TILES + c)
+                s = warpgroup_mma(k, q_tiles.index(c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(empty.index(stage))
+            s = gl.where((begin + i * BLOCK_N + m < limit)[:, None], s * scale, float("-inf"))
+            step += 1
+        scores += (s,)  # type: ignore[assignment]
+    return scores, step
+
+
+@gluon.jit
+def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
+    """Vᵀ · Pᵀ of the split's blocks, [channels, heads] for each tile of the channels, and the next step in the ring."""
+    BLOCKS: gl.constexpr = p_tiles.shape[0]
+    N: gl.constexpr = p_tiles.shape[1]
+    TILES: gl.constexpr = D // CHANNELS
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    tiles, full, empty = ring
+    accs = ()
+    for _ in gl.static_range(TILES):
+        accs += (gl.zeros([CHANNELS, N], gl.float32, PRODUCTS),)  # type: ignore[assignment]
+    for i in gl.static_range(BLOCKS):
+        if i < blocks:
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            pending = ()
+            for c in gl.static_range(TILES):
+                v = tiles.index(stage * TILES + c).permute((1, 0))
+                acc = warpgroup_mma(v, p_tiles.index(i).permute((1, 0)), accs[c], is_async=True)
+                pending += (acc,)  # type: ignore[assignment]
+            done = ()
+            for c in gl.static_range(TILES):
+                done += (warpgroup_mma_wait(TILES - 1 - c, deps=[pending[c]]),)  # type: ignore[assignment]
+            accs = done
+            mbarrier.arrive(empty.index(stage))
+            step += 1
+    return accs, step
+
+
+@gluon.jit
 def _attend_items(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr, table_width, starts_ptr,
     lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """The attention of one item after the other. The new token is not in the tiles: who has the split that it ends adds its score
+    and its value by plain arithmetic, and writes its K and V to the pages."""
     GROUP: gl.constexpr = NQ // NKV
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = D // CHANNELS
@@ -217,6 +274,7 @@ def _attend_items(
             q_tiles.index(0).slice(0, HALF, 1).store(q_left)
             q_tiles.index(0).slice(HALF, HALF, 1).store(q_right)
         fence_async_shared()
+        # Its own score, [heads]: −inf where it belongs to another split.
         new_score = q_left.to(gl.float32) * k_left.to(gl.float32)[None, :]
         new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
         new_score = gl.where(newest, gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)) * scale, float("-inf"))
@@ -226,20 +284,8 @@ def _attend_items(
             next_place, (pair + programs) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
         )
         candidates = _candidates((pair + 2 * programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
-        scores = ()
-        for i in gl.static_range(BLOCKS):
-            s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
-            if i < blocks:
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), step // STAGES & 1)
-                for c in gl.static_range(TILES):
-                    k = tiles.index(stage * TILES + c)
-                    s = warpgroup_mma(k, q_tiles.index(c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
-                s = warpgroup_mma_wait(0, deps=[s])
-                mbarrier.arrive(empty.index(stage))
-                s = gl.where((begin + i * BLOCK_N + m < limit)[:, None], s * scale, float("-inf"))
-                step += 1
-            scores += (s,)  # type: ignore[assignment]
+        scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT, STAGES)
+        # The probabilities go to shared memory, where the next products take them from.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
             largest = gl.maximum(largest, scores[i])
@@ -259,24 +305,7 @@ def _attend_items(
                 clear_behind(tiles.index(last % STAGES * TILES + c), BLOCK_N - behind, BLOCK_N)
         fence_async_shared()
         total = gl.sum(weights, 0) + new_weight
-        accs = ()
-        for _ in gl.static_range(TILES):
-            accs += (gl.zeros([CHANNELS, N], gl.float32, PRODUCTS),)  # type: ignore[assignment]
-        for i in gl.static_range(BLOCKS):
-            if i < blocks:
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), step // STAGES & 1)
-                pending = ()
-                for c in gl.static_range(TILES):
-                    v = tiles.index(stage * TILES + c).permute((1, 0))
-                    acc = warpgroup_mma(v, p_tiles.index(i).permute((1, 0)), accs[c], is_async=True)
-                    pending += (acc,)  # type: ignore[assignment]
-                done = ()
-                for c in gl.static_range(TILES):
-                    done += (warpgroup_mma_wait(TILES - 1 - c, deps=[pending[c]]),)  # type: ignore[assignment]
-                accs = done
-                mbarrier.arrive(empty.index(stage))
-                step += 1
+        accs, step = _values(ring, p_tiles, step, blocks, D, STAGES)
         at = n[None, :] * D + m[:, None]
         stored = (n < GROUP)[None, :]
         factor = 1 / total
