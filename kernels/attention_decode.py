@@ -4,6 +4,8 @@ RMSNorm, rotary embedding and the write of the new K and V.
 Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), whatever its batch. The
 splits of all sequences form one list of work items, which a fixed number of programs takes turns at, so that neither the
 grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of a sequence in order.
+
+On Hopper the fused form on pages of 16 bits is computed by `attention_decode_hopper`.
 """
 
 from collections.abc import Sequence
@@ -363,7 +365,7 @@ def rope_paged_attention_decode(
     seq_lens counts the new token, whose position is therefore seq_lens − 1 and whose page block_tables names; where
     seq_lens is 0 nothing is written. cos_sin [L, D] fp32 (cosines | sines); q_norm, k_norm [D]; the rest as in
     `paged_attention_decode`. With `pdl` the kernel before it must not write to the pages either, of which it reads the
-    older tokens while that one runs.
+    older tokens while that one runs. With `config` it is this file's kernel that runs.
     """
     Nkv, D = k_pages.shape[2], k_pages.shape[3]
     B = qkv.shape[0]

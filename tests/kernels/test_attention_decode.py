@@ -333,6 +333,24 @@ def test_pages_past_2_31_elements(make, device):
 
 
 @pytest.mark.gpu
+def test_fused_on_pages_past_2_31_elements(make, device):
+    """Also what is written there."""
+    pages = torch.zeros(2, 80_000, 64, 4, 128, dtype=torch.float16, device=device)
+    pages[:, -1] = pages[:, 0] = make(2, 64, 4, 128, dtype=torch.float16)
+    qkv, cos_sin = make(1, 36 * 128, dtype=torch.float16), make(60, 128, dtype=torch.float32)
+    lens = torch.tensor([60], dtype=torch.int32, device=device)
+    starts, most, workspace = plan([60], 256, 28, 128, device)
+    low, high = (
+        kernel.rope_paged_attention_decode(
+            qkv, cos_sin, *pages, torch.tensor([[page]], dtype=torch.int32, device=device), lens, starts, most, 0.1, workspace, 28
+        )
+        for page in (0, 79_999)
+    )
+    assert torch.equal(low, high)
+    assert torch.equal(pages[:, 0], pages[:, -1])
+
+
+@pytest.mark.gpu
 def test_partial_sums_past_2_31_values(make, device):
     """One page again and again: the mean over all repetitions is that over one."""
     count = 2**31 // (32 * 128) + 3
