@@ -157,6 +157,7 @@ TRICKS = {
     "split_k": Trick("K split where there are few tiles", f"{_KERNELS}.linear", "gemm_small", _k_whole),
     "tma": Trick("weights fetched by TMA", f"{_KERNELS}.gemm_small", "configured", _no_tma),
     "hopper": Trick("the warp-specialized GEMM", f"{_KERNELS}.gemm", "suits", _not_on_hopper),
+    "fetching": Trick("pages fetched by a warp of their own", f"{_KERNELS}.attention_decode_hopper", "suits", _not_on_hopper),
 }
 
 
