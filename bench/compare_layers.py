@@ -205,14 +205,14 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
 
 def compile_kernels(chosen: Sequence[Place], steps: Sequence[Step]) -> None:
     """On a GPU: run a candidate of each kind in each step, in threads, so that their kernels are compiled side by side."""
+    from minirt.kernels.common import compiling_threads
+
     firsts = {(place.layer.kind, place.name): place for place in chosen}.values()
 
     @torch.inference_mode()
     def once(place: Place, step: Step) -> None:
         with on_device(step.batch.flat.device):  # each thread has its own
             run(place, place.candidate, step)
-
-    from minirt.kernels.common import compiling_threads
 
     with compiling_threads() as pool:
         for done in [pool.submit(once, place, step) for step in steps for place in firsts]:

@@ -64,8 +64,8 @@ def tune(case: Case, time: Clock | None = None) -> Outcome:
 
 
 def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[str, str]:
-    """Launch each once, in threads → the failures. A kernel that does not fit or does
-    not compile raises what is neither a RuntimeError nor an OSError, so everything is caught."""
+    """Launch each once, in threads → the failures. A kernel that does not fit or does not compile raises what is neither a
+    RuntimeError nor an OSError, so everything is caught."""
     failed: dict[str, str] = {}
 
     def attempt(config: Any) -> None:

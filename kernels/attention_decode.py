@@ -403,7 +403,7 @@ def _launch(
     sums = workspace.sums(workspace_floats(max_splits, Nq, D))
     peaks = sums[max_splits * Nq * D :]
     block_b = 1 if B == 1 else _FEW if B <= _FEW else max(512, triton.next_power_of_2(B))  # few: each is compiled
-    fused = inputs[1] is not None and query_starts is None
+    fused = inputs[1] is not None
     if config is None and fused and capability(out.device) == 90 and hopper.suits(out, k_pages, v_pages, B, split):
         hopper.decode(
             inputs, k_pages, v_pages, block_tables, seq_lens, split_starts, out, sums, peaks, max_splits, scale, eps, split,

@@ -60,7 +60,7 @@ def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. (Triton's own takes as long as half of a launch.)"""
+    """a / b, rounded up. (Triton's own, which kernels share, takes microseconds.)"""
     return -(-a // b)
 
 

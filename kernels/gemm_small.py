@@ -1,4 +1,4 @@
-"""The linear layers of 2 to 128 tokens, where reading the weights is most of the work. (Hopper has `gemm_hopper` for the most.)
+"""The linear layers of 2 to 128 tokens, where reading the weights is most of the work; on Hopper those of up to 64.
 
 The weights are on the wide M side of the tensor cores' MMA, the tokens, padded to a power of two, on its N side: acc [n, t].
 From sm_90 on tiles travel by TMA, where alignment permits. Both operands are 16 or 32 bits wide, or both e4m3. Gated activation,

@@ -110,6 +110,8 @@ class Runner:
         """
         if not self._cuda:
             return
+        from minirt.kernels.common import compiling_threads
+
         seqs = self._previous.shape[0]
         buckets = self.graphs.buckets if self.graphs else []
         sizes = sorted(b.seqs for b in buckets if not b.tokens) or [batch_bucket(seqs)]
@@ -129,8 +131,6 @@ class Runner:
         def run(job: tuple[Callable, Any]) -> None:
             with on_device(self._device):  # each thread has its own
                 job[0](job[1])
-
-        from minirt.kernels.common import compiling_threads
 
         with compiling_threads() as pool:
             for wave in waves:

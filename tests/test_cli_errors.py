@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import click
 import pytest
@@ -192,3 +194,25 @@ def test_nan_logits(run, copy):
     path, name = copy / "model.safetensors", "model.norm.weight"
     save_file({**load_file(path), name: torch.full((64,), float("nan"))}, path)
     refused(run("generate", "-m", copy, *CACHE, "hello"), "NaN", "--check-weights")
+
+
+FAILED = """
+import atexit
+from minirt import cli, engine
+from minirt.errors import DeviceFailedError
+
+def fails(self):
+    raise DeviceFailedError("the GPU failed", found="CUDA error: …")
+
+engine.Engine.step = fails
+atexit.register(print, "the interpreter ends as always")
+cli.main(["generate", "--device", "cpu", "--max-tokens", "1", "Once"])
+"""
+
+
+def test_a_failed_gpu_ends_the_process_at_once():
+    """Freeing what lies on the GPU would fail as well, and change the exit code."""
+    done = subprocess.run([sys.executable, "-P", "-c", FAILED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "minirt: the GPU failed; found CUDA error" in done.stderr
+    assert "interpreter ends" not in done.stdout
