@@ -203,21 +203,17 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
     return Outcome(out, _written(own.k, own.k_scale, batch.slots), _written(own.v, own.v_scale, batch.slots), strays)
 
 
+@torch.inference_mode()
 def compile_kernels(chosen: Sequence[Place], steps: Sequence[Step]) -> None:
-    """On a GPU: run a candidate of each kind in each step, in threads, so that their kernels are compiled side by side."""
-    from minirt.kernels.common import compiling_threads
+    """On a GPU: compile what a candidate of each kind launches in each step, side by side."""
+    from minirt.kernels.compiling import compile_ahead
 
     firsts = {(place.layer.kind, place.name): place for place in chosen}.values()
-
-    @torch.inference_mode()
-    def once(place: Place, step: Step) -> None:
-        with on_device(step.batch.flat.device):  # each thread has its own
-            run(place, place.candidate, step)
-
-    with compiling_threads() as pool:
-        for done in [pool.submit(once, place, step) for step in steps for place in firsts]:
-            done.result()
-    torch.cuda.synchronize()
+    device = steps[0].batch.flat.device
+    with on_device(device), compile_ahead(device):
+        for step in steps:
+            for place in firsts:
+                run(place, place.candidate, step)
 
 
 def _written(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:

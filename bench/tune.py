@@ -6,6 +6,7 @@ flatters itself. Candidates are compiled in parallel; one that cannot be compile
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from minirt.errors import NumericsError
-from minirt.kernels.common import compiling_threads
+from minirt.kernels.compiling import compile_ahead
 from minirt.kernels.tuning import Case
 
 MARGIN = 0.98  # of the rule's time: what is not this much faster, twice, is not worth a configuration of its own
@@ -64,18 +65,19 @@ def tune(case: Case, time: Clock | None = None) -> Outcome:
 
 
 def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[str, str]:
-    """Launch each once, in threads → the failures. A kernel that does not fit or does not compile raises what is neither a
-    RuntimeError nor an OSError, so everything is caught."""
+    """Launch each once, on a GPU after all are compiled side by side → the failures. A kernel that does not fit or does not
+    compile raises what is neither a RuntimeError nor an OSError, so everything is caught."""
+    if torch.cuda.is_available():
+        with compile_ahead(torch.device("cuda", torch.cuda.current_device()), ignore_errors=True):
+            for config in candidates:
+                with suppress(Exception):  # its launch tells
+                    launch(config)
     failed: dict[str, str] = {}
-
-    def attempt(config: Any) -> None:
+    for config in candidates:
         try:
             launch(config)
         except Exception as error:
             failed[repr(config)] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-
-    with compiling_threads() as pool:
-        list(pool.map(attempt, candidates))
     return failed
 
 

@@ -1,12 +1,6 @@
 """What the Triton kernels share: argument checks, device facts, the workspace of split sums, and the activations."""
 
 import functools
-import os
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import triton
@@ -70,32 +64,6 @@ def launch_options(num_warps: int, num_stages: int, pdl: bool) -> dict:
     if pdl:
         options["launch_pdl"] = True
     return options
-
-
-@contextmanager
-def compiling_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads in which to launch kernels for the first time: Triton compiles with Python's lock free.
-
-    Triton up to 3.6 imports every launcher as a module of one name. Where one is imported again, Python hands its contents to
-    whichever has the name by then, and a thread may take another kernel's launcher: here they are imported one at a time.
-    """
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        if not torch.cuda.is_available():
-            yield pool
-            return
-        driver, lock = triton.runtime.driver.active, threading.Lock()
-        build = driver.launcher_cls
-
-        def one_at_a_time(*arguments: Any) -> Any:
-            with lock:
-                return build(*arguments)
-
-        driver.launcher_cls = one_at_a_time
-        try:
-            yield pool
-        finally:
-            pool.shutdown()
-            driver.launcher_cls = build
 
 
 def check_tensor(

@@ -17,7 +17,7 @@ from minirt.graph import Model
 from minirt.kv_cache import KVCache
 from minirt.staging import Staging
 
-MAX_PROMPT_TOKENS = 512  # of a step with prompts that is captured; more take the GPU longer than the host
+MAX_PROMPT_TOKENS = 2048  # of a step with prompts that is captured; more take the GPU longer than the host, also in fp8
 
 
 class Bucket(NamedTuple):
@@ -102,19 +102,21 @@ class StepGraphs:
         return self._logits[: sum(c.wants_logits for c in chunks)]
 
     @torch.inference_mode()
-    def capture(self, bucket: Bucket) -> _Captured:
-        """The graph for a bucket, captured if it is not there yet."""
+    def rehearse(self, bucket: Bucket) -> None:
+        """Run a layer of each form as the bucket's graph would, on padding, which touches no page."""
+        batch = self._batch(bucket)
+        write(batch.layout, self._staging.host(), [], self._cache.page_size)
+        self._staging.send()
+        self._model.rehearse(batch, self._cache)
+
+    @torch.inference_mode()
+    def capture(self, bucket: Bucket, *, rehearsed: bool = False) -> _Captured:
+        """The graph for a bucket, captured if it is not there yet. `rehearsed`: its kernels have been compiled."""
         if bucket in self._graphs:
             return self._graphs[bucket]
+        if not rehearsed:
+            self.rehearse(bucket)
         batch = self._batch(bucket)
-        write(batch.layout, self._staging.host(), [], self._cache.page_size)  # padding, which touches no page
-        self._staging.send()
-        device = self._model.device
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._model(batch, self._cache)  # compiles what is not compiled yet
-        torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self._model(batch, self._cache)

@@ -1,9 +1,10 @@
 """`Model`, a list of layers run in order, and `Plan`, the printable record of how each of them runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.kv_cache import KVCache
+from minirt.kv_cache import KVCache, LayerKV
 from minirt.layers import Attention, Embedding, Layer, Shared, has_implementation, implementation
 from minirt.linear import PackedLinear, Parameter
 from minirt.quantize import Quantization
@@ -177,12 +178,28 @@ class Model:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self._run(self._with_pages(cache), batch)
+
+    @torch.inference_mode()
+    def rehearse(self, batch: Batch, cache: KVCache) -> None:
+        """Run one layer of each form and implementation, which launch every kernel that the whole model does."""
+        firsts: dict[tuple[Any, ...], tuple[Layer, LayerKV | None]] = {}
+        for (layer, kv), row in zip(self._with_pages(cache), self.plan.rows, strict=True):
+            # What others than ours look at is not known.
+            key = (row.implementation, layer.form()) if row.implementation in ("triton", "eager") else (id(layer),)
+            firsts.setdefault(key, (layer, kv))
+        self._run(firsts.values(), batch)
+
+    def _with_pages(self, cache: KVCache) -> list[tuple[Layer, LayerKV | None]]:
         pages = iter(cache.layers)
+        return [(layer, next(pages) if isinstance(layer, Attention) else None) for layer in self.layers]
+
+    def _run(self, layers: Iterable[tuple[Layer, LayerKV | None]], batch: Batch) -> Tensor:
         with on_device(self.device):
             batch = batch.to(self.device)
             x = torch.empty(0, device=self.device)
-            for layer in self.layers:
-                x = layer(x, batch, next(pages) if isinstance(layer, Attention) else None)
+            for layer, kv in layers:
+                x = layer(x, batch, kv)
         return x
 
 

@@ -52,6 +52,10 @@ class PackedLinear:
             return self.num_parameters * dtype.itemsize
         return self.out_features * (self.in_features + 4 + self.has_bias * dtype.itemsize)
 
+    def form(self) -> tuple[int | bool | str | None, ...]:
+        """All but the values."""
+        return self.out_features, self.in_features, self.has_bias, self.format
+
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(checkpoint tensor, shape) for each tensor that fills this holder."""
         for part in self.parts:
@@ -116,6 +120,10 @@ class NormWeight:
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes that a model of this dtype keeps here."""
         return self.num_parameters * dtype.itemsize
+
+    def form(self) -> tuple[int, ...]:
+        """All but the values."""
+        return (self.num_parameters,)
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{self.name}.weight", (self.num_parameters,)

@@ -5,16 +5,14 @@ the host reads them from pinned memory once the copy's event has passed. On a CP
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minirt.batch import Batch, Chunk
-from minirt.cuda_graphs import MAX_PROMPT_TOKENS, StepGraphs, batch_bucket, max_splits, token_bucket
+from minirt.cuda_graphs import StepGraphs, batch_bucket, max_splits, token_bucket
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.graph import Model, on_device
 from minirt.kv_cache import KVCache
@@ -24,7 +22,6 @@ from minirt.sampling import EffectiveSampling, SamplingParams, resolve
 Settings = Sequence[tuple[EffectiveSampling, int]]  # of each row that is sampled: its values, and the index of its token
 ModelLike = Callable[[Batch, KVCache], Tensor]
 Progress = Callable[[int, int], None]  # (done, in all)
-_SMALL_STEP = 1024  # tokens of warm-up's steps that run side by side
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Runner:
     def _start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
         logits = self.graphs.run(chunks) if self.graphs is not None else None
         if logits is None:
-            logits = self._run(chunks)
+            logits = self._model(self._batch(chunks), self._cache)
         count = len(settings)
         if not count:
             return Step(torch.empty(0, dtype=torch.int64))
@@ -99,52 +96,46 @@ class Runner:
         copied.record()
         return Step(tokens, copied)
 
-    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
-        return self._model(Batch.build(chunks, self._cache.page_size).after(self._previous), self._cache)
+    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        return Batch.build(chunks, self._cache.page_size).after(self._previous)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
 
-        Kernels are compiled by running steps of each kind, in threads.
-        The steps overwrite the cache's pages, which must not be in use.
+        Steps of each kind are rehearsed to find the kernels. The cache's pages must not be in use.
         """
-        if not self._cuda:
+        if not self._cuda or not isinstance(self._model, Model):
             return
-        from minirt.kernels.common import compiling_threads
+        from minirt.kernels.compiling import compile_ahead
 
-        seqs = self._previous.shape[0]
-        buckets = self.graphs.buckets if self.graphs else []
-        sizes = sorted(b.seqs for b in buckets if not b.tokens) or [batch_bucket(seqs)]
+        seqs, graphs = self._previous.shape[0], self.graphs
+        buckets = graphs.buckets if graphs is not None else []
         steps = _steps(self._max_num_batched_tokens, self._max_seq_len, seqs)
-        small = [chunks for chunks in steps if _num_tokens(chunks) <= _SMALL_STEP]
-        large = [chunks for chunks in steps if _num_tokens(chunks) > _SMALL_STEP]
-        runs: list[tuple[Callable, Any]] = [(self._run, chunks) for chunks in small]
-        decodes: list[tuple[Callable, Any]] = [(self._run, [Chunk([0], 0, [0])] * size) for size in sizes]
-        samples: list[tuple[Callable, Any]] = [(self._sample, kind) for kind in _sampling_kinds()]
-        # What all steps share comes first, or each thread would compile it. Steps whose activations are large come one by one.
-        waves = [[jobs[0] for jobs in (runs, decodes, samples)], runs[1:] + decodes[1:] + samples[1:]]
-        waves += [[(self._run, chunks)] for chunks in large]
-        if self.graphs:
-            waves += [[(self.graphs.capture, bucket)] for bucket in buckets]
-        total, done = sum(map(len, waves)), 0
+        if graphs is None:
+            steps += [[Chunk([0], 0, [0])] * size for size in {batch_bucket(n + 1) for n in range(seqs)}]
+        kernels = 0
 
-        def run(job: tuple[Callable, Any]) -> None:
-            with on_device(self._device):  # each thread has its own
-                job[0](job[1])
+        def compiled(done: int, total: int) -> None:
+            nonlocal kernels
+            kernels = total
+            if progress is not None:
+                progress(done, total + len(buckets))
 
-        with compiling_threads() as pool:
-            for wave in waves:
-                others = [pool.submit(run, job) for job in wave[1:]]
-                run(wave[0])
-                for count, _ in enumerate(as_completed(others), done + 2):
+        with on_device(self._device):
+            with compile_ahead(self._device, compiled):
+                for chunks in steps:
+                    self._model.rehearse(self._batch(chunks), self._cache)
+                if graphs is not None:
+                    for bucket in buckets:
+                        graphs.rehearse(bucket)
+                for params in _sampling_kinds():
+                    self._sample(params)
+            if graphs is not None:
+                for done, bucket in enumerate(buckets, kernels + 1):
+                    graphs.capture(bucket, rehearsed=True)
                     if progress is not None:
-                        progress(count, total)
-                for future in others:
-                    future.result()
-                done += len(wave)
-                if progress is not None:
-                    progress(done, total)
-        torch.cuda.synchronize(self._device)
+                        progress(done, kernels + len(buckets))
+            torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def _sample(self, params: SamplingParams) -> None:
@@ -167,10 +158,6 @@ class Runner:
         finally:
             for own in pages:
                 cache.allocator.release(own)
-
-
-def _num_tokens(chunks: Sequence[Chunk]) -> int:
-    return sum(len(chunk.tokens) for chunk in chunks)
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:
@@ -198,8 +185,8 @@ def _token_counts(limit: int) -> list[int]:
 
 
 def _regime(tokens: int) -> int:
-    """Tokens as the kernels' configurations know them: the buckets of graphs, and beyond those powers of two."""
-    return token_bucket(tokens) if tokens <= MAX_PROMPT_TOKENS else 1 << (tokens - 1).bit_length()
+    """Tokens as the kernels' configurations know them: up to 512 the buckets of graphs, and beyond those powers of two."""
+    return token_bucket(tokens) if tokens <= 512 else 1 << (tokens - 1).bit_length()
 
 
 def _sampling_kinds() -> list[SamplingParams]:

@@ -1,13 +1,19 @@
-"""What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, and a
-regime of the kernels that no step of the warm-up reaches."""
+"""What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, a regime
+of the kernels that no step of the warm-up reaches, and a layer of another form than the others that is not rehearsed."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from test_engine import Mock
 
-from minirt.batch import Chunk
+from minirt import models
+from minirt.batch import Batch, Chunk
 from minirt.cuda_graphs import MAX_PROMPT_TOKENS, Bucket, StepGraphs, batch_bucket, token_bucket
+from minirt.graph import Model
 from minirt.kv_cache import KVCache
+from minirt.layers import base
+from minirt.models.presets import raw_configs
 from minirt.runner import Runner, _prompts, _sampling_kinds, _steps, _token_counts
 
 
@@ -25,7 +31,7 @@ def test_prompts_fit_the_smallest_cache():
         Mock(), cache, torch.device("cpu"), vocab_size=97, max_num_seqs=4, max_seq_len=12, max_num_batched_tokens=40, graphs=False
     )
     for count in (1, 11, 12, 40):
-        runner._run(_prompts(count, 12))
+        assert runner._batch(_prompts(count, 12)).layout.tokens == count
 
 
 def test_token_counts():
@@ -61,6 +67,36 @@ def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
                 assert wanted in attention, (tokens, count)
 
 
+def test_one_layer_of_each_form_is_rehearsed(monkeypatch):
+    raw = next(raw for name, _, raw in raw_configs() if name == "Qwen2.5-0.5B")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    config = models.parse_config(raw | small | {"num_hidden_layers": 8})
+    layers = models.build(config)
+    blocks = [layers[i : i + 2] for i in range(1, 17, 2)]
+    blocks[2][0].config = replace(config, num_heads=2)
+    blocks[3][1].window = 5
+    blocks[4][1].window = [5]  # not hashable: nobody knows what it does
+    blocks[5][1].down.format = "fp8"
+    model = Model(config, layers)
+    model.allocate(torch.device("cpu"), torch.float32, 64)
+    monkeypatch.setitem(base._REGISTRY, ("mlp", "own"), replace(base.implementation("mlp", "eager"), name="own"))
+    model.resolve(["eager", "layers.6.mlp=own", "layers.7.mlp=own"])
+    ran = []
+
+    def forward(layer):
+        return lambda x, batch, kv: ran.append((layer.name, kv is not None)) or x
+
+    for layer in layers:
+        layer._forward = forward(layer)
+    cache = KVCache(model.kv_shapes, 4, page_size=4)
+    model.rehearse(Batch.build([Chunk([1, 2], 0, [0])], 4), cache)
+    attention = [f"layers.{i}.attention" for i in (0, 2)]
+    mlp = [f"layers.{i}.mlp" for i in (0, 3, 4, 5, 6, 7)]
+    assert {name for name, _ in ran} == {"embedding", *attention, *mlp, "head"}
+    assert len(ran) == 10
+    assert [name for name, pages in ran if pages] == attention
+
+
 def test_every_way_of_sampling_is_run():
     filters = {(s.temperature > 0, (s.top_k or 0) > 0, (s.top_p or 1) < 1, (s.min_p or 0) > 0) for s in _sampling_kinds()}
     assert len(filters) == 9
@@ -78,7 +114,7 @@ def test_every_step_finds_its_graph(seqs, budget):
         bucket = graphs.bucket([Chunk([1], 5, [0])] * count)
         assert bucket in known
         assert (bucket.tokens, bucket.seqs >= count) == (0, True)
-    for tokens in (2, 16, 17, 100, 128, 129, 511, 512):
+    for tokens in (2, 16, 17, 100, 128, 129, 511, 512, 513, 2047, 2048):
         alone = graphs.bucket([Chunk([1] * tokens, 0, [0])])
         if tokens > min(budget, MAX_PROMPT_TOKENS):
             assert alone is None or alone in known
@@ -90,7 +126,7 @@ def test_every_step_finds_its_graph(seqs, budget):
             assert bucket.tokens >= tokens
         assert together.seqs > others
         assert alone == Bucket(1, token_bucket(tokens))
-    assert graphs.bucket([Chunk([1] * 513, 0, [0])]) is None
+    assert graphs.bucket([Chunk([1] * (MAX_PROMPT_TOKENS + 1), 0, [0])]) is None
     assert graphs.bucket([Chunk([1, 2], 0, [0], all_logits=True)]) is None
     middle = graphs.bucket([Chunk([1], 0, [0], wants_logits=False)])
     assert middle == Bucket(1, 16), "a chunk of one token that ends nothing is no decode row"

@@ -6,7 +6,7 @@ the layer, weights in place, and returns `forward(x, batch, kv)`. The choice is 
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -85,6 +85,14 @@ class Layer:
         for attribute, value in list(vars(self).items()):
             if isinstance(value, Parameter) and [name for name, _ in value.expected()] == names:
                 setattr(self, attribute, parameter)
+
+    def form(self) -> tuple[Any, ...]:
+        """All that kernels can depend on but the values of weights: layers of one form and implementation launch the same."""
+        own = {name: value for name, value in vars(self).items() if name not in ("name", "_forward")}
+        facts = {name: value.form() if isinstance(value, Parameter) else value for name, value in own.items()}
+        return type(self), *(
+            (name, value if isinstance(value, Hashable) else id(value)) for name, value in facts.items()
+        )
 
     def bind(self, implementation: "Implementation") -> None:
         self._forward = implementation.factory(self)

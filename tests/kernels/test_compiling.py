@@ -1,0 +1,53 @@
+"""Compiling ahead of the first launch. Catches: a kernel that runs all the same, is compiled once for each launch or loaded by
+its launch, on another device or not at all; an error that is lost, or one that is not to end what is tried; launchers of one
+name that get each other's contents; a Triton left changed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime import JITFunction
+
+from minirt.kernels.compiling import compile_ahead
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    command = [sys.executable, str(Path(__file__).with_name("compiling_probe.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_kernel_is_compiled_and_loaded_once_and_runs_when_launched_again(seen):
+    first, then = seen["first"], seen["then"]
+    assert first["compiled"] == ["small"] * 2
+    assert first["loaded"] == [["small", "cuda:1"]] * 2
+    assert first["launched"] == []
+    assert first["progress"] == [[1, 2], [2, 2]]
+    assert (then["compiled"], then["loaded"]) == (first["compiled"], first["loaded"])
+    assert then["launched"] == ["small"] * 2
+
+
+def test_what_cannot_be_loaded_raises_or_is_left_to_its_launch(seen):
+    assert (seen["raised"], seen["left"], seen["after"]) == ("OutOfResources", "OutOfResources", 1)
+
+
+def test_launchers_of_one_name_keep_their_own_contents(seen):
+    assert seen["modules"] == ["a", "b"]
+
+
+def test_triton_is_as_it_was(seen):
+    assert seen["restored"]
+
+
+def test_without_a_gpu_nothing_changes():
+    run = JITFunction.run
+    with compile_ahead(torch.device("cpu"), lambda done, total: pytest.fail("nothing is compiled")):
+        assert JITFunction.run is run
