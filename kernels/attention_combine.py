@@ -20,6 +20,8 @@ def _combine_kernel(
     One warp, each of whose threads has the same channels of all the splits, so that nobody waits for another.
     """
     b = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # these programs are small: what comes next can prepare beside them
     start = tl.load(starts_ptr + b)
     splits = tl.load(starts_ptr + b + 1) - start
     token = b.to(tl.int64)
@@ -50,8 +52,6 @@ def _combine_kernel(
                 peak = new_peak
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
             tl.store(out_ptr + (token * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def combine(

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.common import launch_options, processors
+from minirt.kernels.gemm_hopper import LEAST_TOKENS
 from minirt.kernels.hopper import CHANNELS, clear_behind, described, fetch
 
 BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side; it has D // CHANNELS tiles
@@ -233,7 +234,8 @@ def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
 def _attend_items(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr, table_width, starts_ptr,
     lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The attention of one item after the other. The new token is not in the tiles: who has the split that it ends adds its score
     and its value by plain arithmetic, and writes its K and V to the pages."""
@@ -256,6 +258,8 @@ def _attend_items(
     candidates = _candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
     if PDL:
         gdc_wait()  # before anything of the kernel before is read, and before anything is written
+    if PDL and EARLY:
+        gdc_launch_dependents()  # `gemm_hopper` has a processor for each program; others would crowd on the first idle ones
     asked = _ask(next_place, first % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE)
     step = 0
     for pair in range(first, items * NKV, programs):
@@ -329,8 +333,8 @@ def _attend_items(
             gl.store(k_ptr + slot + HALF, k_right)
             gl.store(v_ptr + slot, v_left)
             gl.store(v_ptr + slot + HALF, v_right)
-    if PDL:
-        gdc_launch_dependents()  # not before: programs that wait would take room from those of this kernel
+    if PDL and not EARLY:
+        gdc_launch_dependents()
 
 
 @gluon.jit(do_not_specialize=["B", "table_width"])
@@ -338,7 +342,7 @@ def _hopper_decode_kernel(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_pages, v_pages, tables_ptr, lens_ptr, starts_ptr, out_ptr,
     sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One KV head of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
     dtype: gl.constexpr = k_pages.dtype
@@ -361,7 +365,7 @@ def _hopper_decode_kernel(
         [
             (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr,
              table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ, NKV, D, PAGE_SIZE,
-             SPLIT, STRIDE, STAGES, PDL)),
+             SPLIT, STRIDE, STAGES, EARLY, PDL)),
             (_fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items, NKV, D, PAGE_SIZE,
              SPLIT, STRIDE, STAGES)),
         ],
@@ -391,5 +395,6 @@ def decode(
         *inputs, k_pages, v_pages, k, v, block_tables, seq_lens, split_starts, out, sums, peaks, seq_lens.shape[0],
         block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
         STRIDE=max(1, block_b // 32), N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, REGISTERS=REGISTERS,
+        EARLY=seq_lens.shape[0] >= LEAST_TOKENS,
         maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, pdl),
     )  # fmt: skip

@@ -92,7 +92,7 @@ def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | 
         block = triton.next_power_of_2(H)
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
         _rms_norm_kernel[(T,)](
-            x, weight, out, scale, H, eps, BLOCK_H=block, EARLY=starts_next_early(T), **options
+            x, weight, out, scale, H, eps, BLOCK_H=block, EARLY=starts_next_early(T, x.device), **options
         )
 
 

@@ -5,8 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import cdiv, check_activations, check_tensor, launch_options, processors, require_fp8
+from minirt.kernels.common import (
+    capability,
+    cdiv,
+    check_activations,
+    check_tensor,
+    launch_options,
+    processors,
+    require_fp8,
+)
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.gemm_hopper import LEAST_TOKENS
 
 CASES = [
     {"T": 1, "K": 16},
@@ -17,16 +26,15 @@ CASES = [
 ]
 
 _BLOCK = 4096  # values at once
-_EARLY_TOKENS = 32
 
 
-def starts_next_early(T: int) -> bool:
+def starts_next_early(T: int, device: torch.device) -> bool:
     """Whether programs of the next kernel may start before these have anything to do (with programmatic dependent launch).
 
     With a few tokens they only find their places earlier. With more, they crowd on the processors that the kernel before leaves
-    first.
+    first; but those of `gemm_hopper` have a processor each, and start to fetch weights.
     """
-    return T <= _EARLY_TOKENS
+    return T <= 32 or (LEAST_TOKENS <= T <= 256 and capability(device) == 90)
 
 
 @triton.jit
@@ -102,7 +110,7 @@ def quantize(
         parts = max(1, min(cdiv(K, block), processors(x.device) // regime))
         options = launch_options(max(1, block // 256), 1, pdl)
         _quantize_kernel[(T, parts)](
-            x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=starts_next_early(T), **options
+            x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=starts_next_early(T, x.device), **options
         )
     return out, scale
 
