@@ -87,7 +87,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         note(f"{NO_SPEED}; it needs seconds for a layer.")
     ceiling = read_ceiling(device) if cuda else None
     with _open(options) as generator:
-        shape = _shape(options, layer, cuda)
+        shape = _shape(options, layer, cuda, generator.model.max_model_len)
         tokens = _tokens(generator, text, shape)
         model: Any = generator.model  # its layers are bound anew: the generator has no part in what follows
         result = benchmark.run(
@@ -130,10 +130,12 @@ def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":
     return open_generator(_load.make_context("compare", []).params | options | own, options["quiet"])
 
 
-def _shape(options: dict[str, Any], layer: str | None, cuda: bool) -> "Shape":
+def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int) -> "Shape":
+    """As the options say; a default is at most the `longest` sequence."""
     from minirt.bench.compare import Shape
 
-    lengths = {name: options[name] or default for name, default in (_GPU if cuda else _CPU).items()}
+    defaults = _GPU if cuda else _CPU
+    lengths = {name: options[name] or min(default, longest) for name, default in defaults.items()}
     text_len = lengths["num_tokens"] if layer is None else 0
     return Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
 

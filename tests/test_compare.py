@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from cli_support import caller, refused
 
-from minirt import Generator, layers
+from minirt import Generator, cli_compare, layers
 from minirt.bench import bounds, compare, compare_layers, compare_report, compare_text, picture
 from minirt.bench.compare_model import compare_text as over_text
 from minirt.bench.report import FORMATS, context
@@ -428,6 +428,17 @@ def test_bad_input_is_refused(run, folder, tmp_path, monkeypatch):
     import triton  # noqa: F401
 
     refused(run(*base, "-q"), "run with TRITON_INTERPRET=1 set")
+
+
+@pytest.mark.parametrize(("cuda", "longest", "given", "expected"), [
+    (True, 4096, {}, (512, 2, 128, 512)),
+    (True, 256, {}, (256, 2, 128, 256)),
+    (False, 30, {}, (30, 2, 24, 30)),
+    (True, 256, {"prompt_len": 300, "context_len": 7}, (300, 2, 7, 256)),  # what is asked for is refused, not cut
+])  # fmt: skip
+def test_default_lengths_fit_the_model(cuda, longest, given, expected):
+    options = dict.fromkeys(("prompt_len", "context_len", "num_tokens")) | {"batch_size": 2} | given
+    assert cli_compare._shape(options, None, cuda, longest) == compare.Shape(*expected)
 
 
 def test_a_text_that_is_too_short(model):
