@@ -205,14 +205,15 @@ def loading(records: Records) -> str:
     for record in records.values():
         runs = record if isinstance(record, list) else record.get("results", [record])
         speeds = sorted({f"{run['gb_per_s']:.1f}" for run in runs}, key=float)
-        weights = runs[-1].get("weights_gb")
+        last = [runs[-1].get(name) for name in ("weights_gb", "gpu_resident_gb", "gpu_peak_gb")]
         rows.append([
             f"{runs[0]['bytes'] / 1e9:.1f} GB" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else ""),
             speeds[0] if len(speeds) == 1 else f"{speeds[0]} to {speeds[-1]}",
             f"{max(run['host_peak_gb'] for run in runs):.1f}",
-            NONE if weights is None else f"{weights:.1f}",
+            *(NONE if size is None else f"{size:.2f}" for size in last),
         ])  # fmt: skip
-    return table(["checkpoint in the page cache", "GB/s", "host memory at most, GB", "weights in the end, GB"], rows)
+    names = ["checkpoint in the page cache", "GB/s", "host memory at most, GB", "weights in the end, GB"]
+    return table([*names, "on the GPU in the end, GB", "at most, until the first tokens, GB"], rows)
 
 
 def chunking(records: Records) -> str:

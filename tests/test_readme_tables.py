@@ -127,11 +127,11 @@ def test_loading_in_both_forms():
     run = {"bytes": 15.2e9, "gb_per_s": 10.04, "host_peak_gb": 1.94}
     records = {
         "a": [run, run | {"gb_per_s": 9.0, "host_peak_gb": 2.06}],
-        "b": run | {"quantization": "fp8", "weights_gb": 8.167},
+        "b": run | {"quantization": "fp8", "weights_gb": 8.167, "gpu_resident_gb": 8.5566, "gpu_peak_gb": 9.0},
     }
     assert rows(readme_tables.loading(records)) == [
-        ["15.2 GB", "9.0 to 10.0", "2.1", "–"],
-        ["15.2 GB, `--fp8`", "10.0", "1.9", "8.2"],
+        ["15.2 GB", "9.0 to 10.0", "2.1", "–", "–", "–"],
+        ["15.2 GB, `--fp8`", "10.0", "1.9", "8.17", "8.56", "9.00"],
     ]
 
 

@@ -16,7 +16,7 @@ FILES = sorted(file for file in readme.RESULTS.glob("h200-*.json") if not file.s
 REQUIRED = {
     *(f"h200-decode-{kind}{context}" for kind in ("bf16", "fp8") for context in ("", "-8000")),
     "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-ablation-bf16", "h200-kernels-rows",
-    "h200-loading-bf16", "h200-loading-fp8", "cpu-smollm2",
+    "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace", "cpu-smollm2",
 }  # fmt: skip
 SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py"}
 UNCHECKED = ("trace", "startup")  # they time what runs beside the kernels: nothing in them is right or wrong
