@@ -50,10 +50,15 @@ def compile_ahead(
         JITFunction.run, build._load_module_from_path = compile_only, load_alone
         try:
             with triton.AsyncCompileMode(pool, ignore_errors=True):  # up to 3.6 an error would leave it active
-                yield
-                if progress is not None:
-                    for count, _ in enumerate(as_completed(pool.futures), 1):
-                        progress(count, len(pool.futures))
+                try:
+                    yield
+                    if progress is not None:
+                        for count, _ in enumerate(as_completed(pool.futures), 1):
+                            progress(count, len(pool.futures))
+                except BaseException:  # Ctrl-C, too, waits only for what has begun
+                    for future in pool.futures:
+                        future.cancel()
+                    raise
         finally:
             JITFunction.run, build._load_module_from_path = run, load
     if not ignore_errors:

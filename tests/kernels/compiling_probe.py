@@ -67,12 +67,16 @@ def import_again(name: str, path: str) -> ModuleType:
     return shared
 
 
-def attempt(action) -> str | None:
+def attempt(action, kind=OutOfResources) -> str | None:
     try:
         action()
-    except OutOfResources as error:
+    except kind as error:
         return type(error).__name__
     return None
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def ahead(*actions, **options) -> None:
@@ -105,11 +109,12 @@ def main() -> None:
     then = {"compiled": list(compiled), "loaded": list(loaded), "launched": list(launched)}
     raised = attempt(lambda: ahead(too_large, lambda: launch(4)))
     ahead(too_large, lambda: launch(5), ignore_errors=True)
+    ended = attempt(lambda: ahead(*[partial(launch, scale) for scale in range(6, 12)], interrupt), KeyboardInterrupt)
     before = len(launched)
     left = attempt(too_large)
-    launch(5)
+    launch(5), launch(11)
     results = {
-        "first": first, "then": then, "raised": raised, "left": left, "after": len(launched) - before,
+        "first": first, "then": then, "raised": raised, "left": left, "ended": ended, "after": len(launched) - before,
         "modules": [module.launch for module in modules],
         "restored": JITFunction.run is run and build._load_module_from_path is import_again,
     }  # fmt: skip

@@ -36,7 +36,11 @@ def test_each_kernel_is_compiled_and_loaded_once_and_runs_when_launched_again(se
 
 
 def test_what_cannot_be_loaded_raises_or_is_left_to_its_launch(seen):
-    assert (seen["raised"], seen["left"], seen["after"]) == ("OutOfResources", "OutOfResources", 1)
+    assert (seen["raised"], seen["left"]) == ("OutOfResources", "OutOfResources")
+
+
+def test_after_an_interruption_kernels_can_be_launched(seen):
+    assert (seen["ended"], seen["after"]) == ("KeyboardInterrupt", 2)
 
 
 def test_launchers_of_one_name_keep_their_own_contents(seen):
