@@ -1,10 +1,11 @@
-"""`compile_ahead`: what is launched inside is compiled in threads, each kernel once, and does not run."""
+"""`compile_ahead`: what a thread launches inside is compiled in other threads, each kernel once, and does not run."""
 
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import triton
 from triton.runtime import JITFunction, build
 
-_LOCK = threading.Lock()
+_inside: ContextVar[bool] = ContextVar("compile_ahead", default=False)  # each thread has its own
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def compile_ahead(
 ) -> Iterator[None]:
     """Compile and load the kernels of all launches inside, side by side. None of them runs: what they would write is arbitrary.
 
-    It is left when all are ready. Nothing else may launch kernels meanwhile. Where the device is no GPU, launches run as ever.
+    It is left when all are ready. Other threads launch as ever; and so does this one where the device is no GPU.
 
     Args:
         progress: called with the number of kernels that are ready and of all, once all are known.
@@ -30,24 +31,8 @@ def compile_ahead(
     if device.type != "cuda":
         yield
         return
-    run, load = JITFunction.run, build._load_module_from_path
-
-    def compile_only(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        future = getattr(kernel, "future", None)
-        if future is not None and future.done():
-            kernel.result(ignore_errors=True)  # from now on Triton finds it at once
-
-    def load_alone(name: str, path: str) -> ModuleType:
-        """Triton up to 3.6 imports every launcher under one name. If one is imported again, Python hands its contents to
-        whichever has that name by then, so that a thread could take another kernel's launcher."""
-        with _LOCK:
-            module, own = load(name, path), ModuleType(name)
-            vars(own).update(vars(module))
-            return own
-
-    with _Compilers(device) as pool:
-        JITFunction.run, build._load_module_from_path = compile_only, load_alone
+    with _PATCHES, _Compilers(device) as pool:
+        inside = _inside.set(True)
         try:
             with triton.AsyncCompileMode(pool, ignore_errors=True):  # up to 3.6 an error would leave it active
                 try:
@@ -60,7 +45,7 @@ def compile_ahead(
                         future.cancel()
                     raise
         finally:
-            JITFunction.run, build._load_module_from_path = run, load
+            _inside.reset(inside)
     if not ignore_errors:
         for future in pool.futures:
             future.result()
@@ -83,3 +68,49 @@ class _Compilers(ThreadPoolExecutor):
 
         self.futures.append(super().submit(ready))
         return self.futures[-1]
+
+
+class _Patches:
+    """What stands in the place of two of Triton's functions while any thread compiles ahead."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._replaced = JITFunction.run, build._load_module_from_path
+                JITFunction.run, build._load_module_from_path = _compile_only(JITFunction.run), self._load_alone
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                JITFunction.run, build._load_module_from_path = self._replaced
+
+    def _load_alone(self, name: str, path: str) -> ModuleType:
+        """Triton up to 3.6 imports every launcher under one name. If one is imported again, Python hands its contents to
+        whichever has that name by then, so that a thread could take another kernel's launcher."""
+        with self._lock:
+            module, own = self._replaced[1](name, path), ModuleType(name)
+            vars(own).update(vars(module))
+            return own
+
+
+_PATCHES = _Patches()
+
+
+def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`JITFunction.run` that launches nothing for threads which compile ahead."""
+
+    def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not _inside.get():
+            return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
+        compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
+        future = getattr(compiled, "future", None)
+        if future is not None and future.done():
+            compiled.result(ignore_errors=True)  # from now on Triton finds it at once
+        return None
+
+    return compile_only

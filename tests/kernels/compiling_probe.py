@@ -85,6 +85,41 @@ def ahead(*actions, **options) -> None:
             action()
 
 
+def elsewhere(action) -> None:
+    """Run it in another thread and wait."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+def overlapping(action) -> list[int]:
+    """Launches that ran: of the other thread while this one compiles ahead; of this one after that, while the other still does;
+    of both when neither does."""
+    counts, left, entered = [], threading.Event(), threading.Event()
+
+    def count(where=lambda work: work()) -> None:
+        before = len(launched)
+        where(action)
+        counts.append(len(launched) - before)
+
+    def other() -> None:
+        with compile_ahead(GPU):
+            entered.set()
+            left.wait()
+
+    second = threading.Thread(target=other)
+    with compile_ahead(GPU):
+        count(elsewhere)
+        second.start()
+        entered.wait()
+    count()
+    left.set()
+    second.join()
+    count()
+    count(elsewhere)
+    return counts
+
+
 def main() -> None:
     driver.set_active(Counting())
     torch.cuda.device = current
@@ -113,8 +148,10 @@ def main() -> None:
     before = len(launched)
     left = attempt(too_large)
     launch(5), launch(11)
+    both = overlapping(lambda: launch(5))
+    after = len(launched) - before - sum(both)
     results = {
-        "first": first, "then": then, "raised": raised, "left": left, "ended": ended, "after": len(launched) - before,
+        "first": first, "then": then, "raised": raised, "left": left, "ended": ended, "after": after, "both": both,
         "modules": [module.launch for module in modules],
         "restored": JITFunction.run is run and build._load_module_from_path is import_again,
     }  # fmt: skip

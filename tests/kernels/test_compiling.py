@@ -1,6 +1,6 @@
 """Compiling ahead of the first launch. Catches: a kernel that runs all the same, is compiled once for each launch or loaded by
-its launch, on another device or not at all; an error that is lost, or one that is not to end what is tried; launchers of one
-name that get each other's contents; a Triton left changed."""
+its launch, on another device or not at all; an error that is lost, or one that is not to end what is tried; launches of other
+threads that do not run; launchers of one name that get each other's contents; a Triton left changed."""
 
 import json
 import os
@@ -41,6 +41,10 @@ def test_what_cannot_be_loaded_raises_or_is_left_to_its_launch(seen):
 
 def test_after_an_interruption_kernels_can_be_launched(seen):
     assert (seen["ended"], seen["after"]) == ("KeyboardInterrupt", 2)
+
+
+def test_other_threads_launch_as_ever(seen):
+    assert seen["both"] == [1, 1, 1, 1]
 
 
 def test_launchers_of_one_name_keep_their_own_contents(seen):
