@@ -1,28 +1,25 @@
 """`minirt compare` on tiny models: what is sound passes, planted faults are refused by name, and what is printed can be read.
 
-Each fault is an implementation of its own, so that nothing else is in its way: gate and up swapped, RoPE turned backwards, a mask
-off by one, a bias forgotten, a stale fp8 scale, K and V not written, a neighbour's page overwritten, NaN.
+Each fault is an implementation of its own (`compare_faults`), so that nothing else is in its way.
 """
 
-import copy
 import csv
 import io
 import json
 import math
 from functools import partial
 
+import compare_faults  # noqa: F401  (registers the faults)
 import pytest
 import torch
 import torch.nn.functional as F
 from cli_support import caller, refused
 
-from minirt import Generator, cli_compare, layers
+from minirt import Generator, cli_compare
 from minirt.bench import bounds, compare, compare_layers, compare_report, compare_text, picture
 from minirt.bench.compare_model import compare_text as over_text
 from minirt.bench.report import FORMATS, context
 from minirt.errors import ContextLengthError, InputError
-from minirt.kv_cache import LayerKV
-from minirt.layers import implementation
 
 CPU = ("--device", "cpu")
 SHORT = ("--prompt-len", 9, "-c", 5)
@@ -147,101 +144,6 @@ def test_fp8_is_sound_too(options, run, folder):
 # ── what is not ──
 
 
-def altered(layer, **attributes):
-    """A copy of the layer with other holders; those it shares are not touched."""
-    twin = copy.copy(layer)
-    vars(twin).update(attributes)
-    return twin
-
-
-def holder(linear, **tensors):
-    twin = copy.copy(linear)
-    vars(twin).update(tensors)
-    return twin
-
-
-@layers.register("mlp", "compare-swapped")
-def swapped(layer):
-    own = layer.gate_up
-    scale = None if own.scale is None else own.scale.roll(own.scale.shape[0] // 2)
-    weight = torch.cat(own.weight.view(torch.uint8).chunk(2)[::-1]).view(own.weight.dtype)
-    return implementation("mlp", "triton").factory(altered(layer, gate_up=holder(own, weight=weight, scale=scale)))
-
-
-@layers.register("mlp", "compare-stale")
-def stale(layer):
-    """One channel's scale is that of weights which are not there any more."""
-    scale = layer.down.scale.clone()
-    scale[3] *= 1.5
-    return implementation("mlp", "triton").factory(altered(layer, down=holder(layer.down, scale=scale)))
-
-
-@layers.register("attention", "compare-backwards")
-def backwards(layer):
-    class Backwards(layers.Attention):
-        @property
-        def cos_sin(self):
-            table = super().cos_sin.clone()
-            table[:, table.shape[1] // 2 :].neg_()
-            return table
-
-    twin = altered(layer)
-    twin.__class__ = Backwards
-    return implementation("attention", "triton").factory(twin)
-
-
-@layers.register("attention", "compare-short")
-def short(layer):
-    """One token too few is seen: what a mask that is off by one does."""
-    forward = implementation("attention", "triton").factory(layer)
-
-    def shifted(x, batch, kv):
-        true = batch.seq_lens_device.clone()
-        batch.seq_lens_device.sub_(1)
-        out = forward(x, batch, kv)
-        batch.seq_lens_device.copy_(true)
-        return out
-
-    return shifted
-
-
-@layers.register("attention", "compare-no-bias")
-def no_bias(layer):
-    own = layer.qkv
-    return implementation("attention", "triton").factory(altered(layer, qkv=holder(own, bias=torch.zeros_like(own.bias))))
-
-
-@layers.register("attention", "compare-unwritten")
-def unwritten(layer):
-    """Right in what it returns, but its K and V get lost."""
-    forward = implementation("attention", "eager").factory(layer)
-    return lambda x, batch, kv: forward(x, batch, LayerKV(kv.k.clone(), kv.v.clone()))
-
-
-@layers.register("attention", "compare-stray")
-def stray(layer):
-    """One value of a slot that is nobody's, or another token's, is overwritten."""
-    forward = implementation("attention", "eager").factory(layer)
-
-    def straying(x, batch, kv):
-        out = forward(x, batch, kv)
-        kv.v.flatten(0, 1)[int(batch.slots[-1]) ^ 1, 0, 0] = 0.5
-        return out
-
-    return straying
-
-
-@layers.register("mlp", "compare-nan")
-def not_a_number(layer):
-    return lambda x, batch, kv: torch.full_like(x, torch.nan)
-
-
-@layers.register("head", "compare-doubled")
-def doubled(layer):
-    forward = implementation("head", "eager").factory(layer)
-    return lambda x, batch, kv: 2 * forward(x, batch, kv)
-
-
 FAULTS = {
     "layers.0.mlp=compare-swapped": ("layers.0.mlp, prefill 9: output: relative error", "layers.0.mlp, decode b1 @ 5: output"),
     "layers.1.attention=compare-backwards": ("layers.1.attention, prefill 9: K in the pages: relative error",),
@@ -267,12 +169,6 @@ def test_planted_faults_are_refused(impl, run, folder):
         assert "values in the pages" in fault or ("PyTorch's" in fault and "limit" in fault), "both figures are named"
     assert not record["results"][0]["within_bounds"]
     assert all(row["eager_s"] is row["speedup"] is None for row in record["results"]), "no speed of something else"
-
-
-@layers.register("mlp", "compare-scaled")
-def scaled(layer):
-    forward = implementation("mlp", "eager").factory(layer)
-    return lambda x, batch, kv: x + 1.05 * (forward(x, batch, kv) - x)
 
 
 def test_a_fault_is_not_lost_in_a_large_residual_stream(model):
