@@ -32,7 +32,7 @@ def starts_next_early(T: int, device: torch.device) -> bool:
     """Whether programs of the next kernel may start before these have anything to do (with programmatic dependent launch).
 
     With a few tokens they only find their places earlier. With more, they crowd on the processors that the kernel before leaves
-    first; but those of `gemm_hopper` have a processor each, and start to fetch weights.
+    first; but those of `gemm_hopper` have a processor each, and start to fetch weights (measured with up to 256 tokens).
     """
     return T <= 32 or (LEAST_TOKENS <= T <= 256 and capability(device) == 90)
 

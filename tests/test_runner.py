@@ -31,7 +31,7 @@ def test_prompts_fit_the_smallest_cache():
         Mock(), cache, torch.device("cpu"), vocab_size=97, max_num_seqs=4, max_seq_len=12, max_num_batched_tokens=40, graphs=False
     )
     for count in (1, 11, 12, 40):
-        assert runner._batch(_prompts(count, 12)).layout.tokens == count
+        assert runner._model(runner._batch(_prompts(count, 12)), cache).shape == (1, 97)
 
 
 def test_token_counts():
