@@ -51,7 +51,9 @@ def _candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr):
 
     Asked for an item ahead, since a load that is waited for takes as long as the attention of a short sequence.
     """
-    base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
+    base = 0
+    if STRIDE > 1:  # else one look finds it, and waits for nothing
+        base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
     index = base + _lanes()
     starts = gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
     return base, starts, gl.load(lens_ptr + index, mask=index < B, other=0)
@@ -76,7 +78,7 @@ def _blocks(split, length, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _fetch_items(
-    k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items,
+    k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B,
     NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -88,6 +90,7 @@ def _fetch_items(
     TILES: gl.constexpr = D // CHANNELS
     tiles, full, empty = ring
     programs = gl.num_programs(0)
+    items = gl.load(starts_ptr + B)
     firsts = _firsts(starts_ptr, B, STRIDE)
     candidates = _candidates(gl.program_id(0) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
     step = 0
@@ -233,7 +236,7 @@ def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def _attend_items(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr, table_width, starts_ptr,
-    lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
+    lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -253,6 +256,7 @@ def _attend_items(
     d = gl.arange(0, HALF, gl.SliceLayout(0, HEADS))
     q_norm, k_norm = _norm(q_norm_ptr, d, D), _norm(k_norm_ptr, d, D)
     first, programs = gl.program_id(0), gl.num_programs(0)
+    items = gl.load(starts_ptr + B)
     firsts = _firsts(starts_ptr, B, STRIDE)
     next_place = _look_up(first // NKV, _candidates(first // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE))
     candidates = _candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
@@ -360,13 +364,12 @@ def _hopper_decode_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     ring = (tiles, full, empty)
-    items = gl.load(starts_ptr + B)
     gl.warp_specialize(
         [
             (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr,
-             table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, items, scale, eps, NQ, NKV, D, PAGE_SIZE,
+             table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, scale, eps, NQ, NKV, D, PAGE_SIZE,
              SPLIT, STRIDE, STAGES, EARLY, PDL)),
-            (_fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, items, NKV, D, PAGE_SIZE,
+            (_fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, NKV, D, PAGE_SIZE,
              SPLIT, STRIDE, STAGES)),
         ],
         [1],

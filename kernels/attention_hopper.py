@@ -139,7 +139,7 @@ def _next_block(
 
 @gluon.jit
 def _attend_tiles(
-    q_ptr, out_ptr, q_tiles, k, v, turns, batch, tiles, scale, SHORTEST: gl.constexpr, NKV: gl.constexpr,
+    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, NKV: gl.constexpr,
     GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """A team's rows of all tiles: row r of a tile is head r % GROUP of query r // GROUP."""
@@ -151,6 +151,7 @@ def _attend_tiles(
     q_tile = q_tiles.index(TEAM)
     step = 0
     done = 0
+    clears = 0
     if TEAM == TEAMS - 1:
         mbarrier.arrive(turns.index(0))
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -190,8 +191,12 @@ def _attend_tiles(
             mbarrier.wait(v_full.index(stage), step // STAGES & 1)
             last = (seen - 1) // BLOCK_N * BLOCK_N
             if last + BLOCK_N > limit:
-                clear_behind(v_tiles.index(stage), limit - last, 16)
+                HALF: gl.constexpr = BLOCK_N // TEAMS  # the other team clears the rest
+                clear_behind(v_tiles.index(stage).slice(TEAM * HALF, HALF), limit - last - TEAM * HALF, 16)
                 fence_async_shared()
+                mbarrier.arrive(cleared)
+                mbarrier.wait(cleared, clears & 1)
+                clears += 1
             acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
             mbarrier.arrive(v_empty.index(stage))
@@ -231,12 +236,16 @@ def _hopper_prefill_kernel(
         mbarrier.init(v[2].index(i), count=TEAMS)
     for i in gl.static_range(TEAMS):
         mbarrier.init(turns.index(i), count=1)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(cleared, count=TEAMS)
     fence_async_shared()
     batch = (starts_ptr, lens_ptr, B)
     gl.warp_specialize(
         [
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, batch, tiles, scale, SHORTEST, NKV, GROUP, BLOCK_B, 0)),
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, batch, tiles, scale, SHORTEST, NKV, GROUP, BLOCK_B, 1)),
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, NKV, GROUP, BLOCK_B,
+             0)),
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, NKV, GROUP, BLOCK_B,
+             1)),
             (_fetch_blocks, (k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST, NKV, GROUP, BLOCK_B,
              PAGE_SIZE)),
         ],

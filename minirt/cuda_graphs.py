@@ -70,6 +70,7 @@ class StepGraphs:
         self._logits = torch.zeros(self._most_seqs, vocab_size, device=model.device)  # one for all graphs: it is large
         self._graphs: dict[Bucket, _Captured] = {}
         self._pool: Any = None  # of the graphs' memory: graphs that run one after the other can share it
+        self._stream = torch.cuda.Stream(model.device)  # to capture on: PyTorch's own is of the device that captured first
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -118,7 +119,7 @@ class StepGraphs:
             self.rehearse(bucket)
         batch = self._batch(bucket)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             self._model(batch, self._cache)
         self._pool = self._pool or graph.pool()
         self._graphs[bucket] = _Captured(graph, batch.layout)
