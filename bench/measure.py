@@ -56,7 +56,7 @@ def check_room(generator: Generator, batch_size: int, length: int) -> None:
         expected = f"at most {generator.max_num_seqs} sequences"
         raise InputError(f"{what} is too large", expected=expected, found=batch_size, hint=hint)
     if length > generator.max_len:
-        hint = "raise --max-model-len or --kv-cache-memory if the model and the memory allow"
+        hint = "choose shorter prompts or outputs, or raise --max-model-len or --kv-cache-memory if model and memory allow"
         expected = f"at most {generator.max_len} tokens in a sequence"
         raise ContextLengthError(f"{what} is too long", expected=expected, found=length, hint=hint)
     page = generator.kv_bytes_per_token * PAGE_SIZE

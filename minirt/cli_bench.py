@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 
+_INPUT_LENS = (128, 512, 2048)  # of `prefill`, unless told otherwise
+
 
 _measure_options = option_group(
     load_options,
@@ -96,7 +98,8 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
 
 @bench.command()
 @click.option(
-    "--input-len", "-p", type=NUMBERS, default="128,512,2048", show_default=True, help="Tokens of a prompt; several: 128,2048."
+    "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, as far as the model takes them",
+    help="Tokens of a prompt; several: 128,2048.",
 )
 @click.option(
     "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",
@@ -104,7 +107,7 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
 )
 @_measure_options
 @click.pass_context
-def prefill(ctx: click.Context, input_len: tuple[int, ...], beside: int, **options: Any) -> None:
+def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, **options: Any) -> None:
     """Time one prompt from the call to its first token in Python, for each length, and say what part of the speed of a large
     matrix product its arithmetic reaches.
 
@@ -122,14 +125,17 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...], beside: int, **optio
     ceiling = matmul_ceiling(pick_device(options["device"]), dtype)
     progress = (lambda text: None) if options["quiet"] else note
 
+    def lengths(generator: "Generator") -> Sequence[int]:
+        return input_len or [n for n in _INPUT_LENS if n < generator.max_len] or _INPUT_LENS[:1]
+
     def check(generator: "Generator") -> None:
-        benchmark.check(generator, input_len, beside)
+        benchmark.check(generator, lengths(generator), beside)
 
     def measure(generator: "Generator") -> Rows:
         common = _common(options)
-        rows = benchmark.run(generator, input_len, **common, ceiling=ceiling, progress=progress)
+        rows = benchmark.run(generator, lengths(generator), **common, ceiling=ceiling, progress=progress)
         sampling, seed = common["sampling"], common["seed"]
-        others = [benchmark.beside(generator, n, beside, sampling=sampling, seed=seed) for n in input_len if beside]
+        others = [benchmark.beside(generator, n, beside, sampling=sampling, seed=seed) for n in lengths(generator) if beside]
         return rows + others
 
     _run(ctx, options, [1], check, measure, ceiling)
@@ -158,7 +164,7 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
 
 @bench.command()
 @click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Prompts in all.")
-@click.option("--input-len-range", type=RANGE, default="32:512", show_default=True, help="Tokens of a prompt.")
+@click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each.")
 @_measure_options
 @click.pass_context

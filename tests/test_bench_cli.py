@@ -132,6 +132,14 @@ def test_a_model_as_random_weights_and_with_draws(run):
     assert json.loads(out)["parameters"] == 134_515_008
 
 
+def test_default_prompts_are_those_that_the_model_takes(run, folder):
+    """It has 256 positions; of 128, 512 and 2048 tokens only the first fit."""
+    code, out, _ = run("bench", "prefill", "-m", folder, *CACHE, "--repeats", 1, "--skip-check", "-q", "-o", "json")
+    assert code == 0
+    assert [row["test"] for row in json.loads(out)["results"]] == ["pp128"]
+    refused(run("bench", "prefill", "-m", folder, *CACHE, "-p", "128,512"), "at most 256 tokens", "found 513", "shorter prompts")
+
+
 def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkeypatch):
     for name in ("generate", "completions"):
         monkeypatch.setattr(Generator, name, lambda *_, **__: pytest.fail("it runs"))
