@@ -15,8 +15,10 @@ from minirt.bench.readme_tables import format_of
 FILES = sorted(file for file in readme.RESULTS.glob("h200-*.json") if not file.stem.startswith("h200-loading"))
 REQUIRED = {
     *(f"h200-decode-{kind}{context}" for kind in ("bf16", "fp8") for context in ("", "-8000", "-odd")),
-    *(f"h200-decode-{m}-{kind}" for m in ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b") for kind in ("bf16", "fp8")),
-    "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-ablation-bf16", "h200-ablation-fp8", "h200-kernels-rows",
+    *(f"h200-decode-{m}-bf16" for m in ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b")),
+    *(f"h200-decode-{m}-fp8" for m in ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b")),
+    "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-ablation-bf16", "h200-ablation-fp8",
+    "h200-kernels-rows",
     "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace", "cpu-smollm2",
 }  # fmt: skip
 SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py"}
