@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from torch import Tensor
 KV_SPLIT = 256  # cached tokens that one program of decode attention reads: constant, so that no batch changes a result
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The part of one sequence that a step computes: `tokens` at positions start, start + 1, …, in `pages`.
 
     A token is an id, or ~r for the token that the step before sampled in row r, which only the device knows yet.

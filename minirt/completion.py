@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minirt.engine import TokenOutput
 from minirt.errors import MinirtError
@@ -10,8 +11,7 @@ from minirt.tokenizer import IncrementalDecoder, StopStrings
 from minirt.usage import peak_memory
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A step of a stream: new text (empty while a character or a stop string is incomplete) and its token ids."""
 
     text: str

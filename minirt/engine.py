@@ -31,8 +31,7 @@ from minirt.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
 EVALUATION_CHUNK = 512  # tokens whose logits are computed at once by `Engine.logits`
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One new token of one request. `finish_reason` is None while the request goes on, then "stop", "length" or "error": then
     there is no token (−1), and `error` says what happened."""
 

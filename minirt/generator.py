@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from minirt import models, weights
+from minirt import garbage, models, weights
 from minirt.choose import (
     check_memory,
     check_vocabulary,
@@ -84,6 +85,7 @@ class Generator:
             graphs=model.graphable,
         )
         self._inbox: dict[int, list[TokenOutput]] = {}  # by open request: what its stream has not taken yet
+        self._thaw: weakref.finalize | None = None
 
     @classmethod
     def from_pretrained(
@@ -171,6 +173,8 @@ class Generator:
         if not enforce_eager:
             generator._engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
+        if target.type == "cuda":  # which a collection would keep waiting
+            generator._thaw = garbage.hold(generator)
         return generator
 
     def generate(
@@ -302,7 +306,7 @@ class Generator:
         cuda = self._model is not None and self.device.type == "cuda" and not self._engine.failed
         self._model = self._cache = None
         self.__dict__.pop("_engine", None)
-        gc.collect()  # a layer and its bound implementation refer to each other
+        (self._thaw or gc.collect)()  # a layer and its bound implementation refer to each other
         if cuda:
             torch.cuda.empty_cache()
 

@@ -1,0 +1,81 @@
+"""What is frozen while a model is loaded, and that it is let go: a cycle of layers would keep a GPU's memory otherwise."""
+
+import gc
+import weakref
+
+import pytest
+
+from minirt import garbage
+
+
+class Node:
+    """An object that a cycle can be made of."""
+
+    other: "Node"
+
+
+def _cycle() -> weakref.ref[Node]:
+    one, two = Node(), Node()
+    one.other, two.other = two, one
+    return weakref.ref(one)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else_held():
+    assert gc.get_freeze_count() == 0, "a test before this one left something frozen"
+    yield
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_there_is_is_frozen_until_the_owner_lets_go():
+    owner = Node()
+    release = garbage.hold(owner)
+    assert gc.get_freeze_count() > 1000
+    release()
+    assert gc.get_freeze_count() == 0
+    release()  # a second time it does nothing
+
+
+def test_an_owner_that_is_forgotten_lets_go():
+    owner = Node()
+    garbage.hold(owner)
+    assert gc.get_freeze_count() > 1000
+    del owner
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_frozen_cycle_goes_when_its_owner_does_though_another_holds():
+    first, second = Node(), Node()
+    first.part = _kept = Node()
+    _kept.other = _kept
+    part = weakref.ref(_kept)
+    del _kept
+    releases = [garbage.hold(first), garbage.hold(second)]
+    first.part = None
+    gc.collect()
+    assert part() is not None, "it was not frozen"
+    releases[0]()
+    assert part() is None
+    assert gc.get_freeze_count() > 1000, "the other owner still holds"
+    releases[1]()
+
+
+def test_what_came_later_is_collected():
+    owner = Node()
+    release = garbage.hold(owner)
+    later = _cycle()
+    gc.collect()
+    assert later() is None
+    release()
+
+
+def test_an_owner_in_a_cycle_is_collected_while_another_takes_hold():
+    owner = Node()
+    owner.other = owner
+    garbage.hold(owner)
+    gc.unfreeze()  # so that the next one's collection finds it
+    del owner
+    other = Node()
+    release = garbage.hold(other)
+    assert gc.get_freeze_count() > 1000
+    release()
