@@ -51,7 +51,7 @@ def _runs() -> dict[str, list[str]]:
     for name, kernels in _KERNELS.items():
         runs[f"kernels-{name}"] = ["bench", "kernels", *kernels, "--model", "Qwen2.5-7B"]
     runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
-    others = [word for model in _OTHERS for word in ("--model", model)]
+    others = [word for model in ("Qwen2.5-7B", *_OTHERS) for word in ("--model", model)]
     decode = ["qkv*", "o", "o.fp8", "gate_up*", "down*", "lm_head*", "attention_decode*"]
     runs["kernels-others"] = ["bench", "kernels", *decode, *others, "-t", "1,3,24,100", "-c", "128,3000", "--no-compile"]
     return runs

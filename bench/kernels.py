@@ -19,13 +19,12 @@ from minirt.bench import operations as ops
 from minirt.bench import operations_attention as attention
 from minirt.bench.bounds import Errors, errors, fault
 from minirt.bench.ceiling import Ceiling, MatmulCeiling, matmul_ceiling, read_ceiling
-from minirt.bench.measure import summarize
+from minirt.bench.measure import gpu_seconds, summarize
 from minirt.bench.operations import FP8, Form, Problem, Step
 from minirt.bench.report import Row
 from minirt.config import ModelConfig
 from minirt.errors import InputError, UnsupportedError
 
-_SLEEP = 1_000_000  # cycles before each timed launch: what the host needs to queue the slowest form
 _WARM = 2
 
 _FEW, _ROWS = ((1, 0), (64, 0), (256, 0)), ((1, 0), (64, 0), (2048, 0), (8192, 0))
@@ -278,14 +277,7 @@ class ColdClock:
         self._read = partial(read_sums, self._other, read_sums(self._other), check=False)
 
     def __call__(self, run: Callable[[], Any]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_SLEEP)
-        self._read()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return gpu_seconds(run, self._read)
 
     def nothing(self, repeats: int = 20) -> float:
         """What two events cost with nothing between: part of every time."""

@@ -15,6 +15,7 @@ from minirt.kv_cache import PAGE_SIZE
 from minirt.sampling import SamplingParams
 
 Clock = Callable[[], float]  # seconds, as time.perf_counter
+_SLEEPS = (400_000, 1_600_000, 6_400_000, 25_600_000)  # cycles: 0.2 ms to 15 ms
 
 
 def random_prompts(rng: random.Random, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
@@ -65,6 +66,27 @@ def check_room(generator: Generator, batch_size: int, length: int) -> None:
         hint = f"--kv-cache-memory {needed * page} would do, or take a smaller batch"
         what += " does not fit the KV cache"
         raise ContextLengthError(what, expected=f"at most {there} pages of {PAGE_SIZE} tokens", found=needed, hint=hint)
+
+
+def gpu_seconds(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """Seconds of what `run` launches on the current GPU, after what `before` launches.
+
+    All of it is queued while the GPU sleeps, so that the host's time does not count; where the host was not done by then, it is
+    done again after a longer sleep. What itself waits for the GPU is timed with the host's part.
+    """
+    for cycles in _SLEEPS:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        if before is not None:
+            before()
+        start.record()
+        run()
+        end.record()
+        queued = not start.query()
+        end.synchronize()
+        if queued:
+            break
+    return start.elapsed_time(end) / 1e3
 
 
 def forget_peak_memory(device: torch.device) -> None:

@@ -75,6 +75,11 @@ BLOCKS = {
         "attention are new ones @ those in the cache; in decode, sequences @ tokens of each. Every point, with its error and "
         "its spread, is in the results:",
     ),
+    "shapes": Block(
+        ("h200-kernels-others",), layers.shapes,
+        "Microseconds by which the kernels of a decode step miss their limits, means over 1, 3, 24 and 100 tokens, attention "
+        "over 128 and 3000 tokens of context each:",
+    ),
     "fusion": Block(("h200-compare-embedded",), layers.fusion),
     "layers-7b": Block(
         ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers.layers,

@@ -100,7 +100,8 @@ def telling(kernel: str) -> Telling:
 def kernels(records: Records) -> str:
     """A row for each operation at two points, then how often it beats what over all of them."""
     rows = [row for record in records.values() for row in record["results"]]
-    own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == _MODEL}
+    # Where two results have a point, the first counts.
+    own = {(row["kernel"], row["tokens"], row["context"]): row for row in reversed(rows) if row["model"] == _MODEL}
     cells = []
     for kernel in dict.fromkeys(row["kernel"] for row in rows if row["model"] == _MODEL):
         cells.append([f"`{kernel}`"])
@@ -146,3 +147,20 @@ def _summary(rows: list[Result]) -> str:
                 f"{least:.2f} × (`{where['kernel']}`, {where['tokens']:,}{context}{model})",
             ])  # fmt: skip
     return table(["Triton beside, all stored points", "points", "Triton faster at", "median", "least"], lines)
+
+
+def shapes(records: Records) -> str:
+    """Microseconds that each kernel loses to its limit, a model's mean over its points, and the most beside Qwen2.5-7B's."""
+    rows = [row for record in records.values() for row in record["results"] if row["seconds"]]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        lost = {
+            model: [row["lost_s"] for row in rows if (row["kernel"], row["model"]) == (kernel, model)] for model in models
+        }
+        means = {model: statistics.mean(own) for model, own in lost.items() if own}
+        own = means.pop(_MODEL, None)
+        factor = NONE if own is None or not means else f"{max(means.values()) / own:.2f} ×"
+        shown = ({_MODEL: own} if own is not None else {}) | means
+        cells.append([f"`{kernel}`", *(f"{shown[m] * 1e6:,.1f}" if m in shown else NONE for m in models), factor])
+    return table(["µs lost", *models, f"the most, beside {_MODEL}'s"], cells)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from minirt.bench.measure import gpu_seconds
 from minirt.errors import NumericsError
 from minirt.kernels.compiling import compile_ahead
 from minirt.kernels.tuning import Case
@@ -20,7 +21,7 @@ from minirt.kernels.tuning import Case
 MARGIN = 0.98  # of the rule's time: what is not this much faster, twice, is not worth a configuration of its own
 REPEATS = 20
 
-Clock = Callable[[Callable[[], None]], float]  # microseconds of one launch
+Clock = Callable[[Callable[[], None]], float]  # seconds of one launch
 
 
 @dataclass
@@ -39,11 +40,11 @@ def tune(case: Case, time: Clock | None = None) -> Outcome:
     """Try a case's candidates.
 
     Args:
-        time: how long a launch takes; None: with CUDA events.
+        time: how long a launch takes; None: `gpu_seconds`.
     Raises:
         NumericsError, and whatever else the rule's own configuration raises.
     """
-    time = time or event_time
+    time = time or gpu_seconds
     launch, check = case.prepare()
     launch(case.default)
     check(case.default)
@@ -82,20 +83,9 @@ def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[s
 
 
 def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) -> dict[Any, float]:
-    """The median of REPEATS launches of each, taking turns."""
+    """The median of REPEATS launches of each, taking turns, in microseconds."""
     times: dict[Any, list[float]] = {config: [] for config in configs}
     for _ in range(REPEATS):
         for config, own in times.items():
             own.append(time(partial(launch, config)))
-    return {config: statistics.median(own) for config, own in times.items()}
-
-
-def event_time(run: Callable[[], None]) -> float:
-    """Microseconds on the GPU."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(20_000)  # cycles: what is timed is queued before it starts, so that the host's time does not count
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return {config: statistics.median(own) * 1e6 for config, own in times.items()}

@@ -239,6 +239,23 @@ def test_kernels():
     ]
 
 
+def test_what_other_shapes_lose():
+    def row(kernel, model, lost, timed=True):
+        return {"kernel": kernel, "model": model, "lost_s": lost, "seconds": {"triton": {}} if timed else {}}
+
+    found = [
+        row("o", "Qwen2.5-7B", 4e-6), row("o", "Qwen2.5-7B", 2e-6), row("o", "A", 6e-6), row("o", "B", 3e-6),
+        row("o", "A", None, timed=False), row("down", "A", 1e-6), row("qkv", "Qwen2.5-7B", 1e-6),
+    ]  # fmt: skip
+    text = readme_layers.shapes({"a": {"results": found}})
+    assert text.splitlines()[0] == "| µs lost | Qwen2.5-7B | A | B | the most, beside Qwen2.5-7B's |"
+    assert rows(text) == [
+        ["`o`", "3.0", "6.0", "3.0", "2.00 ×"],
+        ["`down`", "–", "1.0", "–", "–"],
+        ["`qkv`", "1.0", "–", "–", "–"],
+    ]
+
+
 @pytest.mark.parametrize("name", kernels.OPERATIONS)
 def test_what_the_table_of_kernels_shows_is_measured(name):
     operation = kernels.OPERATIONS[name]

@@ -41,7 +41,7 @@ class Bench:
     def time(self, run):
         before = self.now
         run()
-        return self.now - before
+        return (self.now - before) / 1e6
 
     def tune(self):
         return tune.tune(self.case, self.time)
