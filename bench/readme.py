@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from minirt.bench import readme_kernels as kernels
 from minirt.bench import readme_layers as layers
 from minirt.bench import readme_tables as tables
 from minirt.bench.readme_tables import Records, Result
@@ -69,16 +70,26 @@ BLOCKS = {
         "(`bench/ablation.py`):",
     ),
     "kernels": Block(
-        tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others")), layers.kernels,
+        tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others")), kernels.kernels,
         "Kernel by kernel, with a cold L2 (`minirt bench kernels`). Speedups are those over eager PyTorch · torch.compile · "
         "PyTorch's own kernel (cuBLAS, SDPA); where one is marked \\*, that form computes less than the kernel. Tokens of "
         "attention are new ones @ those in the cache; in decode, sequences @ tokens of each. Every point, with its error and "
         "its spread, is in the results:",
     ),
     "shapes": Block(
-        ("h200-kernels-others",), layers.shapes,
+        ("h200-kernels-others",), kernels.shapes,
         "Microseconds by which the kernels of a decode step miss their limits, means over 1, 3, 24 and 100 tokens, attention "
         "over 128 and 3000 tokens of context each:",
+    ),
+    "gemms": Block(
+        ("h200-kernels-gemm",), kernels.gemms,
+        "The products of prompts alone: microseconds · cuBLAS's time over ours, with `.fp8` that of its exact sums · of its fast "
+        "ones (\\*: without the activation); errors against fp64, in the same order:",
+    ),
+    "attention": Block(
+        ("h200-kernels-attention",), kernels.attention,
+        "Attention of prompts alone, new tokens @ those in the cache; SDPA's fastest backend, which reads no pages, takes so "
+        "many times as long:",
     ),
     "fusion": Block(("h200-compare-embedded",), layers.fusion),
     "layers-7b": Block(

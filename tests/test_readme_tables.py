@@ -3,7 +3,7 @@ a missing value that is shown as one, and a form that computes less counted as o
 
 import pytest
 
-from minirt.bench import kernels, readme_layers, readme_tables
+from minirt.bench import kernels, readme_kernels, readme_layers, readme_tables
 from minirt.bench.readme import origin
 
 
@@ -225,7 +225,7 @@ def test_kernels():
         kernel("attention_decode", 64, 2e-5, context=1000, eager=4e-5, library=3e-5),
         kernel("o", 2048, 1e-5, model="Other", eager=0.5e-5),
     ]
-    first, second = readme_layers.kernels({"a": {"results": found[:3]}, "b": {"results": found[3:]}}).split("\n\n")
+    first, second = readme_kernels.kernels({"a": {"results": found[:3]}, "b": {"results": found[3:]}}).split("\n\n")
     assert rows(first) == [
         ["`qkv`", "1", "10.0", "< 1%", "3.0 · 0.90 · 0.50\\*", "2,048", "1,234.5", "102%", "1.62 · – · –"],
         ["`o`", "1", "not timed", "–", "–", "–", "–", "–", "–"],
@@ -239,6 +239,40 @@ def test_kernels():
     ]
 
 
+def test_products_beside_both_of_cublas_sums():
+    def product(name, tokens, own, lacks=(), **others):
+        row = kernel(name, tokens, own, lacks=lacks, **others)
+        return row | {"errors": {form: {"relative": 1e-3 * tokens} for form in row["seconds"] if form not in lacks}}
+
+    found = [
+        product("gemm_o", 129, 1e-5, eager=9e-5, library=0.79e-5), product("gemm_o", 2, 2e-5, library=4e-5),
+        product("gemm_o.fp8", 2, 1e-5, library=2e-5, library_fast=1e-5),
+        product("gemm_gate_up", 2, 1e-3, library=1e-3, lacks=["library"]), product("gemm_down", 2, None),
+    ]  # fmt: skip
+    text = readme_kernels.gemms({"a": {"results": found}})
+    assert text.splitlines()[0] == "| product, model | 2 tokens | 129 tokens | largest error |"
+    assert rows(text) == [
+        ["`gemm_o`, Qwen2.5-7B", "20.0 · 2.00", "10.0 · 0.79", "1.3e-01 · 1.3e-01"],
+        ["`gemm_o.fp8`, Qwen2.5-7B", "10.0 · 2.00 · 1.00", "–", "2.0e-03 · 2.0e-03 · 2.0e-03"],
+        ["`gemm_gate_up`, Qwen2.5-7B", "1,000.0 · 1.00\\*", "–", "2.0e-03"],
+    ]
+
+
+def test_attention_of_prompts_on_pages_of_both_kinds():
+    def point(name, tokens, context, **more):
+        return kernel(name, tokens, 1e-5, context=context, **more) | {"flops_per_s": 2.5e14, "bytes_per_s": 7.1e10}
+
+    found = [
+        point("attention_prefill", 2048, 0, library=1.05e-5), point("attention_prefill", 2, 30000),
+        point("attention_prefill.fp8", 2048, 0, library=0.5e-5), point("attention_decode", 1, 8000),
+        point("attention_prefill", 512, 0, model="Other"),
+    ]  # fmt: skip
+    assert rows(readme_kernels.attention({"a": {"results": found}})) == [
+        ["2,048 @ 0", "10.0", "250", "71", "1.05 ×", "10.0", "250", "71", "0.50 ×"],
+        ["2 @ 30,000", "10.0", "250", "71", "–", "–", "–", "–", "–"],
+    ]
+
+
 def test_what_other_shapes_lose():
     def row(kernel, model, lost, timed=True):
         return {"kernel": kernel, "model": model, "lost_s": lost, "seconds": {"triton": {}} if timed else {}}
@@ -247,7 +281,7 @@ def test_what_other_shapes_lose():
         row("o", "Qwen2.5-7B", 4e-6), row("o", "Qwen2.5-7B", 2e-6), row("o", "A", 6e-6), row("o", "B", 3e-6),
         row("o", "A", None, timed=False), row("down", "A", 1e-6), row("qkv", "Qwen2.5-7B", 1e-6),
     ]  # fmt: skip
-    text = readme_layers.shapes({"a": {"results": found}})
+    text = readme_kernels.shapes({"a": {"results": found}})
     assert text.splitlines()[0] == "| µs lost | Qwen2.5-7B | A | B | the most, beside Qwen2.5-7B's |"
     assert rows(text) == [
         ["`o`", "3.0", "6.0", "3.0", "2.00 ×"],
@@ -260,7 +294,7 @@ def test_what_other_shapes_lose():
 def test_what_the_table_of_kernels_shows_is_measured(name):
     operation = kernels.OPERATIONS[name]
     points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
-    assert set(readme_layers.telling(name)) <= points
+    assert set(readme_kernels.telling(name)) <= points
 
 
 def test_the_cpu():
