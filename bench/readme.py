@@ -91,7 +91,7 @@ BLOCKS = {
         "Attention of prompts alone, new tokens @ those in the cache; SDPA's fastest backend, which reads no pages, takes so "
         "many times as long:",
     ),
-    "fusion": Block(("h200-compare-embedded",), layers.fusion),
+    "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), layers.fusion),
     "layers-7b": Block(
         ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers.layers,
         "The same of Qwen2.5-7B, random weights, where the time goes into reading weights (`minirt compare`); errors are "

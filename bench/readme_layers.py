@@ -37,8 +37,10 @@ def fusion(records: Records) -> str:
             factor = "" if row[0] == "Triton" else NONE if seconds is None else f"{seconds / best:.2f} ×"
             row += [NONE if seconds is None else f"{seconds * 1e3:.3f}", factor]
     columns = [f"decode step, batch {first['decode']['batch_size']}, context {first['decode']['context_len']}"]
+    several = len({record["model"] for record, _ in whole}) > 1
     for record, _ in whole:
-        columns += [f"{title_of(format_of(record))}, ms", "Triton is faster by"]
+        title = title_of(format_of(record))
+        columns += [f"{record['model']}, {title}, ms" if several else f"{title}, ms", "Triton is faster by"]
     return table(columns, cells)
 
 

@@ -174,9 +174,9 @@ def whole(best, **fusion):
 
 def test_fusion_of_two_records():
     records = {
-        "a": {"dtype": "bfloat16", "whole_model": whole(0.002, mlp=0.003)},
-        "b": {"dtype": "bfloat16 · fp8", "whole_model": whole(0.001, head=0.001)},
-        "c": {"dtype": "bfloat16", "whole_model": None},
+        "a": {"model": "M", "dtype": "bfloat16", "whole_model": whole(0.002, mlp=0.003)},
+        "b": {"model": "M", "dtype": "bfloat16 · fp8", "whole_model": whole(0.001, head=0.001)},
+        "c": {"model": "M", "dtype": "bfloat16", "whole_model": None},
     }
     assert rows(readme_layers.fusion(records)) == [
         ["eager, launched from Python", "10.000", "5.00 ×", "10.000", "10.00 ×"],
@@ -186,6 +186,9 @@ def test_fusion_of_two_records():
         ["Triton, but head eager", "–", "–", "1.000", "1.00 ×"],
     ]
     assert readme_layers.fusion({"c": records["c"]}) == ""
+    assert "| bf16, ms | Triton is faster by | `--fp8`, ms |" in readme_layers.fusion(records)
+    records["b"]["model"] = "N"
+    assert "| M, bf16, ms | Triton is faster by | N, `--fp8`, ms |" in readme_layers.fusion(records)
 
 
 def layer(kind, eager, own, added, out, share=0.5):
