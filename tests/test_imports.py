@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"kernels", "batch", "errors", "usage", "progress", "staging"},
+    {"kernels", "batch", "errors", "usage", "progress", "staging", "garbage"},
     {"sampling", "config", "rope", "kv_cache", "quantize", "linear", "tokenizer", "hub"},
     {"sampler"},
     {"layers", "scheduler"},
