@@ -4,8 +4,10 @@ Each run is a command line of its own in a process of its own, and leaves FOLDER
 the exit code is 1. `bench/readme.py` makes the README's tables and pictures from what is stored.
 """
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -39,6 +41,7 @@ def _runs() -> dict[str, list[str]]:
         runs[f"decode-{kind}-odd"] = [*_DECODE, "-b", "3,24,100", "-c", "128,3000", "--skip-check", *flags]
         runs[f"prefill-{kind}"] = [*_PREFILL, *flags]
         runs[f"compare-7b-{kind}"] = ["compare", *_MODEL, *flags]
+        runs[f"tune-{kind}"] = ["tune", "--model", "Qwen2.5-7B", *flags]
         runs[f"startup-{kind}"] = ["startup.py", "Qwen2.5-7B", *flags]
         runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
         for model in _OTHERS:
@@ -94,7 +97,9 @@ def main(words: list[str]) -> int:
     names, gpu, failed = select(words[1:]), prefix(), 0
     for name in names:
         started = time.monotonic()
-        done = subprocess.run(command(name), capture_output=True, text=True, check=False)
+        with tempfile.TemporaryDirectory() as scratch:  # what is tuned here shall change no other run
+            cache = {"MINIRT_CACHE": scratch} if name.startswith("tune-") else {}
+            done = subprocess.run(command(name), capture_output=True, text=True, check=False, env=os.environ | cache)
         line = f"{name}: {time.monotonic() - started:.0f} s"
         if done.returncode == 0:
             (Path(words[0]) / f"{gpu}-{name}.json").write_text(done.stdout, encoding="utf-8")

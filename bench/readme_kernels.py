@@ -3,7 +3,7 @@
 import statistics
 from typing import NamedTuple
 
-from minirt.bench.readme_tables import NONE, Records, Result, percent, table
+from minirt.bench.readme_tables import NONE, Records, Result, format_of, percent, table, title_of
 
 _MODEL = "Qwen2.5-7B"  # whose shapes have a row each; the others count in the summary
 _BESIDE = {
@@ -151,3 +151,17 @@ def _attention(row: Result | None) -> list[str]:
     rates = [f"{row[name] / unit:,.0f}" for name, unit in (("flops_per_s", 1e12), ("bytes_per_s", 1e9))]
     beside = f"{row['seconds']['library']['median'] / best:.2f} ×" if "library" in row["seconds"] else NONE
     return [f"{best * 1e6:,.1f}", *rates, beside]
+
+
+def tuned(records: Records) -> str:
+    """How often configurations were found that are faster than the rules', and by how much, for each family and format."""
+    cells = []
+    for record in records.values():
+        for kernel in dict.fromkeys(row["kernel"] for row in record["results"]):
+            own = [row for row in record["results"] if row["kernel"] == kernel]
+            gains = [1 - row["best_s"] / row["rule_s"] for row in own if row["config"] is not None]
+            shown = [percent(statistics.median(gains)), percent(max(gains))] if gains else [NONE, NONE]
+            name = f"`{kernel}`, {title_of(format_of(record))}"
+            cells.append([name, str(len(own)), str(sum(row["tried"] for row in own)), str(len(gains)), *shown])
+    columns = ["kernel", "buckets", "configurations tried", "buckets where one is faster", "by, median", "by, most"]
+    return table(columns, cells)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from minirt.bench.measure import gpu_seconds
+from minirt.bench.report import Report, Row, heading, table
 from minirt.errors import NumericsError
 from minirt.kernels.compiling import compile_ahead
 from minirt.kernels.tuning import Case
@@ -89,3 +90,27 @@ def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) 
         for config, own in times.items():
             own.append(time(partial(launch, config)))
     return {config: statistics.median(own) * 1e6 for config, own in times.items()}
+
+
+def row(family: str, outcome: Outcome) -> Row:
+    """An outcome as a result: configurations as Python writes them, times in seconds."""
+    return {
+        "kernel": family, "bucket": outcome.bucket, "config": None if outcome.config is None else repr(outcome.config),
+        "rule_s": outcome.default_us / 1e6, "best_s": outcome.best_us / 1e6, "tried": outcome.tried, "failed": outcome.failed,
+    }  # fmt: skip
+
+
+class TuneReport(Report):
+    """Its context is `report.machine`'s."""
+
+    def _markdown(self) -> str:
+        columns = [
+            ("kernel", lambda r: f"`{r['kernel']}`"),
+            ("bucket", lambda r: r["bucket"]),
+            ("configuration", lambda r: "the rule's" if r["config"] is None else f"`{r['config']}`"),
+            ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"),
+            ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
+            ("tried", lambda r: str(r["tried"])),
+            ("failed", lambda r: str(len(r["failed"]))),
+        ]
+        return "\n".join([*heading(self.context), *table(columns, self.results, left=3)]) + "\n"

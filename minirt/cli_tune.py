@@ -4,8 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli_options import NUMBERS, debug_option, graph_options, model_name, plan_graph, quiet_option
-from minirt.cli_output import note, write
+from minirt.cli_options import (
+    NUMBERS,
+    check_target,
+    debug_option,
+    graph_options,
+    model_name,
+    output_file_option,
+    output_format_option,
+    plan_graph,
+    quiet_option,
+)
+from minirt.cli_output import emit, note, write
 from minirt.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
@@ -22,9 +32,12 @@ if TYPE_CHECKING:
 )
 @click.option("--kernel", help="Tune this family alone; default: all that are registered.")
 @click.option("--show", is_flag=True, help="List what is stored for this GPU, and measure nothing.")
+@output_format_option
+@output_file_option
 @quiet_option
 @debug_option
-def tune(tokens: tuple[int, ...], kernel: str | None, show: bool, **options: Any) -> None:
+@click.pass_context
+def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, show: bool, **options: Any) -> None:
     """Measure launch configurations of the linear layers' kernels on this GPU and keep those that beat the built-in rules.
 
     Chosen on one run and confirmed on another. They are stored for the GPU model, the Triton version and the kernel's source, in
@@ -37,6 +50,8 @@ def tune(tokens: tuple[int, ...], kernel: str | None, show: bool, **options: Any
     device = pick_device(options["device"])
     if device.type != "cuda":
         raise DeviceError("there is nothing to tune without a GPU", where="--device", found=str(device))
+    from minirt.bench.report import machine
+    from minirt.bench.tune import TuneReport, row
     from minirt.bench.tune import tune as measure
     from minirt.kernels import linear_tuning, tuning
 
@@ -46,20 +61,27 @@ def tune(tokens: tuple[int, ...], kernel: str | None, show: bool, **options: Any
     families = tuning.registered()
     if kernel is not None and kernel not in families:
         raise InputError("unknown kernel family", where="--kernel", expected=", ".join(families), found=kernel)
-    _, graph = plan_graph(options, model_name(options, options["quiet"]))
-    shapes, outcomes = linear_shapes(graph), []
+    check_target(options["output_file"], "--output-file")
+    name = model_name(options, options["quiet"])
+    _, graph = plan_graph(options, name)
+    shapes, rows = linear_shapes(graph), []
     with torch.inference_mode(), torch.cuda.device(device):
-        for name in families if kernel is None else [kernel]:
-            for case in families[name](shapes, tokens, device):
+        for family in families if kernel is None else [kernel]:
+            for case in families[family](shapes, tokens, device):
                 outcome = measure(case)
-                outcomes.append(outcome)
+                rows.append(row(family, outcome))
                 if outcome.config is not None:
                     tuning.store(case.tunable, tuning.path(device), {case.bucket: outcome.config})
                 if not options["quiet"]:
-                    note(_line(name, outcome))
+                    note(_line(family, outcome))
                 torch.cuda.empty_cache()
-    faster = sum(outcome.config is not None for outcome in outcomes)
-    write(f"{faster} of {len(outcomes)} buckets have a faster configuration than the rule's, in {tuning.path(device)}\n")
+    if not options["quiet"]:
+        faster = sum(own["config"] is not None for own in rows)
+        note(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")
+    correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
+    shared = machine("tune", device, ["minirt", *(ctx.find_root().obj or [])], None)
+    shared |= {"model": name, "quantization": "fp8" if options["fp8"] else None, "correctness": correctness}
+    emit(TuneReport(shared, rows).render(options["output_format"]), options["output_file"], options["quiet"])
 
 
 def linear_shapes(graph: "Model") -> "list[LinearShape]":

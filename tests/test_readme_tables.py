@@ -276,6 +276,19 @@ def test_attention_of_prompts_on_pages_of_both_kinds():
     ]
 
 
+def test_what_tuning_finds():
+    def bucket(kernel, best=None):
+        return {"kernel": kernel, "config": best and "x", "rule_s": 1e-5, "best_s": best or 1e-5, "tried": 7}
+
+    found = [bucket("gemv"), bucket("gemv", 9e-6), bucket("gemv", 5e-6), bucket("gemm", None)]
+    records = {"a": {"quantization": None, "results": found}, "b": {"quantization": "fp8", "results": found[3:]}}
+    assert rows(readme_kernels.tuned(records)) == [
+        ["`gemv`, bf16", "3", "21", "2", "30%", "50%"],
+        ["`gemm`, bf16", "1", "7", "0", "–", "–"],
+        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–"],
+    ]
+
+
 def test_what_other_shapes_lose():
     def row(kernel, model, lost, timed=True):
         return {"kernel": kernel, "model": model, "lost_s": lost, "seconds": {"triton": {}} if timed else {}}

@@ -1,6 +1,7 @@
 """How configurations are chosen, with times that are made up. Catches a lucky first run that is believed, a candidate that
 computes something else or does not compile and is chosen all the same or ends the tuning."""
 
+import json
 import random
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from cli_support import caller, refused
 
 from minirt.bench import tune
+from minirt.bench.report import machine
 from minirt.choose import plan_model
 from minirt.cli_tune import linear_shapes
 from minirt.errors import NumericsError
@@ -85,6 +87,23 @@ def test_a_broken_rule_is_an_error():
     assert Bench(Config(10), []).tune().config is None
 
 
+def test_what_is_printed():
+    kept = Bench(Config(10), [Config(8), Config(1, "check")]).tune()
+    rule = Bench(Config(10), []).tune()
+    rows = [tune.row("a", kept), tune.row("b", rule)]
+    assert rows[0] | {"failed": None} == {
+        "kernel": "a", "bucket": "a bucket", "config": repr(Config(8)), "rule_s": pytest.approx(1e-5),
+        "best_s": pytest.approx(8e-6), "tried": 2, "failed": None,
+    }  # fmt: skip
+    assert list(rows[0]["failed"]) == [repr(Config(1, "check"))]
+    assert (rows[1]["config"], rows[1]["best_s"]) == (None, rows[1]["rule_s"])
+    shared = machine("tune", torch.device("cpu"), ["minirt", "tune"], None)
+    text = tune.TuneReport(shared, rows).render("md")
+    assert f"| `a` | a bucket | `{Config(8)!r}` | 10.0 | 8.0 | 2 | 1 |" in text
+    assert "| `b` | a bucket | the rule's | 10.0 | 10.0 | 0 | 0 |" in text
+    assert json.loads(tune.TuneReport(shared, rows).render("json"))["results"] == rows
+
+
 def test_shapes_of_a_model():
     """Each shape once, with what is fused around it."""
     _, graph = plan_model("Qwen2.5-7B", device="cpu", dtype="bfloat16")
@@ -114,8 +133,10 @@ def test_tuning_a_model(tmp_path, monkeypatch, call):
     monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
     tuning._stored.cache_clear()
     gemv.configured.cache_clear()
-    code, _, progress = call("tune", "-t", "1,20,200", "--dtype", "bfloat16")
+    code, out, progress = call("tune", "-t", "1,20,200", "--dtype", "bfloat16", "-o", "json")
     assert code == 0, progress
+    rows = json.loads(out)["results"]
+    assert {row["kernel"] for row in rows} >= {"gemv", "gemm_small"}
     _, shown, _ = call("tune", "--show")
     device = torch.device("cuda", 0)
     stored = tuning.load(gemv.TUNABLE, tuning.path(device))
