@@ -86,14 +86,14 @@ BLOCKS = {
         "The products of prompts alone: microseconds · cuBLAS's time over ours, with `.fp8` that of its exact sums · of its fast "
         "ones (\\*: without the activation); errors against fp64, in the same order:",
     ),
-    "tuned": Block(
-        ("h200-tune-bf16", "h200-tune-fp8"), kernels.tuned,
-        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in, each launch timed alone:",
-    ),
     "attention": Block(
         ("h200-kernels-attention",), kernels.attention,
         "Attention of prompts alone, new tokens @ those in the cache; SDPA's fastest backend, which reads no pages, takes so "
         "many times as long:",
+    ),
+    "tuned": Block(
+        ("h200-tune-bf16", "h200-tune-fp8"), kernels.tuned,
+        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in, each launch timed alone:",
     ),
     "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), layers.fusion),
     "layers-7b": Block(

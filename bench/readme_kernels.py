@@ -9,6 +9,7 @@ _MODEL = "Qwen2.5-7B"  # whose shapes have a row each; the others count in the s
 _BESIDE = {
     "eager": "eager PyTorch", "compiled": "torch.compile", "library": "PyTorch's own kernel", "library_fast": "cuBLAS, fast sums"
 }  # fmt: skip
+_SUMS = ("library", "library_fast")  # cuBLAS's, exact and fast
 
 
 class Telling(NamedTuple):
@@ -106,13 +107,10 @@ def gemms(records: Records) -> str:
     for kernel, model in dict.fromkeys((row["kernel"], row["model"]) for row in rows):
         own = {row["tokens"]: row for row in rows if (row["kernel"], row["model"]) == (kernel, model)}
         cells.append([f"`{kernel}`, {model}", *(_gemm(own.get(count)) for count in counts)])
-        forms = [name for name in _ERRORS if any(name in row["errors"] for row in own.values())]
+        forms = [name for name in ("triton", *_SUMS) if any(name in row["errors"] for row in own.values())]
         most = (max(row["errors"][name]["relative"] for row in own.values() if name in row["errors"]) for name in forms)
         cells[-1].append(" · ".join(f"{error:.1e}" for error in most))
     return table(["product, model", *(f"{count:,} tokens" for count in counts), "largest error"], cells)
-
-
-_ERRORS = ("triton", "library", "library_fast")
 
 
 def _gemm(row: Result | None) -> str:
@@ -121,7 +119,7 @@ def _gemm(row: Result | None) -> str:
     best = row["seconds"]["triton"]["median"]
     beside = [
         f"{row['seconds'][name]['median'] / best:.2f}" + "\\*" * (name in row["lacks"])
-        for name in _ERRORS[1:]
+        for name in _SUMS
         if name in row["seconds"]
     ]
     return " · ".join([f"{best * 1e6:,.1f}", *beside])
@@ -133,15 +131,15 @@ def attention(records: Records) -> str:
         row for record in records.values() for row in record["results"]
         if row["seconds"] and row["kernel"].startswith("attention_prefill") and row["model"] == _MODEL
     ]  # fmt: skip
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    names = list(dict.fromkeys(row["kernel"] for row in rows))
     own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows}
     cells = []
     for tokens, context in dict.fromkeys((row["tokens"], row["context"]) for row in rows):
         cells.append([f"{tokens:,} @ {context:,}"])
-        for kernel in kernels:
+        for kernel in names:
             cells[-1] += _attention(own.get((kernel, tokens, context)))
     columns = ["µs", "TFLOP/s", "GB/s", "SDPA"]
-    return table(["tokens", *(f"`{kernel}`: {name}" if name == "µs" else name for kernel in kernels for name in columns)], cells)
+    return table(["tokens", *(f"`{kernel}`: {name}" if name == "µs" else name for kernel in names for name in columns)], cells)
 
 
 def _attention(row: Result | None) -> list[str]:

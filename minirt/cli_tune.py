@@ -43,6 +43,8 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, show: 
     Chosen on one run and confirmed on another. They are stored for the GPU model, the Triton version and the kernel's source, in
     $MINIRT_CACHE or the user's cache folder; loading a model looks them up and never measures.
     """
+    if show and (options["output_file"] or options["output_format"] != "md"):
+        raise click.UsageError("--output-format and --output-file go with what is measured, not with --show")
     import torch
 
     from minirt.choose import pick_device

@@ -46,10 +46,9 @@ def test_an_owner_that_is_forgotten_lets_go():
 
 def test_a_frozen_cycle_goes_when_its_owner_does_though_another_holds():
     first, second = Node(), Node()
-    first.part = _kept = Node()
-    _kept.other = _kept
-    part = weakref.ref(_kept)
-    del _kept
+    first.part = Node()
+    first.part.other = first.part
+    part = weakref.ref(first.part)
     releases = [garbage.hold(first), garbage.hold(second)]
     first.part = None
     gc.collect()

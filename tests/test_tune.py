@@ -125,6 +125,13 @@ def test_no_gpu_is_an_error(call):
     refused(call("tune", "--device", "cpu"), "nothing to tune without a GPU")
 
 
+@pytest.mark.parametrize("option", [("-o", "json"), ("--output-file", "x")])
+def test_what_is_stored_has_one_form(call, option):
+    code, _, text = call("tune", "--show", *option)
+    assert code == 2
+    assert "not with --show" in text
+
+
 @pytest.mark.gpu
 def test_tuning_a_model(tmp_path, monkeypatch, call):
     """End to end: what is stored is looked up by the next launch, and computes the same."""
