@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from minirt.batch import KV_SPLIT
 from minirt.bench.bounds import floor
 from minirt.bench.operations import FP8, Form, Inputs, Problem, Step, fill_nan
 from minirt.errors import UnsupportedError
@@ -142,11 +143,15 @@ def attend64(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -
 def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     """T new tokens of one sequence on its pages, which hold `context` older ones and themselves."""
     from minirt.kernels.attention import cost, paged_attention_prefill
+    from minirt.kernels.attention_chunk import workspace_floats
+    from minirt.kernels.common import Workspace
 
     inputs, T, total, config = Inputs(step), step.tokens, step.context + step.tokens, step.config
     Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, pages, scale = inputs.normal(T, Nq, D), Pages(inputs, 1, total, fp8), D**-0.5
     out, starts = inputs.nan(T, Nq, D), torch.tensor([0, T], dtype=torch.int32, device=step.device)
+    splits = -(-total // KV_SPLIT)
+    workspace = Workspace(step.device, num_floats=workspace_floats(splits, Nq, D))
     k, v = (x.to(step.dtype).transpose(0, 1).unsqueeze(0).contiguous() for x in pages.read(pages.slots(0, 0)))
     own = q.transpose(0, 1).unsqueeze(0)
 
@@ -161,8 +166,9 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
 
     def triton() -> Tensor:
         return paged_attention_prefill(
-            q, pages.k, pages.v, pages.tables, starts, pages.lens, scale, out, check=False, **pages.scales
-        )
+            q, pages.k, pages.v, pages.tables, starts, pages.lens, scale, out, workspace=workspace, max_splits=splits,
+            check=False, **pages.scales,
+        )  # fmt: skip
 
     def truth(rows: Tensor) -> Tensor:
         return attend64(q[rows].double(), *pages.read(pages.slots(0, 0)), rows + step.context, scale)

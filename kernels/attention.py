@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels import attention_chunk as chunk
 from minirt.kernels import attention_hopper as hopper
-from minirt.kernels.common import capability, check_activations, check_tensor
-from minirt.kernels.fp8 import INTERPRETED
+from minirt.kernels.attention_steps import LOG2_E, attend, blank, page_slots, prepare, whole
+from minirt.kernels.common import Workspace, capability, check_activations, check_tensor
 from minirt.kernels.kv_write import as_integers, check_pages
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
-LOG2_E = 1.4426950408889634
 
 CASES = [  # contexts: tokens cached before each sequence's new ones
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 16, "lens": (1,), "contexts": (0,)},
@@ -41,178 +41,6 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     registers: int | None = None  # the most that a thread may use, for more programs to run at once
-
-
-@triton.jit
-def _slots(table_ptr, first, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tokens t = first + [0, BLOCK_N) of a sequence and where they are in the pages: a slot for all of them, and one for
-    each, to be added; `first` is a multiple of BLOCK_N."""
-    n = tl.arange(0, BLOCK_N)
-    t = first + n
-    if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
-        return t, page * PAGE_SIZE + first % PAGE_SIZE, n
-    else:
-        page = tl.load(table_ptr + t // PAGE_SIZE, mask=t < limit, other=0).to(tl.int64)
-        return t, tl.full((), 0, tl.int64), page * PAGE_SIZE + t % PAGE_SIZE
-
-
-@triton.jit
-def split_channels(x):
-    """The even and the odd channels of x [M, D], [M, D/2] each: the order in which pages of fp8 are read."""
-    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
-
-
-@triton.jit
-def prepare(q, FP8: tl.constexpr):
-    """Queries [M, D] as `attend` takes them: as they are, or for pages of fp8 their even and odd channels, times a power of two
-    for each row that makes them fit fp16 (e4m3 converts to that in one instruction), and what makes up for it [M, 1]."""
-    if FP8:
-        unit = tl.full((q.shape[0], 1), 1.0, tl.float32)
-        if q.dtype != tl.float32:
-            largest = tl.max(tl.abs(q.to(tl.float32)), 1)[:, None]
-            exponent = tl.minimum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
-            unit = exponent.to(tl.float32, bitcast=True)
-            q = (q.to(tl.float32) * (0x7F000000 - exponent).to(tl.float32, bitcast=True)).to(tl.float16)
-        even, odd = split_channels(q)
-        return even, odd, unit
-    else:
-        return (q,)
-
-
-@triton.jit
-def no_queries(M: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, FP8: tl.constexpr):
-    """What `prepare` makes of zeros."""
-    if FP8:
-        half = tl.zeros((M, D // 2), tl.float32 if dtype == tl.float32 else tl.float16)
-        return half, half, tl.full((M, 1), 1.0, tl.float32)
-    else:
-        return (tl.zeros((M, D), dtype),)
-
-
-@triton.jit
-def blank(M: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
-    """Sums of no values."""
-    if FP8:
-        return tl.zeros((M, D // 2), tl.float32), tl.zeros((M, D // 2), tl.float32)
-    else:
-        return (tl.zeros((M, D), tl.float32),)
-
-
-@triton.jit
-def whole(acc):
-    """Sums [M, D] in the order of the channels."""
-    if len(acc) == 2:
-        even, odd = acc
-        return tl.join(even, odd).reshape(even.shape[0], even.shape[1] * 2)
-    else:
-        return acc[0]
-
-
-@triton.jit
-def _widen(pairs, dtype: tl.constexpr):
-    """The e4m3 values in the lower and in the upper bytes of int16 values, exactly."""
-    if INTERPRETED:
-        lower = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        upper = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        lower, upper = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a;
-            .reg .b16 b, c;
-            prmt.b32 a, $2, 0, 0x3120;
-            mov.b32 {b, c}, a;
-            cvt.rn.f16x2.e4m3x2 $0, b;
-            cvt.rn.f16x2.e4m3x2 $1, c;
-            }""",
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return lower.to(dtype), upper.to(dtype)
-
-
-@triton.jit
-def _log2_and_inverse(x):
-    """Of normal numbers: what handles others takes most of the instructions otherwise."""
-    if INTERPRETED:
-        return tl.log2(x), 1 / x
-    else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $2; rcp.approx.ftz.f32 $1, $2;",
-            "=&f,=f,f",
-            [x],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-
-
-@triton.jit
-def _settle(x):
-    """x [N], computed once: a sum keeps the compiler from loading and computing most of it again in every thread, in the layout
-    that large scores have."""
-    return tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, x[:, None], 0.0), 1)
-
-
-@triton.jit
-def attend(
-    q, peak, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base, slot, t, limit, row_limit, scale,
-    NKV: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax: rows q [M, D], see `prepare`, on the tokens t [N] of one head, whose rows in the pages
-    [P · page_size · NKV, D] are base + NKV · slot [N]. scale > 0 is for powers of two.
-
-    MASKED: some of the tokens are at or past `limit`, the sequence's end (what the page holds there may be NaN, also in
-    V, where a probability of zero would not stop it), or hidden from some rows, which see tokens below row_limit [M].
-
-    Pages of fp8 come as pairs of channels, int16: 16 bits is what the tensor cores' loads can transpose. K's scales multiply
-    the scores. V's scales multiply the probabilities, as a term of their exponents, so that 2^15 times those are at most 2^15
-    and keep their precision in fp16.
-    """
-    inside = (t < limit)[:, None]
-    if k_scales_ptr is None:
-        at = slot[:, None] * (NKV * D) + tl.arange(0, D)[None, :]
-        k_ptr += base * D
-        v_ptr += base * D
-        k = tl.load(k_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(k_ptr + at)
-        s = tl.dot(q[0], tl.trans(k), input_precision="ieee")
-        if MASKED:
-            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - new_peak[:, None])
-        rescale = tl.exp2(peak - new_peak)
-        total = total * rescale + tl.sum(p, 1)
-        v = tl.load(v_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(v_ptr + at)
-        return new_peak, total, (tl.dot(p.to(v.dtype), v, acc[0] * rescale[:, None], input_precision="ieee"),)
-    else:
-        dtype: tl.constexpr = q[0].dtype
-        at = slot[:, None] * (NKV * D // 2) + tl.arange(0, D // 2)[None, :]
-        k_ptr += base * (D // 2)
-        v_ptr += base * (D // 2)
-        k = tl.load(k_ptr + at, mask=inside, other=0) if MASKED else tl.load(k_ptr + at)
-        k_factor = tl.load(k_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0) * scale
-        v_scale = tl.load(v_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0)
-        exponent, per_scale = _log2_and_inverse(v_scale)
-        if q[0].shape[0] > 16:
-            k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)
-        k_even, k_odd = _widen(k, dtype)
-        s = tl.dot(q[0], tl.trans(k_even), input_precision="ieee")
-        s = tl.dot(q[1], tl.trans(k_odd), s, input_precision="ieee")
-        s = s * q[2] * k_factor[None, :] + exponent[None, :]
-        if MASKED:
-            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, 1) - 15)
-        p = tl.exp2(s - new_peak[:, None])
-        rescale = tl.exp2(peak - new_peak)
-        total = total * rescale + tl.sum(p * per_scale[None, :], 1)
-        v = tl.load(v_ptr + at, mask=inside, other=0) if MASKED else tl.load(v_ptr + at)
-        v_even, v_odd = _widen(v, dtype)
-        p = p.to(dtype)
-        even = tl.dot(p, v_even, acc[0] * rescale[:, None], input_precision="ieee")
-        return new_peak, total, (even, tl.dot(p, v_odd, acc[1] * rescale[:, None], input_precision="ieee"))
 
 
 @triton.jit
@@ -251,8 +79,10 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHORTEST: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head."""
+    """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head. CHUNKS: without those of
+    `attention_chunk`."""
     GROUP: tl.constexpr = NQ // NKV
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     FP8: tl.constexpr = k_scales_ptr is not None
@@ -261,8 +91,12 @@ def _prefill_kernel(
     block = tl.num_programs(0) // NKV - 1 - tl.program_id(0) // NKV
     b, start, length = _find(block, query_starts_ptr, B, QUERIES, BLOCK_B)
     first_query = (block - start // QUERIES - b) * QUERIES
-    if (first_query < length) & (length >= SHORTEST):
-        limit = tl.load(seq_lens_ptr + b)
+    limit = tl.load(seq_lens_ptr + b)
+    works = (first_query < length) & (length >= SHORTEST)
+    if CHUNKS:
+        parts, _ = chunk.parts_of(length, limit)
+        works = works & (parts == 0)
+    if works:
         context = limit - length
         row = tl.arange(0, BLOCK_M)
         query = first_query + row // GROUP
@@ -281,13 +115,13 @@ def _prefill_kernel(
         seen_by_all = (context + first_query + 1) // BLOCK_N * BLOCK_N
         seen_by_any = tl.minimum(context + first_query + QUERIES, limit)
         for first in range(0, seen_by_all, BLOCK_N):
-            t, base, slot = _slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
+            t, base, slot = page_slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
             peak, total, acc = attend(
                 q, peak, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
                 row_limit, scale, NKV, D, False,
             )  # fmt: skip
         for first in range(seen_by_all, seen_by_any, BLOCK_N):
-            t, base, slot = _slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
+            t, base, slot = page_slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
             peak, total, acc = attend(
                 q, peak, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
                 row_limit, scale, NKV, D, True,
@@ -321,6 +155,8 @@ def paged_attention_prefill(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     shortest: int = 1,
+    workspace: Workspace | None = None,
+    max_splits: int = 0,
     check: bool = True,
     config: AttentionConfig | None = None,
 ) -> Tensor:
@@ -331,7 +167,9 @@ def paged_attention_prefill(
     no sequence, behind the last, are padding, and so are sequences without rows: `out` is not written there. The launch
     depends on the shapes alone, so a CUDA graph of it serves any batch that was padded to T and B. With k_scales, v_scales
     [P, page_size, Nkv] fp32 the pages are float8_e4m3fn, with a scale for each token and head. scale must be positive.
-    Sequences of less than `shortest` new tokens are left to another kernel. With `config` it is this file's kernel that runs.
+    Sequences of less than `shortest` new tokens are left to another kernel. With a workspace, few new tokens on a long context
+    are computed in parts (`attention_chunk`); `max_splits` bounds how many times 256 cached tokens there are, with begun ones.
+    With `config` it is this file's kernel that runs on the others.
     """
     B = seq_lens.shape[0]
     if check:
@@ -341,20 +179,28 @@ def paged_attention_prefill(
             check_tensor("out", out, tuple(q.shape), q.dtype, q.device)
         check_tensor("query_starts", query_starts, (B + 1,), torch.int32, q.device)
         check_scale(scale)
+        if workspace is not None and max_splits < 1:
+            raise InputError("not positive", where="max_splits", expected="a bound, with a workspace", found=max_splits)
+        if workspace is not None and shortest > 2:
+            raise InputError("too large", where="shortest", expected="at most 2, with a workspace", found=shortest)
     Nq, Nkv, D, page_size = q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1]
     out = torch.empty_like(q) if out is None else out
     if q.shape[0] == 0 or B == 0:
         return out
     cc = capability(q.device)
+    chunks = workspace is not None and chunk.possible(q.shape[0], B, max_splits)
+    if workspace is not None and chunks:
+        cache = (k_pages, v_pages, k_scales, v_scales, block_tables, query_starts, seq_lens)
+        chunk.attend_chunks(q, *cache, max_splits, scale * LOG2_E, out, workspace)
     if config is None and cc == 90 and hopper.suits(q, k_pages, v_pages, out):
-        return hopper.prefill(q, k_pages, v_pages, block_tables, query_starts, seq_lens, scale, out, shortest)
+        return hopper.prefill(q, k_pages, v_pages, block_tables, query_starts, seq_lens, scale, out, shortest, chunks)
     config = config or choose_config(q.element_size(), D, k_scales is not None, cc)
     blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B
     _prefill_kernel[(blocks * Nkv,)](
         q, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, query_starts, seq_lens, out,
         B, block_tables.shape[1], scale * LOG2_E, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
         BLOCK_B=max(256, triton.next_power_of_2(B)), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        SHORTEST=shortest, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers,
+        SHORTEST=shortest, CHUNKS=chunks, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers,
     )  # fmt: skip
     return out
 

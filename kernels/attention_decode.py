@@ -19,19 +19,9 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels import attention_decode_hopper as hopper
-from minirt.kernels.attention import (
-    LOG2_E,
-    MAX_GROUP,
-    attend,
-    blank,
-    check_inputs,
-    check_scale,
-    no_queries,
-    prepare,
-    split_channels,
-    whole,
-)
+from minirt.kernels.attention import MAX_GROUP, check_inputs, check_scale
 from minirt.kernels.attention_combine import combine
+from minirt.kernels.attention_steps import LOG2_E, attend, blank, no_queries, prepare, split_channels, whole
 from minirt.kernels.common import (
     Workspace,
     capability,
@@ -308,6 +298,7 @@ def paged_attention_decode(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     split: int = SPLIT,
+    max_seq_len: int | None = None,
     pdl: bool = False,
     check: bool = True,
     config: DecodeConfig | None = None,
@@ -317,7 +308,8 @@ def paged_attention_decode(
     pages [P, page_size, Nkv, D]; block_tables [B, pages] int32; seq_lens [B] int32, 0: padding, whose result is 0.
     split: tokens of a work item, a power of two from 64 to 1024; a result's bits depend on it, but not on the rest of the
     batch. split_starts [B + 1] int32: `splits_before` of the same lengths and split. max_splits bounds split_starts[B]
-    and sizes the grid and the workspace. That these agree is not checked, which would need a read from the device.
+    and sizes the grid and the workspace. max_seq_len bounds seq_lens; where that is at most a split, there is nothing to combine,
+    and rows of padding stay as they are. That these agree is not checked, which would need a read from the device.
     With query_starts [B + 1] int32, q is [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b; the others
     than single ones are left to `paged_attention_prefill`, which leaves out single ones with shortest=2.
     With k_scales, v_scales [P, page_size, Nkv] fp32 the pages are float8_e4m3fn. scale must be positive. `pdl`: overlap with
@@ -333,7 +325,7 @@ def paged_attention_decode(
             check_tensor("query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
     out = torch.empty_like(q) if out is None else out
     cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, query_starts)
-    return _launch((q, None, None, None), cache, out, max_splits, scale, 0.0, workspace, split, pdl, config)
+    return _launch((q, None, None, None), cache, out, max_splits, scale, 0.0, workspace, split, max_seq_len, pdl, config)
 
 
 def rope_paged_attention_decode(
@@ -356,6 +348,7 @@ def rope_paged_attention_decode(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     split: int = SPLIT,
+    max_seq_len: int | None = None,
     pdl: bool = False,
     check: bool = True,
     config: DecodeConfig | None = None,
@@ -381,7 +374,8 @@ def rope_paged_attention_decode(
                 check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
     out = torch.empty(B, Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
     cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, None)
-    return _launch((qkv, cos_sin, q_norm, k_norm), cache, out, max_splits, scale, eps, workspace, split, pdl, config)
+    inputs = (qkv, cos_sin, q_norm, k_norm)
+    return _launch(inputs, cache, out, max_splits, scale, eps, workspace, split, max_seq_len, pdl, config)
 
 
 def _launch(
@@ -393,6 +387,7 @@ def _launch(
     eps: float,
     workspace: Workspace,
     split: int,
+    max_seq_len: int | None,
     pdl: bool,
     config: DecodeConfig | None,
 ) -> Tensor:
@@ -423,8 +418,9 @@ def _launch(
             BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
             maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
         )  # fmt: skip
-    # Always: it also fills the rows of empty sequences, and only the device knows whether there is more to do.
-    combine(split_starts, query_starts, out, sums, peaks, pdl)
+    if max_seq_len is None or max_seq_len > split:
+        # It also fills the rows of empty sequences, and only the device knows whether there is more to do.
+        combine(split_starts, query_starts, out, sums, peaks, pdl)
     return out
 
 

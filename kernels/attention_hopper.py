@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from minirt.kernels.attention_chunk import parts_of
 from minirt.kernels.common import processors
 from minirt.kernels.hopper import CHANNELS, clear_behind, described, fetch
 
@@ -31,7 +32,10 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
-def _tile(turn, batch, tiles, SHORTEST: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr):
+def _tile(
+    turn, batch, tiles, SHORTEST: gl.constexpr, CHUNKS: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_B: gl.constexpr,
+):  # fmt: skip
     """A program's tile: its sequence, KV head, tokens there are and tokens seen (0: no work), first row of q, queries, and tokens
     before them.
 
@@ -52,6 +56,9 @@ def _tile(turn, batch, tiles, SHORTEST: gl.constexpr, NKV: gl.constexpr, GROUP: 
     queries = gl.minimum(length - first, QUERIES)
     before = limit - length + first
     works = (index < tiles) & (queries > 0) & (length >= SHORTEST)
+    if CHUNKS:
+        parts, _ = parts_of(length, limit)
+        works = works & (parts == 0)
     return b, index % NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
 
 
@@ -72,13 +79,13 @@ def _fetch_block(pages, rows, column, ring, step):
 @gluon.jit
 def _fetch_blocks(
     k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST: gl.constexpr,
-    NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """K and V of all tiles, a block after the other. Behind a sequence's end, its last page comes again."""
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        b, kv_head, limit, seen, _, _, _ = _tile(turn, batch, tiles, SHORTEST, NKV, GROUP, BLOCK_B)
+        b, kv_head, limit, seen, _, _, _ = _tile(turn, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP, BLOCK_B)
         table_ptr = tables_ptr + b.to(gl.int64) * table_width
         column = kv_head * k[0].shape[2]
         for first in range(0, seen, BLOCK_N):
@@ -139,8 +146,8 @@ def _next_block(
 
 @gluon.jit
 def _attend_tiles(
-    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, NKV: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
+    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, CHUNKS: gl.constexpr,
+    NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """A team's rows of all tiles: row r of a tile is head r % GROUP of query r // GROUP."""
     D: gl.constexpr = q_tiles.shape[2]
@@ -155,7 +162,7 @@ def _attend_tiles(
     if TEAM == TEAMS - 1:
         mbarrier.arrive(turns.index(0))
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        _, kv_head, limit, seen, start, queries, before = _tile(turn, batch, tiles, SHORTEST, NKV, GROUP, BLOCK_B)
+        _, kv_head, limit, seen, start, queries, before = _tile(turn, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP, BLOCK_B)
         if seen > 0:
             # Rows past the end repeat the last query instead of being masked; they are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
@@ -221,6 +228,7 @@ def _ring(dtype: gl.constexpr, D: gl.constexpr):
 def _hopper_prefill_kernel(
     q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, out_ptr, B, table_width, tiles, scale, NQ: gl.constexpr,
     NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_B: gl.constexpr, SHORTEST: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of TEAMS · 64 rows: some queries of one sequence, with the heads of one KV head. k_pages, v_pages: descriptors of
     [P · page_size, NKV · D]."""
@@ -242,12 +250,12 @@ def _hopper_prefill_kernel(
     batch = (starts_ptr, lens_ptr, B)
     gl.warp_specialize(
         [
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, NKV, GROUP, BLOCK_B,
-             0)),
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, NKV, GROUP, BLOCK_B,
-             1)),
-            (_fetch_blocks, (k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST, NKV, GROUP, BLOCK_B,
-             PAGE_SIZE)),
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, CHUNKS, NKV, GROUP,
+             BLOCK_B, 0)),
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, CHUNKS, NKV, GROUP,
+             BLOCK_B, 1)),
+            (_fetch_blocks, (k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP,
+             BLOCK_B, PAGE_SIZE)),
         ],
         [4, 1],
         [232, 40],
@@ -262,7 +270,7 @@ def suits(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> bool:
 
 def prefill(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float,
-    out: Tensor, shortest: int = 1,
+    out: Tensor, shortest: int = 1, chunks: bool = False,
 ) -> Tensor:  # fmt: skip
     """`paged_attention_prefill` of checked arguments that TMA can move, with any number of tokens and sequences but none."""
     (T, Nq, D), (page_size, Nkv), B = q.shape, k_pages.shape[1:3], seq_lens.shape[0]
@@ -270,6 +278,7 @@ def prefill(
     k, v = (described(x.view(-1, Nkv * D), min(page_size, BLOCK_N.value), CHANNELS.value) for x in (k_pages, v_pages))
     _hopper_prefill_kernel[(min(tiles, processors(q.device)),)](
         q, k, v, block_tables, query_starts, seq_lens, out, B, block_tables.shape[1], tiles, scale * math.log2(math.e),
-        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=max(256, 1 << (B - 1).bit_length()), SHORTEST=shortest, num_warps=4,
+        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=max(256, 1 << (B - 1).bit_length()), SHORTEST=shortest,
+        CHUNKS=chunks, num_warps=4,
     )  # fmt: skip
     return out

@@ -17,14 +17,17 @@ from minirt.graph import Model
 from minirt.kv_cache import KVCache
 from minirt.staging import Staging
 
+SHORT_SEQS = 33  # of decode steps that have a graph for short sequences, too
 MAX_PROMPT_TOKENS = 2048  # of a step with prompts that is captured; more take the GPU longer than the host, also in fp8
 
 
 class Bucket(NamedTuple):
-    """What a graph is captured for: `tokens` is 0 for decode steps, whose sequences have one each."""
+    """What a graph is captured for: `tokens` is 0 for decode steps, whose sequences have one each. `short`: no sequence is longer
+    than a KV split, new tokens included, so that attention has no splits to combine."""
 
     seqs: int
     tokens: int = 0
+    short: bool = False
 
 
 def batch_bucket(count: int) -> int:
@@ -38,6 +41,17 @@ def batch_bucket(count: int) -> int:
 def token_bucket(count: int) -> int:
     """The captured number of tokens for `count`: 16, 32, 64, then multiples of 128, as the linear layers pad them."""
     return max(16, 1 << (count - 1).bit_length()) if count <= 128 else -(-count // 128) * 128
+
+
+def _gains(bucket: Bucket) -> bool:
+    """Whether there is a graph for `short` sequences, too: for decode steps of many, which a kernel less makes about 1% faster,
+    and for a prompt alone that attention would otherwise take for the end of a longer one."""
+    return bucket.seqs >= SHORT_SEQS if not bucket.tokens else bucket.seqs == 1 and bucket.tokens <= KV_SPLIT
+
+
+def _for_lengths(bucket: Bucket, chunks: Sequence[Chunk]) -> Bucket:
+    """The bucket for sequences as long as these."""
+    return bucket._replace(short=_gains(bucket) and all(c.start + len(c.tokens) <= KV_SPLIT for c in chunks))
 
 
 def max_splits(count: int, max_seq_len: int, cache: KVCache) -> int:
@@ -78,16 +92,17 @@ class StepGraphs:
         decode = {Bucket(batch_bucket(n + 1)) for n in range(self._previous.shape[0])}
         tokens = {token_bucket(n + 1) for n in range(self._most_tokens)}
         prompts = {Bucket(seqs, n) for seqs in (1, self._most_seqs) for n in tokens}
-        return sorted(decode | prompts, key=lambda b: (b.tokens, b.seqs), reverse=True)
+        short = {bucket._replace(short=True) for bucket in decode | prompts if _gains(bucket)}
+        return sorted(decode | prompts | short, key=lambda b: (b.tokens, b.seqs, b.short), reverse=True)
 
     def bucket(self, chunks: Sequence[Chunk]) -> Bucket | None:
         """The bucket for a step; None where there is no graph for its like."""
         if all(len(c.tokens) == 1 and c.wants_logits for c in chunks):
-            return Bucket(batch_bucket(len(chunks)))
+            return _for_lengths(Bucket(batch_bucket(len(chunks))), chunks)
         tokens = sum(len(c.tokens) for c in chunks)
         if tokens > self._most_tokens or any(c.all_logits for c in chunks):
             return None
-        return Bucket(1 if len(chunks) == 1 else self._most_seqs, token_bucket(tokens))
+        return _for_lengths(Bucket(1 if len(chunks) == 1 else self._most_seqs, token_bucket(tokens)), chunks)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
@@ -131,9 +146,10 @@ class StepGraphs:
 
     def _batch(self, bucket: Bucket) -> Batch:
         """The static batch over the device buffer."""
-        splits = max_splits(bucket.seqs, self._max_seq_len, self._cache)
+        longest = min(KV_SPLIT, self._max_seq_len) if bucket.short else self._max_seq_len
+        splits = max_splits(bucket.seqs, longest, self._cache)
         return Batch.static(
-            self._staging.device, self._layout(bucket), self._max_seq_len, splits, decode=not bucket.tokens,
+            self._staging.device, self._layout(bucket), longest, splits, decode=not bucket.tokens,
             previous=self._previous, logits=self._logits[: bucket.seqs],
         )  # fmt: skip
 
@@ -141,7 +157,7 @@ class StepGraphs:
     def replay_times(self, chunks: Sequence[Chunk], repeats: int) -> list[float]:
         """Seconds of each of `repeats` replays for these decode chunks, by CUDA events, after as many that are not counted."""
         self.run(chunks)
-        graph = self.capture(Bucket(batch_bucket(len(chunks)))).graph
+        graph = self.capture(_for_lengths(Bucket(batch_bucket(len(chunks))), chunks)).graph
         for _ in range(repeats):
             graph.replay()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

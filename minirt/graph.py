@@ -120,11 +120,12 @@ class Model:
             layer.shared = shared
 
     def reserve_splits(self, max_splits: int) -> None:
-        """Make room for the partial results of decode steps with up to this many KV splits; before graphs are captured."""
+        """Make room for the partial results of steps with up to this many KV splits; before graphs are captured."""
         for layer, row in zip(self.layers, self.plan.rows, strict=True):
             if isinstance(layer, Attention) and row.implementation == "triton":
-                from minirt.kernels.attention_decode import workspace_floats
+                from minirt.kernels.attention_chunk import workspace_floats
 
+                # More than decode steps take.
                 need = workspace_floats(max_splits, layer.config.num_heads, layer.config.head_dim)
                 layer.shared.workspace.reserve(need)
 

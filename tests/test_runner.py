@@ -8,8 +8,8 @@ import torch
 from test_engine import Mock
 
 from minirt import models
-from minirt.batch import Batch, Chunk
-from minirt.cuda_graphs import MAX_PROMPT_TOKENS, Bucket, StepGraphs, batch_bucket, token_bucket
+from minirt.batch import KV_SPLIT, Batch, Chunk
+from minirt.cuda_graphs import MAX_PROMPT_TOKENS, SHORT_SEQS, Bucket, StepGraphs, batch_bucket, token_bucket
 from minirt.graph import Model
 from minirt.kv_cache import KVCache
 from minirt.layers import base
@@ -114,6 +114,10 @@ def test_every_step_finds_its_graph(seqs, budget):
         bucket = graphs.bucket([Chunk([1], 5, [0])] * count)
         assert bucket in known
         assert (bucket.tokens, bucket.seqs >= count) == (0, True)
+        assert bucket.short == (bucket.seqs >= SHORT_SEQS)
+        long = graphs.bucket([Chunk([1], 5, [0])] * (count - 1) + [Chunk([1], KV_SPLIT, [0])])
+        assert long in known
+        assert long == bucket._replace(short=False)
     for tokens in (2, 16, 17, 100, 128, 129, 511, 512, 513, 2047, 2048):
         alone = graphs.bucket([Chunk([1] * tokens, 0, [0])])
         if tokens > min(budget, MAX_PROMPT_TOKENS):
@@ -125,8 +129,9 @@ def test_every_step_finds_its_graph(seqs, budget):
             assert bucket in known
             assert bucket.tokens >= tokens
         assert together.seqs > others
-        assert alone == Bucket(1, token_bucket(tokens))
+        assert alone == Bucket(1, token_bucket(tokens), short=tokens <= KV_SPLIT)
+        assert graphs.bucket([Chunk([1] * tokens, KV_SPLIT, range(99))]) == Bucket(1, token_bucket(tokens))
     assert graphs.bucket([Chunk([1] * (MAX_PROMPT_TOKENS + 1), 0, [0])]) is None
     assert graphs.bucket([Chunk([1, 2], 0, [0], all_logits=True)]) is None
     middle = graphs.bucket([Chunk([1], 0, [0], wants_logits=False)])
-    assert middle == Bucket(1, 16), "a chunk of one token that ends nothing is no decode row"
+    assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"

@@ -124,7 +124,7 @@ def triton(layer: Attention) -> Forward:
             a = rope_paged_attention_decode(
                 qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device,
                 batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, k_scales=kv.k_scale, v_scales=kv.v_scale,
-                split=KV_SPLIT, pdl=pdl, check=False,
+                split=KV_SPLIT, max_seq_len=batch.max_seq_len, pdl=pdl, check=False,
             )  # fmt: skip
         else:
             q = qk_norm_rope_kv_write(
@@ -141,7 +141,8 @@ def triton(layer: Attention) -> Forward:
                 )  # fmt: skip
             paged_attention_prefill(
                 q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device, layer.scale, a,
-                k_scales=kv.k_scale, v_scales=kv.v_scale, shortest=shortest, check=False,
+                k_scales=kv.k_scale, v_scales=kv.v_scale, shortest=shortest, workspace=workspace, max_splits=batch.max_splits,
+                check=False,
             )  # fmt: skip
         return linear_residual(
             a.view(-1, nq * d), o.weight, x, o.bias, scale=o.scale, workspace=workspace, pdl=pdl, check=False

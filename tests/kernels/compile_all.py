@@ -138,10 +138,12 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
                 heads, where = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
                 rest = (cos_sin, where, where, pages, pages, Nq, Nkv, empty(D), empty(D))
                 kv_write.qk_norm_rope_kv_write(heads, *rest, pdl=pdl, **scales)
-            attention.paged_attention_prefill(
-                empty(100, Nq, D), pages, pages, tables, ints(3), lens, D**-0.5, shortest=2, **scales
-            )
-            attention.paged_attention_prefill(empty(8192, Nq, D), pages, pages, tables, ints(3), lens, D**-0.5, **scales)
+            parts = {"workspace": workspace, "max_splits": 2} | scales
+            for T, shortest, rest in ((100, 2, parts), (8192, 1, parts), (8192, 1, scales)):
+                q = empty(T, Nq, D)
+                attention.paged_attention_prefill(
+                    q, pages, pages, tables, ints(3), lens, D**-0.5, shortest=shortest, **rest
+                )
             for B in (1, 2):
                 rest = (pages, pages, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
                 heads = empty(B, (Nq + 2 * Nkv) * D)

@@ -135,6 +135,21 @@ def check_fp8(case, dtype, make, cache8, nan, agrees, device):
         agrees(out[i], expected[0], decode64(q[i], kv.keys[i], kv.values[i], scale))
 
 
+def test_short_sequences_are_not_combined(dtype, make, cache, nan, device):
+    """The same bits, where the bound says that each has one split; rows of padding stay as they are."""
+    lens, Nq, Nkv, D = [1, 0, 64, 65, 63], 7, 1, 64
+    pages, qkv = cache(lens, Nkv, D, 16, dtype), make(len(lens), (Nq + 2 * Nkv) * D, dtype=dtype)
+    starts, most, workspace = plan(lens, 128, Nq, D, device, spare=5)
+    rest = (qkv, make(128, D), pages.k, pages.v, pages.tables, pages.lens, starts, most, 0.1, workspace, Nq)
+    combined, short = (
+        kernel.rope_paged_attention_decode(*rest, out=nan(len(lens), Nq, D, dtype=dtype), split=128, max_seq_len=longest)
+        for longest in (129, 128)
+    )
+    assert not combined[1].any()
+    assert short[1].isnan().all()
+    assert torch.equal(short[[0, 2, 3, 4]], combined[[0, 2, 3, 4]])
+
+
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_decode_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
     check_fp8(case, dtype, make, cache8, nan, agrees, device)
