@@ -110,6 +110,12 @@ def _places(tables: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tenso
     return _PLACES[id(lens)][:2]
 
 
+def _combined(original: Replacement, *args: Any, max_seq_len: int, split: int, **options: Any) -> Tensor:
+    if max_seq_len > split:
+        raise Untouched
+    return original(*args, split=split, **options)
+
+
 def _tensor_cores(
     original: Replacement, x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
     residual: Tensor | None, out: Tensor, activation: str | None = None, *, scale: Tensor | None = None, pdl: bool = False,
@@ -152,6 +158,9 @@ TRICKS = {
     "activation": Trick("SwiGLU in the product's epilogue", f"{_KERNELS}.linear", "norm_gate_up", _activation_apart),
     "rope": Trick(
         "rotation and KV write inside attention", f"{_KERNELS}.attention_decode", "rope_paged_attention_decode", _rope_apart
+    ),
+    "combine": Trick(
+        "nothing combined where no sequence is split", f"{_KERNELS}.attention_decode", "rope_paged_attention_decode", _combined
     ),
     "fma": Trick("products of one token by FMA, not tensor cores", f"{_KERNELS}.linear", "gemv", _tensor_cores),
     "split_k": Trick("K split where there are few tiles", f"{_KERNELS}.linear", "gemm_small", _k_whole),

@@ -166,7 +166,7 @@ def attend_chunks(
     """Write `out` [T, Nq, D] of the sequences of `parts_of`. Arguments as `paged_attention_prefill` has checked them, but `scale`
     is for powers of two."""
     (T, Nq, D), (page_size, Nkv), B = q.shape, k_pages.shape[1:3], seq_lens.shape[0]
-    block_m, block_n = (128, 64) if q.element_size() == 2 else (32, 32)
+    block_m, block_n, warps = (64, 64, 4) if q.element_size() == 2 else (32, 32, 8)
     rows, programs = ROWS * max_splits * Nq, processors(q.device)
     sums = workspace.sums(workspace_floats(max_splits, Nq, D))
     peaks = sums[rows * D :]
@@ -174,7 +174,7 @@ def attend_chunks(
     _chunk_kernel[(Nkv * max(1, 2 * programs // Nkv),)](
         q, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, query_starts, seq_lens, sums, peaks,
         B, block_tables.shape[1], scale, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=block_b, BLOCK_M=block_m,
-        BLOCK_N=block_n, num_warps=8, num_stages=2,
+        BLOCK_N=block_n, num_warps=warps, num_stages=2,
     )  # fmt: skip
     _combine_chunks_kernel[(min(T * Nq, _COMBINING * programs),)](
         query_starts, seq_lens, out, sums, peaks, B, NQ=Nq, D=D, BLOCK_B=block_b, BLOCK_S=_COMBINED, num_warps=1

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 TOKENS = [(7 * i * i + 3) % 211 for i in range(90)]
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-ONE = {"norm", "residual", "activation", "rope", "fma"}
+ONE = {"combine", "norm", "residual", "activation", "rope", "fma"}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def steps(folder, batch, **options):
     ("batch", "options", "expected"),
     [
         (1, {}, ONE), (1, {"quantization": "fp8", "kv_cache_dtype": "fp8"}, ONE),
-        (2, {}, {"residual", "activation", "rope", "split_k"}),
-        (2, {"quantization": "fp8"}, {"quantize", "residual", "activation", "rope", "split_k"}),
+        (2, {}, {"residual", "activation", "rope", "combine", "split_k"}),
+        (2, {"quantization": "fp8"}, {"quantize", "residual", "activation", "rope", "combine", "split_k"}),
     ],
 )  # fmt: skip
 def test_variants_agree_and_are_used(folder, batch, options, expected):

@@ -140,7 +140,7 @@ def test_short_sequences_are_not_combined(dtype, make, cache, nan, device):
     lens, Nq, Nkv, D = [1, 0, 64, 65, 63], 7, 1, 64
     pages, qkv = cache(lens, Nkv, D, 16, dtype), make(len(lens), (Nq + 2 * Nkv) * D, dtype=dtype)
     starts, most, workspace = plan(lens, 128, Nq, D, device, spare=5)
-    rest = (qkv, make(128, D), pages.k, pages.v, pages.tables, pages.lens, starts, most, 0.1, workspace, Nq)
+    rest = (qkv, make(128, D, dtype=torch.float32), pages.k, pages.v, pages.tables, pages.lens, starts, most, 0.1, workspace, Nq)
     combined, short = (
         kernel.rope_paged_attention_decode(*rest, out=nan(len(lens), Nq, D, dtype=dtype), split=128, max_seq_len=longest)
         for longest in (129, 128)
