@@ -15,6 +15,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels import attention_chunk as chunk
 from minirt.kernels import attention_hopper as hopper
+from minirt.kernels import kv_widen
 from minirt.kernels.attention_steps import LOG2_E, attend, blank, page_slots, prepare, whole
 from minirt.kernels.common import Workspace, capability, check_activations, check_tensor
 from minirt.kernels.kv_write import as_integers, check_pages
@@ -169,7 +170,8 @@ def paged_attention_prefill(
     [P, page_size, Nkv] fp32 the pages are float8_e4m3fn, with a scale for each token and head. scale must be positive.
     Sequences of less than `shortest` new tokens are left to another kernel. With a workspace, few new tokens on a long context
     are computed in parts (`attention_chunk`); `max_splits` bounds how many times 256 cached tokens there are, with begun ones.
-    With `config` it is this file's kernel that runs on the others.
+    With max_splits, prompts on fp8 pages are computed on a 16-bit copy where that pays (Hopper). With `config` it is this file's
+    kernel that runs on the others.
     """
     B = seq_lens.shape[0]
     if check:
@@ -192,7 +194,13 @@ def paged_attention_prefill(
     if workspace is not None and chunks:
         cache = (k_pages, v_pages, k_scales, v_scales, block_tables, query_starts, seq_lens)
         chunk.attend_chunks(q, *cache, max_splits, scale * LOG2_E, out, workspace)
-    if config is None and cc == 90 and hopper.suits(q, k_pages, v_pages, out):
+    if config is None and cc == 90 and hopper.suits(q, out):
+        few = 0 < max_splits <= kv_widen.MOST_SPLITS
+        if k_scales is not None and v_scales is not None and few:
+            cache = (k_pages, v_pages, k_scales, v_scales, block_tables, query_starts, seq_lens)
+            k_pages, v_pages, block_tables = kv_widen.widen(*cache, max_splits, q.dtype, shortest, chunks)
+            k_scales, v_scales = None, None
+    if config is None and cc == 90 and hopper.suits(q, out, k_pages, v_pages):
         return hopper.prefill(q, k_pages, v_pages, block_tables, query_starts, seq_lens, scale, out, shortest, chunks)
     config = config or choose_config(q.element_size(), D, k_scales is not None, cc)
     blocks = q.shape[0] // (config.block_m // (Nq // Nkv)) + B

@@ -262,10 +262,11 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
 
 
-def suits(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> bool:
+def suits(q: Tensor, out: Tensor, *pages: Tensor) -> bool:
     """Whether TMA can move the pages, of 16 bits and aligned to 16 bytes, and there are tokens enough."""
-    aligned = all(t.data_ptr() % 16 == 0 for t in (q, k_pages, v_pages, out))
-    return aligned and q.element_size() == 2 and k_pages.dtype == q.dtype and q.shape[0] >= LEAST_TOKENS[q.shape[2]]
+    aligned = all(t.data_ptr() % 16 == 0 for t in (q, out, *pages))
+    narrow = q.element_size() == 2 and all(t.dtype == q.dtype for t in pages)
+    return aligned and narrow and q.shape[0] >= LEAST_TOKENS[q.shape[2]]
 
 
 def prefill(

@@ -8,8 +8,9 @@ import torch
 
 from minirt.errors import InputError
 from minirt.kernels import attention as kernel
+from minirt.kernels import attention_chunk, reference
 from minirt.kernels import attention_hopper as hopper
-from minirt.kernels import reference
+from minirt.kernels.common import Workspace
 
 QWEN = {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64}
 LLAMA = {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16}
@@ -40,7 +41,7 @@ def check(case, dtype, make, cache, nan, agrees, device, prefill=kernel.paged_at
             agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
 
 
-def check_fp8(case, dtype, make, cache8, nan, agrees, device):
+def check_fp8(case, dtype, make, cache8, nan, agrees, device, **options):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
     lens = case["lens"]
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
@@ -51,7 +52,7 @@ def check_fp8(case, dtype, make, cache8, nan, agrees, device):
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
     rest = {"block_tables": kv.tables, "query_starts": on_device, "seq_lens": kv.lens, "scale": scale}
-    out = kernel.paged_attention_prefill(q, out=nan(*q.shape, dtype=dtype), **rest, **kv.pages)
+    out = kernel.paged_attention_prefill(q, out=nan(*q.shape, dtype=dtype), **rest, **kv.pages, **options)
     k_clean, v_clean, *scales = kv.clean
     expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales)
     for start, n, k, v in zip(starts, lens, kv.keys, kv.values, strict=False):
@@ -169,6 +170,16 @@ def test_large(heads, lens, contexts, half_dtype, make, cache, nan, agrees, devi
 def test_large_on_fp8_pages(heads, half_dtype, make, cache8, nan, agrees, device):
     case = {**heads, "lens": (700, 1, 100, 33, 9), "contexts": (0, 3000, 1500, 8, 6000)}
     check_fp8(case, half_dtype, make, cache8, nan, agrees, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [QWEN, LLAMA, {"Nq": 3, "Nkv": 3, "D": 64, "page_size": 512}], ids=["qwen", "llama", "odd"])
+def test_long_prompts_on_widened_fp8_pages(heads, half_dtype, make, cache8, nan, agrees, device):
+    """Beside sequences in parts, which are read as they are."""
+    lens, contexts = (700, 9, 0, 100, 1500, 5), (0, 700, 9, 1500, 801, 6000)
+    workspace = Workspace(device, num_floats=attention_chunk.workspace_floats(64, heads["Nq"], heads["D"]))
+    case = {**heads, "lens": lens, "contexts": contexts}
+    check_fp8(case, half_dtype, make, cache8, nan, agrees, device, workspace=workspace, max_splits=64)
 
 
 HOPPER_CASES = [  # a tile of 128 rows has 128 queries, or 18, or 8; a block of K and V one page, or many, or part of one
