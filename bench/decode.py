@@ -1,4 +1,4 @@
-"""`minirt bench decode`: the time of one decode step, and what part of the memory's speed that is.
+"""`minirt bench decode`: the time of one decode step, beside the least that memory and arithmetic allow.
 
 A step's time is the difference of two runs that differ by nothing but 128 steps, both through `Generator.generate` with
 every token reaching Python; the prompts' own time cancels.
@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minirt.bench.ceiling import Ceiling
+from minirt.bench.ceiling import Ceiling, MatmulCeiling
+from minirt.bench.flops import linear_flops
 from minirt.bench.measure import Clock, check_room, random_prompts, summarize, timed_run
 from minirt.errors import InputError, MinirtError, UnsupportedError
 from minirt.generator import Generator
@@ -92,12 +93,14 @@ def run(
     sampling: dict[str, Any],
     seed: int,
     ceiling: Ceiling,
+    products: MatmulCeiling,
     datasheet: float | None,
     progress: Callable[[str], None],
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """A result for each context length and batch size. Bytes are those that must be read: weights once, and the KV of each
-    sequence; times in seconds, rates in bytes or tokens a second."""
+    sequence; times in seconds, rates in bytes or tokens a second. The limit is the time to read the weights at `ceiling` or to
+    multiply all tokens by them at the rate of `products`, whichever is longer, and then to read the KV."""
     results = []
     for context_len in context_lens:
         for batch_size in batch_sizes:
@@ -107,6 +110,9 @@ def run(
             seen = context_len + first + (STEPS - 1) / 2  # positions that a step attends to, on average
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
             speed = (generator.decode_read_bytes + kv) / statistics.median(steps)
+            flops = linear_flops(generator.config, batch_size, batch_size)
+            weights = max(generator.decode_read_bytes / ceiling.bytes_per_s, flops / products.flops_per_s)
+            limit = weights + kv / ceiling.bytes_per_s
             results.append(
                 {
                     "test": f"tg{STEPS} b{batch_size} @ d{context_len}",
@@ -121,6 +127,9 @@ def run(
                     "read_bytes_per_s": speed,
                     "share_of_read_ceiling": speed / ceiling.bytes_per_s,
                     "share_of_datasheet": speed / datasheet if datasheet else None,
+                    "flops": flops,
+                    "limit_s": limit,
+                    "share_of_limit": limit / statistics.median(steps),
                     "time_to_first_token_s": statistics.median(first_tokens),
                     "peak_memory_bytes": peak_memory(),
                 }

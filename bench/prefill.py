@@ -11,25 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 from minirt.bench.ceiling import MatmulCeiling
+from minirt.bench.flops import prompt_flops
 from minirt.bench.measure import Clock, check_room, percentile, random_prompts, summarize, timed_run
-from minirt.config import ModelConfig
 from minirt.errors import InputError
 from minirt.generator import Generator
 from minirt.sampling import SamplingParams
 from minirt.usage import peak_memory
 
 LONG_PROMPTS = 8  # that arrive beside the decoding requests, one after the other
-
-
-def prompt_flops(config: ModelConfig, tokens: int) -> int:
-    """Floating-point operations that a prompt needs: all linear layers for each token, attention on the tokens before it,
-    the LM head for the last."""
-    heads = config.num_heads + 2 * config.num_kv_heads
-    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    seen = tokens * (tokens + 1) // 2
-    scores = 4 * config.num_heads * config.head_dim * seen
-    return config.num_layers * (2 * tokens * (attention + mlp) + scores) + 2 * config.vocab_size * config.hidden_size
 
 
 def check(generator: Generator, input_lens: Sequence[int], beside: int) -> None:

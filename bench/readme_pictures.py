@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def speed(records: Records, target: Path, note: str) -> None:
-    """Decode steps and times to the first token of Qwen2.5-7B, beside vLLM's and the ceiling's."""
+    """Decode steps and times to the first token of Qwen2.5-7B, beside vLLM's and the limits'."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 6.0), layout="constrained")
@@ -21,7 +21,7 @@ def speed(records: Records, target: Path, note: str) -> None:
         steps = {(row["batch_size"], row["context_len"]): row for row in found}
         labels = [f"batch {batch}" + (f"\ncontext {context}" if context != 128 else "") for batch, context in VLLM_STEPS]
         own = [steps[key]["step_s"]["median"] * 1e3 for key in VLLM_STEPS]
-        least = [t * steps[key]["share_of_read_ceiling"] for t, key in zip(own, VLLM_STEPS, strict=True)]
+        least = [t * steps[key]["share_of_limit"] for t, key in zip(own, VLLM_STEPS, strict=True)]
         _bars(axes[0][column], labels, own, [peers[column] for peers in VLLM_STEPS.values()], least)
         axes[0][column].set_title(f"{kind}: a decode step, ms", fontsize=9)
         prompts = {row["input_len"]: row for row in records[f"h200-prefill-{kind}"]["results"]}

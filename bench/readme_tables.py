@@ -84,17 +84,18 @@ def about(records: Records) -> str:
     }
     return (
         f"{where[0].upper()}{where[1:]}; {first['model']} shapes, random weights, greedy, through `Generator` with every token "
-        f"in Python's hands. The read ceiling, {rates(reads, '.2f', 'TB/s')}, is a kernel that only reads, in the same run; of "
-        f"the prompts' rows the ceiling is PyTorch's matrix product, {rates(products['bf16'], ',.0f', 'TFLOP/s')} in bf16 and "
-        f"{rates(products['fp8'], ',.0f', 'TFLOP/s')} in fp8."
+        f"in Python's hands. A step's limit is the time in which a kernel that only reads would read the weights, "
+        f"{rates(reads, '.2f', 'TB/s')} in the same run, or PyTorch's large matrix product would multiply by them, "
+        f"{rates(products['bf16'], ',.0f', 'TFLOP/s')} in bf16 and {rates(products['fp8'], ',.0f', 'TFLOP/s')} in fp8, "
+        f"whichever is longer, and then read the KV cache; a prompt's is that of its products alone."
     )
 
 
 def decode(records: Records) -> str:
-    """Milliseconds of a decode step, and the share of the read ceiling."""
+    """Milliseconds of a decode step, and the limit's share of it."""
     return _beside_vllm(
         "ms a step", _steps(records), VLLM_STEPS, lambda key: f"batch {key[0]}, context {key[1]}", "step_s",
-        "share_of_read_ceiling",
+        "share_of_limit",
     )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def _beside_vllm(
             own += [milliseconds(row[time]["median"] * 1e3), f"{row[share]:.0%}"] if row else [NONE, NONE]
             own += [milliseconds(peer)]
         rows.append(own)
-    return table([title, *(text for form in FORMATS for text in (title_of(form), "of the ceiling", "vLLM 0.24"))], rows)
+    return table([title, *(text for form in FORMATS for text in (title_of(form), "of the limit", "vLLM 0.24"))], rows)
 
 
 def losses(records: Records) -> str:
@@ -162,9 +163,9 @@ def others(records: Records) -> str:
         own = [f"{key[0]}, batch {key[1]}, context {key[2]}"]
         for form in FORMATS:
             row = found[form].get(key)
-            own += [milliseconds(row["step_s"]["median"] * 1e3), f"{row['share_of_read_ceiling']:.0%}"] if row else [NONE, NONE]
+            own += [milliseconds(row["step_s"]["median"] * 1e3), f"{row['share_of_limit']:.0%}"] if row else [NONE, NONE]
         rows.append(own)
-    return table(["ms a step", *(text for form in FORMATS for text in (title_of(form), "of the ceiling"))], rows)
+    return table(["ms a step", *(text for form in FORMATS for text in (title_of(form), "of the limit"))], rows)
 
 
 # --- around a step ---

@@ -77,9 +77,10 @@ def context(
     name: str,
     command: list[str],
     correctness: Row,
-    ceiling: Ceiling | MatmulCeiling | None,
+    ceiling: Ceiling | None,
+    products: MatmulCeiling | None = None,
 ) -> Row:
-    """What all results of one run of a model share: `machine`, model, check, ceiling. Bytes, seconds."""
+    """What all results of one run of a model share: `machine`, model, check, ceilings. Bytes, seconds."""
     own = {
         "model": name,
         "model_type": generator.config.model_type,
@@ -89,9 +90,9 @@ def context(
         "kv_bytes_per_token": generator.kv_bytes_per_token,
         "implementations": sorted({row.implementation for row in generator.plan.rows}),
         "correctness": correctness,
-        "matmul_ceiling": vars(ceiling) if isinstance(ceiling, MatmulCeiling) else None,
+        "matmul_ceiling": vars(products) if products else None,
     }
-    return machine(benchmark, generator.device, command, ceiling if isinstance(ceiling, Ceiling) else None) | own
+    return machine(benchmark, generator.device, command, ceiling) | own
 
 
 def machine(benchmark: str, device: torch.device, command: list[str], ceiling: Ceiling | None) -> Row:
@@ -204,6 +205,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("GB/s", lambda r: _number(r["read_bytes_per_s"], 1e-9, 1)),
         ("of ceiling", lambda r: _number(r["share_of_read_ceiling"], 100, 1, " %")),
         ("of datasheet", lambda r: _number(r["share_of_datasheet"], 100, 1, " %")),
+        ("of the limit", lambda r: _number(r["share_of_limit"], 100, 1, " %")),
         *_FIRST_AND_PEAK,
     ],
     "prefill": [

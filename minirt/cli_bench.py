@@ -25,6 +25,8 @@ from minirt.cli_output import emit, note
 from minirt.errors import InputError
 
 if TYPE_CHECKING:
+    import torch
+
     from minirt.bench.ceiling import Ceiling, MatmulCeiling
     from minirt.generator import Generator
 
@@ -70,11 +72,12 @@ bench.add_command(kernels)
 @_measure_options
 @click.pass_context
 def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[int, ...], **options: Any) -> None:
-    """Time a decode step for each batch size and context length, and say what part of the memory's speed it reaches.
+    """Time a decode step for each batch size and context length, beside the least that memory and arithmetic allow.
 
     A step is (t(129) - t(1)) / 128, where t(n) is the time in which all prompts get n tokens, every token reaching Python.
     (Prompts that do not fit one engine step start one after the other: then both n are larger by the steps that they
-    take.) "graph ms" is the bare replay of the step's CUDA graph; "GB/s" counts the weights and the KV cache once a step.
+    take.) "graph ms" is the bare replay of the step's CUDA graph; "GB/s" counts the weights and the KV cache once a step; the
+    limit is what reading them takes, or multiplying by the weights where that takes longer.
     """
     _require_seqs(batch_size, options["max_num_seqs"])
     from minirt.bench import decode as benchmark
@@ -82,18 +85,18 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
     from minirt.choose import pick_device
 
     device = pick_device(options["device"])
-    ceiling = read_ceiling(device)
+    ceiling, products = read_ceiling(device), _products(options, device)
 
     def check(generator: "Generator") -> None:
         benchmark.check(generator, batch_size, context_len)
 
     def measure(generator: "Generator") -> Rows:
         return benchmark.run(
-            generator, batch_size, context_len, **_common(options), ceiling=ceiling,
+            generator, batch_size, context_len, **_common(options), ceiling=ceiling, products=products,
             datasheet=datasheet_bandwidth(device), progress=(lambda text: None) if options["quiet"] else note,
         )
 
-    _run(ctx, options, batch_size, check, measure, ceiling)
+    _run(ctx, options, batch_size, check, measure, ceiling, products)
 
 
 @bench.command()
@@ -114,15 +117,10 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
     With --beside: what such prompts cost requests that are being answered, as the times between two of their tokens.
     --max-num-batched-tokens sets how large the chunks are.
     """
-    import torch
-
     from minirt.bench import prefill as benchmark
-    from minirt.bench.ceiling import matmul_ceiling
     from minirt.choose import pick_device
 
-    _, graph = plan_graph(options, model_name(options, True))
-    dtype = torch.float8_e4m3fn if options["fp8"] else getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
-    ceiling = matmul_ceiling(pick_device(options["device"]), dtype)
+    ceiling = _products(options, pick_device(options["device"]))
     progress = (lambda text: None) if options["quiet"] else note
 
     def lengths(generator: "Generator") -> Sequence[int]:
@@ -138,7 +136,7 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
         others = [benchmark.beside(generator, n, beside, sampling=sampling, seed=seed) for n in lengths(generator) if beside]
         return rows + others
 
-    _run(ctx, options, [1], check, measure, ceiling)
+    _run(ctx, options, [1], check, measure, products=ceiling)
 
 
 @bench.command()
@@ -194,7 +192,8 @@ def _run(
     batch_sizes: Sequence[int],
     check: "Callable[[Generator], None]",
     measure: "Callable[[Generator], Rows]",
-    ceiling: "Ceiling | MatmulCeiling | None" = None,
+    ceiling: "Ceiling | None" = None,
+    products: "MatmulCeiling | None" = None,
 ) -> None:
     """Load, refuse what cannot run, compare with the eager layers, measure, print."""
     from minirt.bench import check as checking
@@ -221,9 +220,21 @@ def _run(
         rows = measure(generator)
         command = ["minirt", *(ctx.find_root().obj or [])]
         shared = context(
-            str(ctx.info_name), generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling
-        )
+            str(ctx.info_name), generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling,
+            products=products,
+        )  # fmt: skip
     emit(Report(shared, rows).render(options["output_format"]), target, quiet)
+
+
+def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling":
+    """How fast the library multiplies in the format of the model's linears."""
+    import torch
+
+    from minirt.bench.ceiling import matmul_ceiling
+
+    _, graph = plan_graph(options, model_name(options, True))
+    dtype = torch.float8_e4m3fn if options["fp8"] else getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
+    return matmul_ceiling(device, dtype)
 
 
 def _nothing_to_check(options: dict[str, Any]) -> str | None:

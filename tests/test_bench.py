@@ -10,6 +10,7 @@ import math
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from minirt import SamplingParams, models
-from minirt.bench import ceiling, check, decode, latency, measure, prefill, report, throughput
+from minirt.bench import ceiling, check, decode, flops, latency, measure, prefill, report, throughput
 from minirt.completion import Completion
 from minirt.errors import ContextLengthError, InputError, MinirtError, NumericsError, UnsupportedError
 
@@ -33,7 +34,7 @@ class Machine:
     def __init__(self, budget=8192, slowness=(1.0,)):
         self.max_num_batched_tokens, self.max_num_seqs, self.max_len = budget, 64, 1 << 20
         self.kv_bytes_per_token, self.kv_cache_bytes, self.decode_read_bytes = 1000, 1 << 40, 5_000_000
-        self.config = SimpleNamespace(vocab_size=11)
+        self.config = replace(QWEN, vocab_size=11)
         self.now, self.slowness, self.calls, self.replays = 0.0, slowness, [], []
 
     def clock(self):
@@ -111,12 +112,13 @@ def test_the_warm_up_does_not_count_and_prompts_differ():
         assert all(p.ignore_eos and p.temperature == 0 for p in params)
 
 
-def result(machine, batch_sizes=(2,), context_lens=(100,), repeats=3, datasheet=4e9):
-    lines = []
+def result(machine, batch_sizes=(2,), context_lens=(100,), repeats=3, datasheet=4e9, rate=1e18):
+    lines, products = [], ceiling.MatmulCeiling(rate, "made up")
     rows = decode.run(
         machine, batch_sizes, context_lens, repeats=repeats, sampling={"temperature": 0.0}, seed=0,
-        ceiling=ceiling.Ceiling(2e9, "made up"), datasheet=datasheet, progress=lines.append, clock=machine.clock,
-    )
+        ceiling=ceiling.Ceiling(2e9, "made up"), products=products, datasheet=datasheet, progress=lines.append,
+        clock=machine.clock,
+    )  # fmt: skip
     assert len(lines) == len(rows)
     return rows
 
@@ -138,11 +140,21 @@ def test_figures_of_a_result():
     assert row["read_bytes_per_s"] == pytest.approx(speed, rel=1e-12)
     assert row["share_of_read_ceiling"] == pytest.approx(speed / 2e9, rel=1e-12)
     assert row["share_of_datasheet"] == pytest.approx(speed / 4e9, rel=1e-12)
+    assert row["share_of_limit"] == pytest.approx(row["share_of_read_ceiling"]), "arithmetic is fast here"
     assert row["graph_replay_s"] == 2.5
     assert machine.replays == [(2, round(100 + 64.5))]
     assert row["time_to_first_token_s"] == pytest.approx(short, rel=1e-12)
     assert row["test"] == "tg128 b2 @ d100"
     assert row["peak_memory_bytes"] > 0
+
+
+def test_a_limit_of_arithmetic():
+    machine = Machine()
+    machine.config = QWEN
+    (row,) = result(machine, batch_sizes=(3,), rate=1e9)
+    linears = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584) + 152064 * 3584
+    assert row["limit_s"] == pytest.approx(3 * 2 * linears / 1e9 + row["kv_bytes_read"] / 2e9, rel=1e-12)
+    assert row["share_of_limit"] == pytest.approx(row["limit_s"] / row["step_s"]["median"], rel=1e-12)
 
 
 def test_what_there_is_none_of_is_none():
@@ -247,8 +259,8 @@ def test_prefill():
 def test_prompt_flops():
     """Of Qwen2.5-7B, by hand: 6.53 G weights in linear layers, 545 M in the head, 28 heads of 128 in 28 layers."""
     linears = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584)
-    assert prefill.prompt_flops(QWEN, 1) == 2 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128
-    assert prefill.prompt_flops(QWEN, 3) == 6 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128 * 6
+    assert flops.prompt_flops(QWEN, 1) == 2 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128
+    assert flops.prompt_flops(QWEN, 3) == 6 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128 * 6
 
 
 @pytest.mark.parametrize(("budget", "largest"), [(8192, 8192), (108, 108)])

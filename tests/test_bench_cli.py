@@ -43,13 +43,14 @@ def test_decode_prints_a_table(run, folder):
     sizes = ("-b", "1,3", "-c", "16", "--repeats", 2)
     code, out, err = run("bench", "decode", "-m", folder, *CACHE, *sizes)
     assert code == 0
-    first, _, second, _, third, *_ = out.splitlines()
+    first, _, second, _, products, _, third, *_ = out.splitlines()
     assert first.startswith("**CPU figures, no GPU:** CPU ")
     for word in (f"torch {torch.__version__}", "triton", "minirt"):
         assert word in first
     assert second.startswith("Read ceiling, same run: ")
     assert "torch.sum" in second
     assert "datasheet" not in second
+    assert products.startswith("Matrix product, same run: ")
     assert third.startswith("Correctness: not checked: every layer runs its eager form")
     rows = table(out)
     assert [row["test"] for row in rows] == ["tg128 b1 @ d16", "tg128 b3 @ d16"]
@@ -63,6 +64,7 @@ def test_decode_prints_a_table(run, folder):
         assert float(spread.replace(",", "")) >= 0
         assert float(row["step ms"].split()[0]) >= float(row["min ms"]) > 0
         assert row["of ceiling"].endswith(" %")
+        assert row["of the limit"].endswith(" %")
     assert err.count(" ms a step") == 2
     assert run("bench", "decode", "-m", folder, *CACHE, "-q", "-c", 1, "--repeats", 1)[2] == ""
 
