@@ -1,7 +1,9 @@
 """`minirt tune`: launch configurations measured on this GPU, for the shapes of one model.
 
 Chosen on one run and confirmed on another, interleaved with the rule's own configuration: the best of many noisy timings
-flatters itself. Candidates are compiled in parallel; one that cannot be compiled or launched, or computes something else, is out.
+flatters itself. What is timed is a chain of launches with other weights each, as in a step: with dependent launch the next asks
+for its weights while the one before still runs, so what is fastest alone need not be so there. Candidates are compiled in
+parallel; one that cannot be compiled or launched, or computes something else, is out.
 """
 
 import statistics
@@ -21,8 +23,9 @@ from minirt.kernels.tuning import Case
 
 MARGIN = 0.98  # of the rule's time: what is not this much faster, twice, is not worth a configuration of its own
 REPEATS = 20
+CHAIN = 8  # launches that are timed together
 
-Clock = Callable[[Callable[[], None]], float]  # seconds of one launch
+Clock = Callable[[Callable[[], None]], float]  # seconds of a chain of launches
 
 
 @dataclass
@@ -41,7 +44,7 @@ def tune(case: Case, time: Clock | None = None) -> Outcome:
     """Try a case's candidates.
 
     Args:
-        time: how long a launch takes; None: `gpu_seconds`.
+        time: how long a chain of launches takes; None: `gpu_seconds`.
     Raises:
         NumericsError, and whatever else the rule's own configuration raises.
     """
@@ -84,12 +87,17 @@ def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[s
 
 
 def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) -> dict[Any, float]:
-    """The median of REPEATS launches of each, taking turns, in microseconds."""
+    """Microseconds of a launch of each, medians of REPEATS chains, which take turns."""
     times: dict[Any, list[float]] = {config: [] for config in configs}
     for _ in range(REPEATS):
         for config, own in times.items():
-            own.append(time(partial(launch, config)))
-    return {config: statistics.median(own) * 1e6 for config, own in times.items()}
+            own.append(time(partial(_chain, launch, config)))
+    return {config: statistics.median(own) / CHAIN * 1e6 for config, own in times.items()}
+
+
+def _chain(launch: Callable[[Any], None], config: Any) -> None:
+    for _ in range(CHAIN):
+        launch(config)
 
 
 def row(family: str, outcome: Outcome) -> Row:

@@ -106,21 +106,23 @@ def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable
     activation = "silu" if shape.gated else None
     h, x_scale = quantize(x) if shape.fp8 and T > 1 else (x, None)
     out, workspace = torch.empty(T, shape.N, device=device, dtype=shape.dtype), Workspace(device)
-    turn = itertools.count()
+    turn, pdl = itertools.count(), capability(device) >= 90
 
     def run(weight: Tensor, scale: Tensor | None, config: Any) -> None:
         if T == 1:
-            gemv.gemv(h, None, 0.0, weight, None, residual, out, activation, scale=scale, config=config)
+            gemv.gemv(h, None, 0.0, weight, None, residual, out, activation, scale=scale, pdl=pdl, config=config)
         elif isinstance(config, gemm_small.TokensConfig):
             gemm_small.gemm_small(
-                h, weight, None, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, config=config
-            )
+                h, weight, None, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl,
+                config=config,
+            )  # fmt: skip
         elif activation is not None:
-            gemm_gated(h, weight, activation, None, out, scale=scale, x_scale=x_scale, check=False, config=config)
+            gemm_gated(h, weight, activation, None, out, scale=scale, x_scale=x_scale, pdl=pdl, check=False, config=config)
         else:
             gemm(
-                h, weight, None, residual, out, scale=scale, x_scale=x_scale, workspace=workspace, check=False, config=config
-            )
+                h, weight, None, residual, out, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl, check=False,
+                config=config,
+            )  # fmt: skip
 
     expected = reference.linear(x, weights[0][0], None, weights[0][1])
     expected = expected if activation is None else reference.gated(expected, activation)
