@@ -73,7 +73,8 @@ def test_a_lucky_run_is_not_believed():
     luck = {}
 
     def noise(config, count):
-        return luck.setdefault((config, count > tune.REPEATS * tune.CHAIN + 1), draw.uniform(0.8, 1.2) if config.us != 10 else 1.0)
+        again = count > tune.REPEATS * tune.CHAIN + 1
+        return luck.setdefault((config, again), draw.uniform(0.8, 1.2) if config.us != 10 else 1.0)
 
     outcome = Bench(Config(10), [Config(10 + i / 1e6) for i in range(1, 31)], noise).tune()
     lucky = min(luck, key=luck.get)
