@@ -5,7 +5,7 @@ Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Da
 splits of all sequences form one list of work items, which a fixed number of programs takes turns at, so that neither the
 grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of a sequence in order.
 
-On Hopper the fused form on pages of 16 bits is computed by `attention_decode_hopper`.
+On Hopper the fused form is computed by `attention_decode_hopper`, or on pages of fp8 by `attention_decode_hopper_fp8`.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels import attention_decode_hopper as hopper
+from minirt.kernels import attention_decode_hopper_fp8 as hopper_fp8
 from minirt.kernels.attention import MAX_GROUP, check_inputs, check_scale
 from minirt.kernels.attention_combine import combine
 from minirt.kernels.attention_steps import LOG2_E, attend, blank, no_queries, prepare, split_channels, whole
@@ -391,7 +392,7 @@ def _launch(
     pdl: bool,
     config: DecodeConfig | None,
 ) -> Tensor:
-    k_pages, v_pages, *scales, block_tables, seq_lens, split_starts, query_starts = cache
+    k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, query_starts = cache
     B, (Nq, D), (page_size, Nkv) = seq_lens.shape[0], out.shape[1:], k_pages.shape[1:3]
     if B == 0:
         return out
@@ -399,20 +400,25 @@ def _launch(
     peaks = sums[max_splits * Nq * D :]
     block_b = 1 if B == 1 else _FEW if B <= _FEW else max(512, triton.next_power_of_2(B))  # few: each is compiled
     fused = inputs[1] is not None
-    if config is None and fused and capability(out.device) == 90 and hopper.suits(out, k_pages, v_pages, B, split):
-        hopper.decode(
-            inputs, k_pages, v_pages, block_tables, seq_lens, split_starts, out, sums, peaks, max_splits, scale, eps, split,
-            block_b, pdl,
-        )  # fmt: skip
+    on_hopper = config is None and fused and capability(out.device) == 90
+    batch = (block_tables, seq_lens, split_starts, out, sums, peaks, max_splits, scale, eps, split, block_b, pdl)
+    if on_hopper and hopper.suits(out, k_pages, v_pages, B, split):
+        hopper.decode(inputs, k_pages, v_pages, *batch)
+    elif (
+        on_hopper
+        and (k_scales is not None and v_scales is not None)
+        and hopper_fp8.suits(out, k_pages, v_pages, k_scales, v_scales, B, split)
+    ):
+        hopper_fp8.decode(inputs, k_pages, v_pages, k_scales, v_scales, *batch)
     else:
-        config = config or choose_config(out.element_size(), scales[0] is not None, split, B)
+        config = config or choose_config(out.element_size(), k_scales is not None, split, B)
         if config.block_n > split:
             what = f"at most the split, {split}"
             raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
         at_once = config.programs * processors(out.device)
         registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
         _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
-            *inputs, *as_integers(torch.int16, k_pages, v_pages), *scales, block_tables, seq_lens, split_starts,
+            *inputs, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, seq_lens, split_starts,
             query_starts, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
             NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
             BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,

@@ -3,7 +3,8 @@
 One warp fetches the pages of one work item after the other by TMA, so that memory never waits for arithmetic. Four warps
 compute an item at a time: all scores of a split, one softmax over them, all values. Products have the tokens, then the channels,
 on the M side of the tensor cores' MMA, and the query heads of a KV head, padded to 8 or 16, on its N side: scores
-[tokens, heads] = K · Qᵀ and sums [channels, heads] = Vᵀ · Pᵀ. Pages of 16 bits only.
+[tokens, heads] = K · Qᵀ and sums [channels, heads] = Vᵀ · Pᵀ. Pages of 16 bits only; what the form for fp8 needs too is in
+`attention_decode_items`.
 """
 
 import math
@@ -19,104 +20,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minirt.kernels.attention_decode_items import (
+    BLOCK_N,
+    BOX,
+    LONGEST,
+    MOST_SEQUENCES,
+    PROGRAMS,
+    REGISTERS,
+    count_blocks,
+    fetch_items,
+    find_candidates,
+    find_firsts,
+    find_place,
+    in_rows,
+    norm_halves,
+    turn,
+)
 from minirt.kernels.common import launch_options, processors
 from minirt.kernels.gemm_hopper import LEAST_TOKENS
-from minirt.kernels.hopper import CHANNELS, clear_behind, described, fetch
+from minirt.kernels.hopper import CHANNELS, clear_behind, described
 
-BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side; it has D // CHANNELS tiles
-STAGES = 6  # blocks of K or V that a program has room for
-PROGRAMS = 2  # that share a processor
-REGISTERS = 64  # of a thread of the warp that fetches; the others share what is left
-BOX = 16  # tokens that are fetched at once; 32 are up to 4% faster or slower, by how contexts end
-_LONGEST = 256  # tokens of a split, whose scores are all kept
-_MOST_SEQUENCES = 1024  # that two looks find
-
-
-@gluon.jit
-def _lanes():
-    """The numbers from 0 to 31, which every warp has."""
-    return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-
-
-@gluon.jit
-def _firsts(starts_ptr, B, STRIDE: gl.constexpr):
-    """First items of every so many-th sequence."""
-    index = _lanes() * STRIDE
-    return gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
-
-
-@gluon.jit
-def _candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr):
-    """32 sequences, one of which has the work item: the first of them, and their first items and lengths.
-
-    Asked for an item ahead, since a load that is waited for takes as long as the attention of a short sequence.
-    """
-    base = 0
-    if STRIDE > 1:  # else one look finds it, and waits for nothing
-        base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
-    index = base + _lanes()
-    starts = gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
-    return base, starts, gl.load(lens_ptr + index, mask=index < B, other=0)
-
-
-@gluon.jit
-def _look_up(item, candidates):
-    """Of a work item: its sequence, that one's length, and the number of the split in it; see `attention_decode._look_up`."""
-    base, starts, lens = candidates
-    index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last that starts at or before the item
-    found = _lanes() == index
-    length, first = gl.sum(gl.where(found, lens, 0), 0), gl.sum(gl.where(found, starts, 0), 0)
-    return (base + index).to(gl.int64), length, item - first
-
-
-@gluon.jit
-def _blocks(split, length, SPLIT: gl.constexpr):
-    """Blocks of a split's tokens that are in the pages: all but the sequence's last, which is new."""
-    tokens = gl.minimum(length - 1 - split * SPLIT, SPLIT)
-    return (tokens + BLOCK_N - 1) // BLOCK_N
-
-
-@gluon.jit
-def _fetch_items(
-    k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B,
-    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """The blocks of K, then those of V, of one item after the other. Behind a sequence's end its last rows come again.
-
-    Without a wait for the kernel before: it writes to no page, and the new token is not among what is fetched.
-    """
-    BOX: gl.constexpr = k_pages.block_type.shape[0]
-    TILES: gl.constexpr = D // CHANNELS
-    tiles, full, empty = ring
-    programs = gl.num_programs(0)
-    items = gl.load(starts_ptr + B)
-    firsts = _firsts(starts_ptr, B, STRIDE)
-    candidates = _candidates(gl.program_id(0) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
-    step = 0
-    for pair in range(gl.program_id(0), items * NKV, programs):
-        b, length, split = _look_up(pair // NKV, candidates)
-        blocks = _blocks(split, length, SPLIT)
-        column = pair % NKV * D
-        table_ptr = tables_ptr + b * table_width
-        rows = ()  # of the pages, all asked for side by side
-        for i in gl.static_range(0, SPLIT, BOX):
-            t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
-            rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
-        candidates = _candidates((pair + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
-        for IS_V in gl.static_range(2):
-            for i in gl.static_range(SPLIT // BLOCK_N):
-                if i < blocks:
-                    stage = step % STAGES
-                    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-                    bar = full.index(stage)
-                    mbarrier.expect(bar, BLOCK_N * D * 2)
-                    for c in gl.static_range(TILES):
-                        tile = tiles.index(stage * TILES + c)
-                        for j in gl.static_range(BLOCK_N // BOX):
-                            at = [rows[i * (BLOCK_N // BOX) + j], column + c * CHANNELS]
-                            fetch(v_pages if IS_V else k_pages, at, bar, tile.slice(j * BOX, BOX))
-                    step += 1
+STAGES = 6  # blocks of K or V that a program has room for; a block has D // CHANNELS tiles
 
 
 @gluon.jit
@@ -144,38 +68,6 @@ def _ask(
         gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptr + d),
         gl.load(v_ptr + HALF + d), v_sums, gl.load(angles_ptr), gl.load(angles_ptr + HALF), page,
     )  # fmt: skip
-
-
-@gluon.jit
-def _turned(x, y, norm, cos, sin, eps, D: gl.constexpr):
-    """Heads, given as the halves x and y of their channels, after RMSNorm (if `norm` has weights) and rotary embedding."""
-    dtype: gl.constexpr = x.dtype
-    x, y = x.to(gl.float32), y.to(gl.float32)
-    if len(norm) == 2:
-        scale = gl.rsqrt(gl.sum(x * x + y * y, len(x.shape) - 1) / D + eps)
-        if len(x.shape) == 2:
-            scale = scale[:, None]
-        x = (x * scale).to(dtype).to(gl.float32) * norm[0]
-        y = (y * scale).to(dtype).to(gl.float32) * norm[1]
-    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
-
-
-@gluon.jit
-def _rows(norm):
-    """A norm's halves, for heads in rows."""
-    if len(norm) == 0:
-        return ()
-    else:
-        return norm[0][None, :], norm[1][None, :]
-
-
-@gluon.jit
-def _norm(ptr, d, D: gl.constexpr):
-    """The weights of both halves of a head's channels; nothing without a norm."""
-    if ptr is None:
-        return ()
-    else:
-        return gl.load(ptr + d).to(gl.float32), gl.load(ptr + D // 2 + d).to(gl.float32)
 
 
 @gluon.jit
@@ -254,12 +146,12 @@ def _attend_items(
     n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
     row = gl.arange(0, N, gl.SliceLayout(1, HEADS))
     d = gl.arange(0, HALF, gl.SliceLayout(0, HEADS))
-    q_norm, k_norm = _norm(q_norm_ptr, d, D), _norm(k_norm_ptr, d, D)
+    q_norm, k_norm = norm_halves(q_norm_ptr, d, D), norm_halves(k_norm_ptr, d, D)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(starts_ptr + B)
-    firsts = _firsts(starts_ptr, B, STRIDE)
-    next_place = _look_up(first // NKV, _candidates(first // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE))
-    candidates = _candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    firsts = find_firsts(starts_ptr, B, STRIDE)
+    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE))
+    candidates = find_candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
     if PDL:
         gdc_wait()  # before anything of the kernel before is read, and before anything is written
     if PDL and EARLY:
@@ -271,10 +163,10 @@ def _attend_items(
         b, length, split = next_place
         q_left, q_right, k_left, k_right, v_left, v_right, v_sums, cos, sin, page = asked
         begin, limit = split * SPLIT, length - 1
-        blocks = _blocks(split, length, SPLIT)
+        blocks = count_blocks(split, length, SPLIT)
         newest = limit < begin + SPLIT  # the new token belongs to this split
-        q_left, q_right = _turned(q_left, q_right, _rows(q_norm), cos[None, :], sin[None, :], eps, D)
-        k_left, k_right = _turned(k_left, k_right, k_norm, cos, sin, eps, D)
+        q_left, q_right = turn(q_left, q_right, in_rows(q_norm), cos[None, :], sin[None, :], eps, D)
+        k_left, k_right = turn(k_left, k_right, k_norm, cos, sin, eps, D)
         if TILES == 2:
             q_tiles.index(0).store(q_left)
             q_tiles.index(1).store(q_right)
@@ -287,11 +179,11 @@ def _attend_items(
         new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
         new_score = gl.where(newest, gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)) * scale, float("-inf"))
         # What the next item needs arrives while this one is computed.
-        next_place = _look_up((pair + programs) // NKV, candidates)
+        next_place = find_place((pair + programs) // NKV, candidates)
         asked = _ask(
             next_place, (pair + programs) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
         )
-        candidates = _candidates((pair + 2 * programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        candidates = find_candidates((pair + 2 * programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
         scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT, STAGES)
         # The probabilities go to shared memory, where the next products take them from.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
@@ -369,7 +261,7 @@ def _hopper_decode_kernel(
             (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr,
              table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, scale, eps, NQ, NKV, D, PAGE_SIZE,
              SPLIT, STRIDE, STAGES, EARLY, PDL)),
-            (_fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, NKV, D, PAGE_SIZE,
+            (fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, NKV, D, PAGE_SIZE,
              SPLIT, STRIDE, STAGES)),
         ],
         [1],
@@ -381,7 +273,7 @@ def suits(qkv: Tensor, k_pages: Tensor, v_pages: Tensor, sequences: int, split: 
     """Whether TMA can move the pages, of 16 bits and aligned to 16 bytes, and splits and sequences are not too many or long."""
     aligned = k_pages.data_ptr() % 16 == 0 and v_pages.data_ptr() % 16 == 0
     narrow = qkv.element_size() == 2 and k_pages.dtype == qkv.dtype
-    return aligned and narrow and split <= _LONGEST and sequences <= _MOST_SEQUENCES
+    return aligned and narrow and split <= LONGEST and sequences <= MOST_SEQUENCES
 
 
 def decode(

@@ -78,7 +78,7 @@ def whole(acc):
 
 
 @triton.jit
-def _widen(pairs, dtype: tl.constexpr):
+def widen(pairs, dtype: tl.constexpr):
     """The e4m3 values in the lower and in the upper bytes of int16 values, exactly."""
     if INTERPRETED:
         lower = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -103,19 +103,21 @@ def _widen(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def _log2_and_inverse(x):
+def log2(x):
     """Of normal numbers: what handles others takes most of the instructions otherwise."""
     if INTERPRETED:
-        return tl.log2(x), 1 / x
+        return tl.log2(x)
     else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $2; rcp.approx.ftz.f32 $1, $2;",
-            "=&f,=f,f",
-            [x],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def inverse(x):
+    """1 / x, of normal numbers."""
+    if INTERPRETED:
+        return 1 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -163,10 +165,10 @@ def attend(
         k = tl.load(k_ptr + at, mask=inside, other=0) if MASKED else tl.load(k_ptr + at)
         k_factor = tl.load(k_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0) * scale
         v_scale = tl.load(v_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0)
-        exponent, per_scale = _log2_and_inverse(v_scale)
+        exponent, per_scale = log2(v_scale), inverse(v_scale)
         if q[0].shape[0] > 16:
             k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)
-        k_even, k_odd = _widen(k, dtype)
+        k_even, k_odd = widen(k, dtype)
         s = tl.dot(q[0], tl.trans(k_even), input_precision="ieee")
         s = tl.dot(q[1], tl.trans(k_odd), s, input_precision="ieee")
         s = s * q[2] * k_factor[None, :] + exponent[None, :]
@@ -177,7 +179,7 @@ def attend(
         rescale = tl.exp2(peak - new_peak)
         total = total * rescale + tl.sum(p * per_scale[None, :], 1)
         v = tl.load(v_ptr + at, mask=inside, other=0) if MASKED else tl.load(v_ptr + at)
-        v_even, v_odd = _widen(v, dtype)
+        v_even, v_odd = widen(v, dtype)
         p = p.to(dtype)
         even = tl.dot(p, v_even, acc[0] * rescale[:, None], input_precision="ieee")
         return new_peak, total, (even, tl.dot(p, v_odd, acc[1] * rescale[:, None], input_precision="ieee"))

@@ -27,7 +27,8 @@ def to_fp8(x, scale):
     # As a division would round, with one more step of Newton's and without its special cases (Markstein 1990). From infinity it
     # makes NaN.
     y = x * inverse
-    y = tl.fma(tl.fma(-y, scale + tl.zeros_like(y), x), inverse + tl.zeros_like(y), y)
+    scale, inverse = tl.broadcast(scale, y)[0], tl.broadcast(inverse, y)[0]
+    y = tl.fma(tl.fma(-y, scale, x), inverse, y)
     if INTERPRETED:
         # Its conversion knows neither the largest value nor NaN and drops carries; the GPU's instruction does all that.
         finite = tl.abs(y) < float("inf")

@@ -70,6 +70,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "stack": max(int.from_bytes(size, "little") for size in FRAMES.findall(kernel.asm["cubin"])),
                 "tma": "cp.async.bulk.tensor" in ptx,
                 "pipelined": "cp.async.wait_group" in ptx,
+                "transposed_loads": bool(re.search(r"ldmatrix[.\w]*\.trans", ptx)),
                 "pdl": "griddepcontrol.wait" in ptx,
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "tiles_before_wait": "cp.async" in before_wait,
