@@ -15,7 +15,7 @@ from minirt.kernels.hopper import fetch, put, synchronize
 
 
 @gluon.jit
-def _first(tile, T, tiles_n, COLUMNS: gl.constexpr, SHIFT: gl.constexpr):
+def _first(tile, T, tiles_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr):
     """The first row and the first column of a tile, in groups of 8 tiles of rows, so that neighbours share weights in L2.
 
     With SHIFT the last rows' tile starts early enough to be full, because TMA is slow with rows past the end: some rows are
@@ -23,16 +23,16 @@ def _first(tile, T, tiles_n, COLUMNS: gl.constexpr, SHIFT: gl.constexpr):
     """
     group = tile // (8 * tiles_n)
     rest = tile % (8 * tiles_n)
-    group_rows = min((T + 127) // 128 - group * 8, 8)
-    t = (group * 8 + rest % group_rows) * 128
+    group_rows = min((T + ROWS - 1) // ROWS - group * 8, 8)
+    t = (group * 8 + rest % group_rows) * ROWS
     if SHIFT:
-        t = min(t, max(T - 128, 0))
+        t = min(t, max(T - ROWS, 0))
     return t, rest // group_rows * COLUMNS
 
 
 @gluon.jit
 def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
-    """The first row of a group of warps in the tile that starts at row t: with fewer than 128 rows too, the last 64, full."""
+    """The first row of a group of warps in the tile that starts at row t: with fewer rows than a tile's too, 64, full."""
     row = t + 64 * GROUP
     if SHIFT:
         row = min(row, max(T - 64, 0))
@@ -40,13 +40,23 @@ def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_rows(x, t, k, T, bar, tiles, SHIFT: gl.constexpr):
-    """Fetch a tile's rows of x: all at once, or where there may be fewer than 128, those of each group of warps."""
-    if x.block_type.shape[0] == 128:
-        fetch(x, [t, k], bar, tiles)
+def _group_rows(x_tiles, stage, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """A group's 64 rows of x in shared memory: of two groups' tile a half, of three's a tile, as shapes are powers of two."""
+    if GROUPS == 2:
+        return x_tiles.index(stage).slice(64 * GROUP, 64)
     else:
-        fetch(x, [t, k], bar, tiles.slice(0, 64))
-        fetch(x, [_group_row(t, T, SHIFT, 1), k], bar, tiles.slice(64, 64))
+        return x_tiles.index(GROUPS * stage + GROUP)
+
+
+@gluon.jit
+def _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT: gl.constexpr, GROUPS: gl.constexpr):
+    """Fetch a tile's rows of x: all at once, or those of each group of warps, of which there may be fewer than a tile has."""
+    if x.block_type.shape[0] == 128:
+        fetch(x, [t, k], bar, x_tiles.index(stage))
+    else:
+        fetch(x, [t, k], bar, _group_rows(x_tiles, stage, 0, GROUPS))
+        for group in gl.static_range(1, GROUPS):
+            fetch(x, [_group_row(t, T, SHIFT, group), k], bar, _group_rows(x_tiles, stage, group, GROUPS))
 
 
 @gluon.jit
@@ -61,19 +71,19 @@ def _fetch_pair(weight, n, k, N, bar, tiles, ACTIVATION: gl.constexpr):
 def _fetch_tiles(
     x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n,
     K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
-    SPLIT: gl.constexpr, PDL: gl.constexpr,
+    SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = x_tiles.shape[0]
-    BLOCK_K: gl.constexpr = x_tiles.shape[2]
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    BLOCK_K: gl.constexpr = w_tiles.shape[2]
     WIDTH: gl.constexpr = w_tiles.shape[1]
     FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
-    BYTES: gl.constexpr = (128 + WIDTH + MORE) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = (64 * GROUPS + WIDTH + MORE) * BLOCK_K * x.dtype.primitive_bitwidth // 8
     PART: gl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     step = 0
     ahead = 0
     if PDL:
         # The kernel before may still be writing x, and never writes weights: those that there is room for come ahead.
-        t, n = _first(gl.program_id(0) // SPLIT, T, tiles_n, COLUMNS, SHIFT)
+        t, n = _first(gl.program_id(0) // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
         first = gl.program_id(0) % SPLIT * PART
         ahead += min(STAGES, (min(first + PART, K) - first + BLOCK_K - 1) // BLOCK_K)
         for i in range(ahead):
@@ -84,10 +94,10 @@ def _fetch_tiles(
                 _fetch_pair(more_weight, n + FIRST, first + i * BLOCK_K, N, bar, more_tiles.index(i), ACTIVATION)
         gdc_wait()
         for i in range(ahead):
-            _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles.index(i), SHIFT)
+            _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles, i, SHIFT, GROUPS)
         step += ahead
     for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
-        t, n = _first(part // SPLIT, T, tiles_n, COLUMNS, SHIFT)
+        t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
         first = part % SPLIT * PART
         # `ahead = 0` at the loop's end would not do: Triton 3.6 drops it, and the steps that it skips in every tile never arrive.
         skipped = gl.where(part == gl.program_id(0), ahead, 0)
@@ -96,7 +106,7 @@ def _fetch_tiles(
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, BYTES)
-            _fetch_rows(x, t, k, T, bar, x_tiles.index(stage), SHIFT)
+            _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT, GROUPS)
             _fetch_pair(weight, n, k, N, bar, w_tiles.index(stage), ACTIVATION)
             if MORE != 0:
                 _fetch_pair(more_weight, n + FIRST, k, N, bar, more_tiles.index(stage), ACTIVATION)
@@ -108,14 +118,15 @@ def _fetch_tiles(
 
 @gluon.jit
 def _add_products(
-    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE: gl.constexpr, GROUP: gl.constexpr
+    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Sums of the products of the steps `first` … `last` of a tile, for 64 of its rows; what has been read is released."""
-    STAGES: gl.constexpr = x_tiles.shape[0]
+    STAGES: gl.constexpr = w_tiles.shape[0]
     for i in range(first, last):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        x = x_tiles.index(stage).slice(64 * GROUP, 64)
+        x = _group_rows(x_tiles, stage, GROUP, GROUPS)
         acc = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), acc, use_acc=i > first, is_async=True)
         if MORE != 0:
             more = warpgroup_mma(x, more_tiles.index(stage).permute((1, 0)), more, use_acc=i > first, is_async=True)
@@ -163,17 +174,17 @@ def _halves(x):
 
 
 @gluon.jit
-def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr):
+def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Store what is, from PIECE on, the next pieces of a pair of strips, by the group's buffers in turn.
 
     At a pair's start nothing is in them that is still to be stored.
     """
     COLUMNS: gl.constexpr = out.block_type.shape[1]
-    BUFFERS: gl.constexpr = staging.shape[0] // 2
+    BUFFERS: gl.constexpr = staging.shape[0] // GROUPS
     if value.shape[1] > COLUMNS:
         left, right = _halves(value)
-        _store(out, left, t, n, staging, PIECE, GROUP)
-        _store(out, right, t, n + left.shape[1], staging, PIECE + left.shape[1] // COLUMNS, GROUP)
+        _store(out, left, t, n, staging, PIECE, GROUP, GROUPS)
+        _store(out, right, t, n + left.shape[1], staging, PIECE + left.shape[1] // COLUMNS, GROUP, GROUPS)
     else:
         if PIECE >= BUFFERS:
             tma.store_wait(BUFFERS - 1)
@@ -186,7 +197,7 @@ def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _finish_pair(
     acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ACTIVATION: gl.constexpr,
-    RESIDUAL: gl.constexpr, GROUP: gl.constexpr,
+    RESIDUAL: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Scale, activate or add, and store a pair of strips. With RESIDUAL that is in the group's two buffers."""
     STRIP: gl.constexpr = acc.shape[1] // 2
@@ -197,16 +208,16 @@ def _finish_pair(
     left = _scaled(left, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
     if ACTIVATION is not None:
         right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + N, T, n < N)
-        _store(out, _activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP)
+        _store(out, _activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP, GROUPS)
     else:
         PIECES: gl.constexpr = STRIP // out.block_type.shape[1]
         right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + STRIP, T, n + STRIP < N)
         if RESIDUAL:
             left += staging.index(2 * GROUP).load(HALF).to(gl.float32)
-        _store(out, left, first_t, first_n, staging, 0, GROUP)
+        _store(out, left, first_t, first_n, staging, 0, GROUP, GROUPS)
         if RESIDUAL:
             right += staging.index(2 * GROUP + 1).load(HALF).to(gl.float32)
-        _store(out, right, first_t, first_n + STRIP, staging, PIECES, GROUP)
+        _store(out, right, first_t, first_n + STRIP, staging, PIECES, GROUP, GROUPS)
 
 
 @gluon.jit
@@ -244,12 +255,14 @@ def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.cons
 def _finish_tile(
     acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
     ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr, MORE: gl.constexpr, FIRST: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
-    _finish_pair(acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, ACTIVATION, RESIDUAL, GROUP)
+    _finish_pair(acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, ACTIVATION, RESIDUAL, GROUP, GROUPS)
     if MORE != 0:
         _finish_pair(
-            more, more_out, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n + FIRST, T, N, ACTIVATION, RESIDUAL, GROUP
-        )
+            more, more_out, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n + FIRST, T, N, ACTIVATION, RESIDUAL, GROUP,
+            GROUPS,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -257,7 +270,7 @@ def _multiply_tiles(
     x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out, more_out, staging,
     more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles, tiles_n, K: gl.constexpr,
     ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr,
-    SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+    SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = w_tiles.shape[1]
     FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
@@ -275,7 +288,7 @@ def _multiply_tiles(
     if PDL:
         gdc_wait()  # the residual is read, and the output written, without waiting for x
     for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
-        t, n = _first(part // SPLIT, T, tiles_n, COLUMNS, SHIFT)
+        t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
         t = _group_row(t, T, SHIFT, GROUP)
         steps = STEPS if SPLIT == 1 else min(STEPS - part % SPLIT * PART, PART)
         if RESIDUAL:
@@ -296,7 +309,7 @@ def _multiply_tiles(
             for first in range(0, steps, CHUNK):
                 last = min(first + CHUNK, steps)
                 acc, more, step = _add_products(
-                    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE, GROUP
+                    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE, GROUP, GROUPS
                 )
                 if first > 0:
                     acc += aside.to(gl.float32) * SCALE
@@ -308,7 +321,7 @@ def _multiply_tiles(
                         more_aside = (more * (1 / SCALE)).to(ASIDE)
         else:
             acc, more, step = _add_products(
-                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, 0, steps, MORE, GROUP
+                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, 0, steps, MORE, GROUP, GROUPS
             )
         if RESIDUAL:
             mbarrier.wait(arrived, phase)
@@ -322,12 +335,12 @@ def _multiply_tiles(
             if last:
                 _finish_tile(
                     acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
-                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP,
+                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
                 )  # fmt: skip
         else:
             _finish_tile(
                 acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
-                ACTIVATION, RESIDUAL, MORE, FIRST, GROUP,
+                ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -336,7 +349,7 @@ def _multiply_tiles(
 def _hopper_kernel(
     x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T,
     N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, SHIFT: gl.constexpr,
-    PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
+    PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] of x [T, K] and weight [N, K], or [2N, K] with ACTIVATION: descriptors, for each pair of strips its own.
 
@@ -347,8 +360,9 @@ def _hopper_kernel(
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
     MORE: gl.constexpr = more_weight.block_type.shape[0] if more_weight is not None else 0
     COLUMNS: gl.constexpr = (STRIP + MORE) * (1 if ACTIVATION is not None else 2)
-    BUFFERS: gl.constexpr = 2 if residual is None and out.dtype.primitive_bitwidth == 16 else 4
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 128, BLOCK_K], x.layout)
+    BUFFERS: gl.constexpr = GROUPS * (1 if residual is None and out.dtype.primitive_bitwidth == 16 else 2)
+    TILES: gl.constexpr = STAGES if GROUPS == 2 else GROUPS * STAGES
+    x_tiles = gl.allocate_shared_memory(x.dtype, [TILES, 128 if GROUPS == 2 else 64, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
     staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005, which Triton does not read
     more_tiles = w_tiles  # stand in where there is no second pair
@@ -358,24 +372,43 @@ def _hopper_kernel(
         more_staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + more_out.block_type.shape, more_out.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    residual_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    residual_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
+        mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-             out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
-             tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, 0)),
-            (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-             out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
-             tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, 1)),
-            (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
-             ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
+                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
+                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 0)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
+                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
+                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 1)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
+                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
+                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
+                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 0)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
+                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
+                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 1)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
+                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
+                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 2)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
+                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip

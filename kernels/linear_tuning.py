@@ -63,15 +63,8 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
         if itemsize > 2:
             continue
         facts = {"N": shape.N, "K": shape.K, "itemsize": itemsize, "gated": shape.gated, "residual": shape.residual}
-        programs = _processors(device)
-        rule = gemm_hopper.choose_config(
-            regime, shape.N, shape.K, itemsize, shape.gated, shape.residual, programs, splits=True
-        )
-        around = [
-            gemm_hopper.config_for(*widths, shape.K, itemsize, shape.residual, programs, split=split)
-            for widths in gemm_hopper.WIDTHS for split in (1, 2)
-            if split == 1 or gemm_hopper.may_split(regime, *widths, shape.N, shape.K, itemsize, shape.gated, programs)
-        ]  # fmt: skip
+        sizes = (regime, shape.N, shape.K, itemsize, shape.gated, shape.residual, _processors(device))
+        rule, around = (find(*sizes, splits=True) for find in (gemm_hopper.choose_config, gemm_hopper.candidates))
         yield _case(gemm_hopper.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
 
 

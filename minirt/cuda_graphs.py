@@ -39,8 +39,10 @@ def batch_bucket(count: int) -> int:
 
 
 def token_bucket(count: int) -> int:
-    """The captured number of tokens for `count`: 16, 32, 64, then multiples of 128, as the linear layers pad them."""
-    return max(16, 1 << (count - 1).bit_length()) if count <= 128 else -(-count // 128) * 128
+    """The captured number of tokens for `count`: 16, 32, 64, 128, 192, then multiples of 128, as the linear layers pad them."""
+    if count <= 128:
+        return max(16, 1 << (count - 1).bit_length())
+    return 192 if count <= 192 else -(-count // 128) * 128
 
 
 def _gains(bucket: Bucket) -> bool:

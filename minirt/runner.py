@@ -180,7 +180,7 @@ def _steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
 
 def _token_counts(limit: int) -> list[int]:
     """A number of tokens from each of the kernels' regimes up to `limit`, a small one, so that the steps take little memory."""
-    counts = [n for n in (16, 32, 64, 128, 256, 384, 512, *((512 << i) + 128 for i in range(10))) if n < limit]
+    counts = [n for n in (16, 32, 64, 128, 192, 256, 384, 512, *((512 << i) + 128 for i in range(10))) if n < limit]
     return counts if counts and _regime(counts[-1]) == _regime(limit) else [*counts, limit]
 
 

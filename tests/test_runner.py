@@ -35,11 +35,11 @@ def test_prompts_fit_the_smallest_cache():
 
 
 def test_token_counts():
-    assert _token_counts(8192) == [16, 32, 64, 128, 256, 384, 512, 640, 1152, 2176, 4224]
+    assert _token_counts(8192) == [16, 32, 64, 128, 192, 256, 384, 512, 640, 1152, 2176, 4224]
     assert _token_counts(8193)[-1] == 8193
     assert _token_counts(4300)[-2:] == [2176, 4224]
     assert _token_counts(2100)[-2:] == [1152, 2100]
-    assert _token_counts(300) == [16, 32, 64, 128, 256, 300]
+    assert _token_counts(300) == [16, 32, 64, 128, 192, 256, 300]
     assert _token_counts(100) == [16, 32, 64, 100]
     assert _token_counts(7) == [7]
 
@@ -51,7 +51,8 @@ def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
     """By tokens, which the products depend on, and by tokens and sequences, as attention does."""
 
     def forms(tokens, count):
-        regime = -(-tokens // 128) * 128 if tokens <= 512 else 1 << (tokens - 1).bit_length()
+        regime = -(-tokens // 64) * 64 if tokens <= 256 else -(-tokens // 128) * 128
+        regime = regime if tokens <= 512 else 1 << (tokens - 1).bit_length()
         block = max(256, 1 << (count - 1).bit_length())
         return regime, (tokens >= 512, tokens >= 1024, count > 1, count > 32, block)
 
@@ -59,7 +60,7 @@ def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
     known = [forms(sum(len(c.tokens) for c in step), len(step)) for step in steps]
     products, attention = ({form[i] for form in known} for i in range(2))
     assert all(sum(len(c.tokens) for c in step) <= limit for step in steps)
-    for tokens in (200, 400, 513, 640, 700, 1024, 1025, 1500, 2048, 2049, 8192, 8193, 10_000):
+    for tokens in (150, 200, 400, 513, 640, 700, 1024, 1025, 1500, 2048, 2049, 8192, 8193, 10_000):
         for count in (1, 2, 3, 32, 33, 34, 64, 256, 257, 300, 512, 513, 1000):
             if tokens <= min(limit, count * longest) and count <= min(seqs, tokens):
                 product, wanted = forms(tokens, count)
@@ -118,7 +119,7 @@ def test_every_step_finds_its_graph(seqs, budget):
         long = graphs.bucket([Chunk([1], 5, [0])] * (count - 1) + [Chunk([1], KV_SPLIT, [0])])
         assert long in known
         assert long == bucket._replace(short=False)
-    for tokens in (2, 16, 17, 100, 128, 129, 511, 512, 513, 2047, 2048):
+    for tokens in (2, 16, 17, 100, 128, 129, 192, 193, 511, 512, 513, 2047, 2048):
         alone = graphs.bucket([Chunk([1] * tokens, 0, [0])])
         if tokens > min(budget, MAX_PROMPT_TOKENS):
             assert alone is None or alone in known

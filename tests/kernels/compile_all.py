@@ -8,6 +8,7 @@ specializations and argument types are the ones that the wrapper would launch wi
 import json
 import re
 import sys
+from collections.abc import Callable
 
 import torch
 import triton
@@ -115,6 +116,8 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             linear.norm_gate_up(x, norm_weight, 1e-6, gate_up8, "silu", scale=scales[1], pdl=pdl)
             linear.linear_residual(empty(T, INTER), down8, x, scale=scales[2], workspace=workspace, pdl=pdl)
     linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
+    if cc == 90 and dtype.itemsize == 2:
+        three_groups(empty)
     for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # every tile of the tables
         x = empty(T, HIDDEN)
         gemm.gemm(x, qkv, bias, empty(T, 4608))
@@ -151,6 +154,18 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
                 attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
             q = empty(100, Nq, D)
             attention_decode.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
+
+
+def three_groups(empty: Callable[..., torch.Tensor]) -> None:
+    """Tiles of 192 rows for Hopper: the widest, which take the most registers, and the narrowest."""
+    x, up, down, qkv = empty(300, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER), empty(4608, HIDDEN)
+    for widths in ((128, 128), (128, 64), (128, 16)):
+        gemm.gemm_gated(x, up, "silu", config=gemm_hopper.config_for(*widths, HIDDEN, 2, False, 132, groups=3), pdl=True)
+    for widths in ((128, 64), (128, 16), (64, 0)):
+        config = gemm_hopper.config_for(*widths, INTER, 2, True, 132, groups=3)
+        gemm.gemm(empty(300, INTER), down, None, x, config=config, pdl=True)
+    for widths in ((128, 64), (64, 0)):
+        gemm.gemm(x, qkv, empty(4608), config=gemm_hopper.config_for(*widths, HIDDEN, 2, False, 132, groups=3), pdl=True)
 
 
 def main(cc: int, dtype: str) -> None:
