@@ -163,9 +163,9 @@ def others(records: Records) -> str:
         own = [f"{key[0]}, batch {key[1]}, context {key[2]}"]
         for form in FORMATS:
             row = found[form].get(key)
-            own += [milliseconds(row["step_s"]["median"] * 1e3), f"{row['share_of_limit']:.0%}"] if row else [NONE, NONE]
+            own += [milliseconds(row["step_s"]["median"] * 1e3), f"{row['share_of_read_ceiling']:.0%}"] if row else [NONE, NONE]
         rows.append(own)
-    return table(["ms a step", *(text for form in FORMATS for text in (title_of(form), "of the limit"))], rows)
+    return table(["ms a step", *(text for form in FORMATS for text in (title_of(form), "of the read ceiling"))], rows)
 
 
 # --- around a step ---

@@ -32,7 +32,8 @@ def test_a_small_share_is_not_none():
 
 
 def step(batch, context, seconds, share=0.5):
-    return {"batch_size": batch, "context_len": context, "step_s": median(seconds), "share_of_limit": share}
+    shares = dict.fromkeys(("share_of_limit", "share_of_read_ceiling"), share)
+    return {"batch_size": batch, "context_len": context, "step_s": median(seconds)} | shares
 
 
 def prompt(length, seconds):
