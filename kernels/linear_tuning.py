@@ -64,7 +64,8 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
             continue
         facts = {"N": shape.N, "K": shape.K, "itemsize": itemsize, "gated": shape.gated, "residual": shape.residual}
         sizes = (regime, shape.N, shape.K, itemsize, shape.gated, shape.residual, _processors(device))
-        rule, around = (find(*sizes, splits=True) for find in (gemm_hopper.choose_config, gemm_hopper.candidates))
+        rule = gemm_hopper.choose_config(*sizes, splits=True)
+        around = gemm_hopper.candidates(*sizes, splits=True)
         yield _case(gemm_hopper.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
 
 
