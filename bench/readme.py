@@ -93,7 +93,7 @@ BLOCKS = {
     ),
     "tuned": Block(
         ("h200-tune-bf16", "h200-tune-fp8"), kernels.tuned,
-        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in, each launch timed alone:",
+        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in, in chains of dependent launches:",
     ),
     "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), layers.fusion),
     "layers-7b": Block(
