@@ -50,6 +50,7 @@ def _runs() -> dict[str, list[str]]:
     for limit in _STEP_LIMITS:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
+    runs["power"] = ["power.py", "Qwen2.5-7B"]
     # Real weights: the embedded model, and one that has to be in the Hub's cache.
     runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
     runs["compare-smollm2"] = ["compare", "--model", "SmolLM2-135M-Instruct", "--dtype", "bfloat16", "-b", "3"]

@@ -51,6 +51,11 @@ BLOCKS = {
         ("h200-trace",), tables.trace,
         "The GPU while decoding, traced by the profiler, every gap between two kernels counted as idle (`bench/gpu_trace.py`):",
     ),
+    "power": Block(
+        ("h200-power",), tables.power,
+        "GPUs of one host side by side, under sustained load: milliseconds, the clock to which the power limit brings them, and "
+        "what part of that time would do if reading and multiplying alone took energy (`bench/power.py`):",
+    ),
     "startup": Block(
         ("h200-startup-bf16", "h200-startup-fp8"), tables.startup,
         "Process start to first token, random weights; warm: the median of several starts (`bench/startup.py`):",

@@ -189,6 +189,45 @@ def trace(records: Records) -> str:
     return table(["decode step, traced", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p over greedy"], rows)
 
 
+def power(records: Records) -> str:
+    """Watts, clocks and the limit by energy of each GPU, a column each."""
+    (record,) = records.values()
+    gpus = sorted({row["gpu"] for row in record["results"]})
+
+    def cells(name: Callable[[Result], str | None], show: Callable[[Result], str]) -> dict[str, list[str]]:
+        """Name of a line → a cell for each GPU."""
+        found: dict[str, list[str]] = {}
+        for row in record["results"]:
+            line = name(row)
+            if line:
+                found.setdefault(line, [NONE] * len(gpus))[gpus.index(row["gpu"])] = show(row)
+        return found
+
+    def whole(row: Result) -> str:
+        ms, share = milliseconds(row["seconds"] * 1e3), row["least_s"] / row["seconds"]
+        return f"{ms} · {row['sm_clock_mhz']:,.0f} MHz · {percent(share)}"
+
+    units = {"reading": ("bytes", 1e9, "J/GB"), "product": ("flops", 1e12, "J/TFLOP")}
+    awake = {row["gpu"]: row["watts"] for row in record["results"] if row["what"] == "awake"}
+
+    def draw(row: Result) -> str:
+        return f"{row['watts']:.0f} of {row['limit_w']:.0f} W"
+
+    def cost(row: Result) -> str:
+        count, scale, unit = units[row["what"]]
+        return f"{(row['watts'] - awake[row['gpu']]) * row['seconds'] / row[count] * scale:.3f} {unit}"
+
+    lines = cells(lambda r: "awake, of its limit" if r["what"] == "awake" else None, draw)
+    lines |= cells(lambda r: {"reading": "reading", "product": "multiplying, bf16"}.get(r["what"]), cost)
+    lines |= cells(lambda r: f"bare step, batch {r['batch_size']}" if r["what"] == "step" else None, whole)
+    lines |= cells(lambda r: f"prompt of {r['input_len']} tokens" if r["what"] == "prompt" else None, whole)
+    lines |= cells(
+        lambda r: f"step of batch {r['batch_size']} through `Generator`" if r["what"] == "generator" else None,
+        lambda r: milliseconds(r["seconds"] * 1e3),
+    )
+    return table(["bf16", *(f"GPU {gpu}" for gpu in gpus)], [[line, *row] for line, row in lines.items()])
+
+
 def startup(records: Records) -> str:
     """Seconds from the start of the process, with empty and warm caches of kernels."""
     names = ("imported_s", "loaded_s", "ready_s", "first_token_s")

@@ -22,9 +22,9 @@ REQUIRED = {
     "h200-compare-7b-bf16", "h200-compare-7b-fp8", *(f"h200-chunking-{limit}" for limit in (8448, 2048, 512)),
     "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace", "cpu-smollm2",
 }  # fmt: skip
-SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py"}
-UNCHECKED = ("trace", "startup")  # they time what runs beside the kernels: nothing in them is right or wrong
-WITHOUT_CEILING = ("trace", "startup", "tune")  # these have no limit that they are compared with
+SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py"}
+UNCHECKED = ("trace", "startup", "power")  # they time what runs beside the kernels: nothing in them is right or wrong
+WITHOUT_CEILING = ("trace", "startup", "tune", "power")  # these have no limit that they are compared with
 
 
 def measured(text):
