@@ -1,5 +1,6 @@
 """`Batch`: one step's work for the model, any mix of prefill and decode, flat and ragged."""
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from minirt.errors import InputError
 
 KV_SPLIT = 256  # cached tokens that one program of decode attention reads: constant, so that no batch changes a result
 
@@ -205,8 +208,7 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int)
         words.frombytes(values.tobytes())
         words.extend([0] * (-len(words) % 4))
     words.extend(tables)
-    if words:
-        flat[: len(words)].copy_(torch.frombuffer(words, dtype=torch.int32))
+    _copy(words, flat)
     if longer:
         _, flat_positions, flat_slots, *_ = layout.views(flat)
         for first, chunk in longer:
@@ -215,6 +217,16 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int)
             table = torch.tensor(chunk.pages[: (stop - 1) // page_size + 1], dtype=torch.int64)
             torch.add(table[places // page_size] * page_size, places % page_size, out=flat_slots[rows])
     return len(words)
+
+
+def _copy(words: array, flat: Tensor) -> None:
+    """Into the beginning of a host buffer, in this thread: PyTorch would share more than 32,768 words among all of the machine's
+    cores, and wait for milliseconds for the last of them where other processes keep it busy, in every step."""
+    address, count = words.buffer_info()
+    if count > flat.numel() or not flat.is_contiguous() or flat.device.type != "cpu":
+        found = f"{flat.numel()} on {flat.device}, shape {tuple(flat.shape)}, strides {flat.stride()}"
+        raise InputError("no room for a step's values", where="flat", expected=f"{count} words in a row on the host", found=found)
+    ctypes.memmove(flat.data_ptr(), address, count * words.itemsize)
 
 
 def _pad(

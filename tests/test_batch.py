@@ -1,10 +1,15 @@
-"""A batch's one flat buffer. Catches tensors that overlap or are not aligned, padding that writes or reads a page, and a decode
-batch in a static buffer that differs from one built for the step."""
+"""A batch's one flat buffer. Catches tensors that overlap or are not aligned, padding that writes or reads a page, a decode
+batch in a static buffer that differs from one built for the step, and a step that wakes all of the machine's cores."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from minirt.batch import KV_SPLIT, Batch, Chunk, Layout, write
+from minirt.errors import InputError
 
 PAGE = 16
 NAMES = ("tokens", "positions", "slots", "logits_indices", "query_starts", "seq_lens", "split_starts", "block_tables")
@@ -102,3 +107,35 @@ def test_as_many_rows_as_tokens_are_not_every_row():
     assert not Batch.static(flat, layout, 64, 16, decode=False, previous=flat, logits=flat).every_row
     assert Batch.build([Chunk([5, 6], 0, [1], all_logits=True), Chunk([3], 9, [2])], PAGE).every_row
     assert not Batch.build([Chunk([5, 6], 0, [1])], PAGE).every_row
+
+
+def test_a_buffer_without_room_is_refused():
+    layout = Layout(8, 8, 8, 20)
+    for flat in (torch.zeros(9, dtype=torch.int32), torch.zeros(2 * layout.words, dtype=torch.int32)[::2]):
+        before = flat.clone()
+        with pytest.raises(InputError, match="no room for a step's values"):
+            write(layout, flat, decode_chunks([17, 300]), PAGE)
+        assert torch.equal(flat, before)
+
+
+LARGE = """
+import os, torch
+from minirt.batch import Chunk, Layout, write
+torch.set_num_threads(4)
+layout = Layout(256, 256, 256, 132)
+flat = torch.empty(layout.words, dtype=torch.int32)  # zeros would be shared among threads
+before = len(os.listdir("/proc/self/task"))
+write(layout, flat, [Chunk([1], 200 + i, range(132 * i, 132 * i + 132)) for i in range(256)], 64)
+print(len(os.listdir("/proc/self/task")) - before, layout.views(flat)[-1].flatten().tolist() == list(range(256 * 132)))
+torch.ones(36000).exp()
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
+def test_a_large_batch_starts_no_threads():
+    """256 sequences of up to 8,448 tokens, as PyTorch's threads are started by the first operation that is shared among them."""
+    done = subprocess.run([sys.executable, "-P", "-c", LARGE], capture_output=True, text=True, check=True)
+    own, shared = done.stdout.splitlines()
+    assert own == "0 True"
+    assert int(shared) > 0, "the yardstick shows no threads: the test cannot fail"
