@@ -2,10 +2,9 @@
 
 python -P bench/power.py MODEL     random weights, bf16; every visible GPU at once, each in a process of its own; prints JSON
 
-A GPU that draws as much as it may lowers its clock, and then time goes by energy. So beside each run stands its least time by
-energy: what reading costs a byte (a kernel that only reads) and multiplying an operation (PyTorch's large product), each above
-what a GPU draws that is awake and idle, divided by what the limit leaves above that. Costs depend on the voltage, which falls
-with the clock: it is an estimate, good to some per cent.
+A GPU that draws as much as it may lowers its clock, and then time goes by energy: what saves time but no energy brings nothing.
+(What reading and multiplying cost apart, at their own clocks, does not add up to a least energy of both: at the lower clock
+and voltage of products, reading costs less.) The last run has an engine on every GPU at once share the host.
 """
 
 import ctypes
@@ -100,18 +99,6 @@ def _row(what: str, run: Sustained, **facts: Any) -> dict[str, Any]:
     return {"what": what, **facts, **run._asdict(), "joules": run.watts * run.seconds}
 
 
-def least_seconds(costs: dict[str, dict[str, Any]], limit_w: float, nbytes: int, flops: int) -> float:
-    """The time that reading `nbytes` and `flops` operations take by their energy, at the power limit; `costs` are the rows of
-    "awake", "reading" and "product"."""
-    awake = costs["awake"]["watts"]
-
-    def joules(what: str, unit: str) -> float:
-        row = costs[what]
-        return (row["watts"] - awake) * row["seconds"] / row[unit]
-
-    return (nbytes * joules("reading", "bytes") + flops * joules("product", "flops")) / (limit_w - awake)
-
-
 def ceilings(meter: Meter) -> list[dict[str, Any]]:
     """An idle GPU at its full clock, reading, and multiplying."""
     from minirt.kernels.bandwidth import read_sums
@@ -142,7 +129,6 @@ def measure(model: str) -> list[dict[str, Any]]:
 
     meter = Meter(torch.device("cuda", 0))
     rows = ceilings(meter)
-    costs, limit = {row["what"]: row for row in rows}, meter.limit_w()
     torch.cuda.empty_cache()
     load = {"device": "cuda", "random_weights": True, "max_num_seqs": max(BATCHES), "max_model_len": PROMPT + 256}
     with Generator.from_pretrained(model, **load) as generator:  # type: ignore[arg-type]
@@ -155,18 +141,15 @@ def measure(model: str) -> list[dict[str, Any]]:
             run = sustained(step, meter)._replace(seconds=statistics.median(times[len(times) // 2 :]))
             flops = linear_flops(generator.config, batch, batch)
             nbytes = generator.decode_read_bytes + batch * CONTEXT * generator.kv_bytes_per_token
-            facts = {"batch_size": batch, "context_len": CONTEXT, "bytes": nbytes, "flops": flops}
-            rows.append(_row("step", run, **facts, least_s=least_seconds(costs, limit, nbytes, flops)))
+            rows.append(_row("step", run, batch_size=batch, context_len=CONTEXT, bytes=nbytes, flops=flops))
         prompt = [(7919 * i) % generator.config.vocab_size for i in range(PROMPT)]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        flops, nbytes = prompt_flops(generator.config, PROMPT), generator.decode_read_bytes
-        facts = {"input_len": PROMPT, "bytes": nbytes, "flops": flops}
         run = sustained(lambda: generator.generate([prompt], [params]), meter)
-        rows.append(_row("prompt", run, **facts, least_s=least_seconds(costs, limit, nbytes, flops)))
+        rows.append(_row("prompt", run, input_len=PROMPT, flops=prompt_flops(generator.config, PROMPT)))
         steps, _, _ = step_times(generator, max(BATCHES), 128, repeats=3, sampling={"temperature": 0.0})
     median = statistics.median(steps)
     rows.append({"what": "generator", "batch_size": max(BATCHES), "context_len": 128, "seconds": median, "all": steps})
-    return [{"limit_w": limit, "most_sm_clock_mhz": meter.most_sm_clock_mhz()} | row for row in rows]
+    return [{"limit_w": meter.limit_w(), "most_sm_clock_mhz": meter.most_sm_clock_mhz()} | row for row in rows]
 
 
 def child(model: str, gpu: str) -> "subprocess.Popen[str]":

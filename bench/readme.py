@@ -53,8 +53,8 @@ BLOCKS = {
     ),
     "power": Block(
         ("h200-power",), tables.power,
-        "GPUs of one host side by side, under sustained load: milliseconds, the clock to which the power limit brings them, and "
-        "what part of that time would do if reading and multiplying alone took energy (`bench/power.py`):",
+        "GPUs of one host side by side, under sustained load: milliseconds, watts, and the clock to which the power limit brings "
+        "them; energies are those above an idle GPU's (`bench/power.py`):",
     ),
     "startup": Block(
         ("h200-startup-bf16", "h200-startup-fp8"), tables.startup,

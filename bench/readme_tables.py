@@ -190,7 +190,7 @@ def trace(records: Records) -> str:
 
 
 def power(records: Records) -> str:
-    """Watts, clocks and the limit by energy of each GPU, a column each."""
+    """Times, watts and clocks of each GPU, a column each."""
     (record,) = records.values()
     gpus = sorted({row["gpu"] for row in record["results"]})
 
@@ -204,8 +204,7 @@ def power(records: Records) -> str:
         return found
 
     def whole(row: Result) -> str:
-        ms, share = milliseconds(row["seconds"] * 1e3), row["least_s"] / row["seconds"]
-        return f"{ms} · {row['sm_clock_mhz']:,.0f} MHz · {percent(share)}"
+        return f"{milliseconds(row['seconds'] * 1e3)} · {row['watts']:.0f} W · {row['sm_clock_mhz']:,.0f} MHz"
 
     units = {"reading": ("bytes", 1e9, "J/GB"), "product": ("flops", 1e12, "J/TFLOP")}
     awake = {row["gpu"]: row["watts"] for row in record["results"] if row["what"] == "awake"}

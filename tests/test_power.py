@@ -1,5 +1,5 @@
-"""Energy under sustained load, on a GPU that is made up. Catches: energy of runs that are not counted, a share of the limit that
-takes what the GPU draws anyway for a cost of reading."""
+"""Energy under sustained load, on a GPU that is made up. Catches: energy of runs that are not counted, and updates of the
+counter that are taken for its value at any moment."""
 
 import pytest
 
@@ -33,13 +33,3 @@ def test_only_what_is_counted_counts():
     assert found.watts == pytest.approx(400)
     assert found.sm_clock_mhz == 1410
     assert 2.0 < gpu.time < 2.4
-
-
-def test_the_least_time_is_what_the_costs_take_of_the_power_left():
-    costs = {
-        "awake": {"watts": 100.0},
-        "reading": {"watts": 500.0, "seconds": 0.01, "bytes": 40_000_000_000},  # 4 J: 0.1 J a GB
-        "product": {"watts": 600.0, "seconds": 0.02, "flops": 10_000_000_000_000},  # 10 J: 1 J a TFLOP
-    }
-    found = power.least_seconds(costs, 700.0, 14_000_000_000, 3_600_000_000_000)
-    assert found == pytest.approx((1.4 + 3.6) / 600)
