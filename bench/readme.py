@@ -98,7 +98,8 @@ BLOCKS = {
     ),
     "tuned": Block(
         ("h200-tune-bf16", "h200-tune-fp8"), kernels.tuned,
-        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in, in chains of dependent launches:",
+        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in: buckets where a configuration is faster in "
+        "chains of dependent launches, and those where it makes a whole step shorter, which alone are kept:",
     ),
     "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), layers.fusion),
     "layers-7b": Block(

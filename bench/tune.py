@@ -1,9 +1,10 @@
 """`minirt tune`: launch configurations measured on this GPU, for the shapes of one model.
 
-Chosen on one run and confirmed on another, interleaved with the rule's own configuration: the best of many noisy timings
-flatters itself. What is timed is a chain of launches with other weights each, as in a step: with dependent launch the next asks
-for its weights while the one before still runs, so what is fastest alone need not be so there. Candidates are compiled in
-parallel; one that cannot be compiled or launched, or computes something else, is out.
+Candidates are compiled in parallel; one that cannot be compiled or launched, or computes something else, is out. The others are
+timed in chains of launches with other weights each: with dependent launch the next asks for its weights while the one before
+still runs. A step has other kernels in between, and what is faster in a chain need not be so there; so the fastest are
+finalists, and whole steps of the model decide (`tune_steps`). Chosen on one run and confirmed on another, interleaved with the
+rule's own configuration: the best of many noisy timings flatters itself.
 """
 
 import statistics
@@ -21,16 +22,20 @@ from minirt.errors import NumericsError
 from minirt.kernels.compiling import compile_ahead
 from minirt.kernels.tuning import Case
 
-MARGIN = 0.98  # of the rule's time: what is not this much faster, twice, is not worth a configuration of its own
+MARGIN = 0.98  # of the rule's time in a chain: what is not this much faster, twice, is not worth a configuration of its own
+STEP_MARGIN = 0.998  # of the rule's time in a step, in which a bucket is one kernel of many
+FINALISTS = 3
 REPEATS = 20
 CHAIN = 8  # launches that are timed together
 
 Clock = Callable[[Callable[[], None]], float]  # seconds of a chain of launches
+StepClock = Callable[[Case, Sequence[Any]], list[float]]  # seconds of the case's step with each of these configurations
 
 
 @dataclass
 class Outcome:
-    """What became of a case. Times in microseconds, of the run that confirms; `config` None: the rule's own stays."""
+    """What became of a case; `config` None: the rule's own stays. Times are those of the runs that confirm, the rule's and the
+    best's: in microseconds of a launch in a chain, equal if none is faster; in seconds of a step, if there were finalists."""
 
     bucket: str
     config: Any
@@ -38,13 +43,16 @@ class Outcome:
     best_us: float
     tried: int
     failed: dict[str, str] = field(default_factory=dict)  # candidate → why it is out
+    default_step_s: float | None = None
+    best_step_s: float | None = None
 
 
-def tune(case: Case, time: Clock | None = None) -> Outcome:
+def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -> Outcome:
     """Try a case's candidates.
 
     Args:
         time: how long a chain of launches takes; None: `gpu_seconds`.
+        step: how long a step takes; None, or of a case that no step runs: chains decide alone.
     Raises:
         NumericsError, and whatever else the rule's own configuration raises.
     """
@@ -62,11 +70,34 @@ def tune(case: Case, time: Clock | None = None) -> Outcome:
                 failed[repr(config)] = str(error)
     able = [config for config in candidates if repr(config) not in failed]
     first = _rounds(launch, [case.default, *able], time)
-    best = min(first, key=lambda config: first[config])
-    second = _rounds(launch, [case.default, best], time)
-    keep = all(run[best] < MARGIN * run[case.default] for run in (first, second))
-    default_us, best_us = second[case.default], second[best]
-    return Outcome(case.bucket, best if keep else None, default_us, best_us if keep else default_us, len(candidates), failed)
+    ranked = sorted((config for config in able if first[config] < first[case.default]), key=lambda config: first[config])
+    second = _rounds(launch, [case.default, *ranked[:1]], time)
+    faster = ranked[:1] if ranked and _beats(ranked[0], case.default, MARGIN, first, second) else []
+    default_us, best_us = second[case.default], second[faster[0]] if faster else second[case.default]
+    outcome = Outcome(case.bucket, faster[0] if faster else None, default_us, best_us, len(candidates), failed)
+    if step is not None and case.tokens is not None:
+        outcome.config = None
+        finalists = ranked[:FINALISTS] if faster else []
+        if finalists:
+            outcome.config, outcome.default_step_s, outcome.best_step_s = _in_steps(case, finalists, step)
+    return outcome
+
+
+def _in_steps(case: Case, finalists: Sequence[Any], step: StepClock) -> tuple[Any, float, float]:
+    """The finalist whose steps are shortest, or None if they are not shorter than the rule's, twice; seconds with the rule's and
+    with it."""
+
+    def run(configs: Sequence[Any]) -> dict[Any, float]:
+        return dict(zip(configs, step(case, configs), strict=True))
+
+    first = run([case.default, *finalists])
+    best = min(finalists, key=lambda config: first[config])
+    second = run([case.default, best])
+    return best if _beats(best, case.default, STEP_MARGIN, first, second) else None, second[case.default], second[best]
+
+
+def _beats(config: Any, other: Any, margin: float, *runs: dict[Any, float]) -> bool:
+    return all(run[config] < margin * run[other] for run in runs)
 
 
 def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[str, str]:
@@ -104,7 +135,8 @@ def row(family: str, outcome: Outcome) -> Row:
     """An outcome as a result: configurations as Python writes them, times in seconds."""
     return {
         "kernel": family, "bucket": outcome.bucket, "config": None if outcome.config is None else repr(outcome.config),
-        "rule_s": outcome.default_us / 1e6, "best_s": outcome.best_us / 1e6, "tried": outcome.tried, "failed": outcome.failed,
+        "rule_s": outcome.default_us / 1e6, "best_s": outcome.best_us / 1e6, "rule_step_s": outcome.default_step_s,
+        "best_step_s": outcome.best_step_s, "tried": outcome.tried, "failed": outcome.failed,
     }  # fmt: skip
 
 
@@ -118,6 +150,8 @@ class TuneReport(Report):
             ("configuration", lambda r: "the rule's" if r["config"] is None else f"`{r['config']}`"),
             ("rule's µs", lambda r: f"{r['rule_s'] * 1e6:,.1f}"),
             ("µs", lambda r: f"{r['best_s'] * 1e6:,.1f}"),
+            ("rule's step, ms", lambda r: "–" if r["rule_step_s"] is None else f"{r['rule_step_s'] * 1e3:.3f}"),
+            ("step, ms", lambda r: "–" if r["best_step_s"] is None else f"{r['best_step_s'] * 1e3:.3f}"),
             ("tried", lambda r: str(r["tried"])),
             ("failed", lambda r: str(len(r["failed"]))),
         ]

@@ -14,7 +14,6 @@ Hopper's tensor cores add fp8 products in about 14 bits. So every 1024 or 2048 o
 registers do not suffice, in fp16, divided by what keeps the largest possible sum finite.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from minirt.errors import InputError
 from minirt.kernels import gemm_hopper_kernel
 from minirt.kernels.common import Workspace, capability, cdiv, launch_options, processors, shared_limit
 from minirt.kernels.hopper import described
-from minirt.kernels.tuning import Tunable, bucket
+from minirt.kernels.tuning import Tunable, bucket, remembered
 
 _ROWS = 128  # of a tile of two groups of warps: 64 for each
 _ROWS_OF_THREE = 192
@@ -141,7 +140,7 @@ def choose_config(
     return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated))
 
 
-@functools.cache
+@remembered
 def configured(
     device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
     splits: bool,

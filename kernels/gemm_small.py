@@ -9,7 +9,6 @@ What it takes to read at the speed of memory: as many equal programs as run at o
 tiles enough on their way in each. (Programs of unequal shares, as in stream-K, were slower at every size.)
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ from minirt.kernels.common import (
     require_fp8,
     shared_limit,
 )
-from minirt.kernels.tuning import Tunable, bucket
+from minirt.kernels.tuning import Tunable, bucket, remembered
 
 MAX_TOKENS = 128
 _REGISTERS = 65536  # of a processor
@@ -255,7 +254,7 @@ def choose_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, n
     return TokensConfig(block_n, block_k, num_warps, stages, split, programs, tma)
 
 
-@functools.cache
+@remembered
 def configured(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> TokensConfig:
     """The configuration that was tuned for a shape, or else the rule's."""
     tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))

@@ -8,7 +8,6 @@ begins. So a program keeps `tiles` loads in registers and asks for one more when
 dependent launch it asks for the first ones before it waits for the kernel that computes its input.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.common import activate, launch_options, processors, require_fp8
-from minirt.kernels.tuning import Tunable, bucket
+from minirt.kernels.tuning import Tunable, bucket, remembered
 
 WARP = 32
 
@@ -158,7 +157,7 @@ def choose_config(N: int, K: int, itemsize: int, gated: bool, num_processors: in
     return VectorConfig(2 if gated else 4, num_warps, triton.cdiv(count, 2))
 
 
-@functools.cache
+@remembered
 def configured(device: torch.device, N: int, K: int, itemsize: int, gated: bool) -> VectorConfig:
     """The configuration that was tuned for a shape, or else the rule's."""
     tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated))

@@ -81,7 +81,7 @@ def _around(value: int, most: int) -> list[int]:
 def _case(
     tunable: Tunable, key: str, rule: Any, around: Sequence[Any], shape: LinearShape, T: int, device: torch.device
 ) -> Case:
-    return Case(tunable, key, rule, tuple(around), lambda: _prepare(shape, T, device))
+    return Case(tunable, key, rule, tuple(around), lambda: _prepare(shape, T, device), T)
 
 
 def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable[[Any], None], Callable[[Any], None]]:

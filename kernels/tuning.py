@@ -11,10 +11,11 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -22,6 +23,10 @@ import triton
 from minirt.errors import InputError, MinirtError
 
 SCHEMA = 1
+
+LookUp = TypeVar("LookUp", bound=Callable[..., Any])
+_remembered: list[Any] = []  # look-ups whose answers are kept
+_tried: dict[tuple[str, str], Any] = {}  # by family and bucket: what `trying` puts in the place of what is stored
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,35 @@ class Tunable:
 
     def find(self, device: torch.device, bucket: str) -> Any:
         """The stored configuration for a bucket of shapes, or None."""
+        if (self.name, bucket) in _tried:
+            return _tried[self.name, bucket]
         return _stored(self, device).get(bucket) if device.type == "cuda" else None
+
+
+def remembered(look_up: LookUp) -> LookUp:
+    """Decorator of a family's own look-up, which asks `find` and else applies its rule: answers are kept until configurations
+    change."""
+    kept = cache(look_up)
+    _remembered.append(kept)
+    return kept  # type: ignore[return-value]
+
+
+def forget() -> None:
+    """Look every configuration up anew: they, or where they are kept, have changed."""
+    for look_up in (*_remembered, _stored):
+        look_up.cache_clear()
+
+
+@contextmanager
+def trying(tunable: Tunable, bucket: str, config: Any) -> Iterator[None]:
+    """Within it, launches of this bucket find this configuration, whatever is stored."""
+    _tried[tunable.name, bucket] = config
+    forget()
+    try:
+        yield
+    finally:
+        del _tried[tunable.name, bucket]
+        forget()
 
 
 @dataclass(frozen=True)
@@ -48,7 +81,8 @@ class Case:
     """One thing to tune: a bucket of shapes, what the rule takes there, what else to try, and how to run it.
 
     `prepare()` allocates inputs and returns `launch(config)`, which runs the kernel once on weights that are in no cache, and
-    `check(config)`, which raises NumericsError if the result is wrong.
+    `check(config)`, which raises NumericsError if the result is wrong. `tokens`: those of a step of a model that runs this
+    bucket, in which the choice is confirmed; None: no model does.
     """
 
     tunable: Tunable
@@ -56,6 +90,7 @@ class Case:
     default: Any
     candidates: tuple[Any, ...]
     prepare: Callable[[], tuple[Callable[[Any], None], Callable[[Any], None]]]
+    tokens: int | None = None
 
 
 def bucket(**facts: Any) -> str:
@@ -128,7 +163,7 @@ def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
         os.replace(temporary.name, file)
     except OSError as error:
         raise MinirtError("cannot store tuned configurations", where=file, found=error, hint="set MINIRT_CACHE") from error
-    _stored.cache_clear()
+    forget()
 
 
 def load(tunable: Tunable, file: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`minirt tune`: launch configurations for the shapes of one model on this GPU."""
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,9 +20,12 @@ from minirt.cli_output import emit, note, write
 from minirt.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
-    from minirt.bench.tune import Outcome
+    from minirt.bench.tune import Outcome, StepClock
     from minirt.graph import Model
     from minirt.kernels.tuning import LinearShape
+
+
+_PAGES = 256 << 20  # bytes of KV pages of the model whose steps are timed, which brings its own for those
 
 
 @click.command()
@@ -31,17 +35,24 @@ if TYPE_CHECKING:
     help="Tokens of the steps to tune for; what shares a bucket with them profits too.",
 )
 @click.option("--kernel", help="Tune this family alone; default: all that are registered.")
+@click.option(
+    "--no-steps", is_flag=True,
+    help="Believe what chains of one kernel say; for a model that this GPU cannot hold. Steps may get slower.",
+)
 @click.option("--show", is_flag=True, help="List what is stored for this GPU, and measure nothing.")
 @output_format_option
 @output_file_option
 @quiet_option
 @debug_option
 @click.pass_context
-def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, show: bool, **options: Any) -> None:
+def tune(
+    ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_steps: bool, show: bool, **options: Any
+) -> None:
     """Measure launch configurations of the linear layers' kernels on this GPU and keep those that beat the built-in rules.
 
-    Chosen on one run and confirmed on another. They are stored for the GPU model, the Triton version and the kernel's source, in
-    $MINIRT_CACHE or the user's cache folder; loading a model looks them up and never measures.
+    What is fastest in chains of one kernel is confirmed in whole steps of the model, with random weights. Chosen on one run and
+    confirmed on another. They are stored for the GPU model, the Triton version and the kernel's source, in $MINIRT_CACHE or the
+    user's cache folder; loading a model looks them up and never measures.
     """
     if show and (options["output_file"] or options["output_format"] != "md"):
         raise click.UsageError("--output-format and --output-file go with what is measured, not with --show")
@@ -67,10 +78,11 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, show: 
     name = model_name(options, options["quiet"])
     _, graph = plan_graph(options, name)
     shapes, rows = linear_shapes(graph), []
-    with torch.inference_mode(), torch.cuda.device(device):
+    with ExitStack() as stack, torch.inference_mode(), torch.cuda.device(device):
+        step = None if no_steps else _step_clock(name, options, stack)
         for family in families if kernel is None else [kernel]:
             for case in families[family](shapes, tokens, device):
-                outcome = measure(case)
+                outcome = measure(case, step=step)
                 rows.append(row(family, outcome))
                 if outcome.config is not None:
                     tuning.store(case.tunable, tuning.path(device), {case.bucket: outcome.config})
@@ -84,6 +96,29 @@ def tune(ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, show: 
     shared = machine("tune", device, ["minirt", *(ctx.find_root().obj or [])], None)
     shared |= {"model": name, "quantization": "fp8" if options["fp8"] else None, "correctness": correctness}
     emit(TuneReport(shared, rows).render(options["output_format"]), options["output_file"], options["quiet"])
+
+
+def _step_clock(name: str, options: dict[str, Any], stack: ExitStack) -> "StepClock":
+    """Times steps of the model with random weights, which is loaded when the first is asked for and kept until the stack ends."""
+    loaded: list[Any] = []
+
+    def seconds(case: Any, configs: Any) -> list[float]:
+        if not loaded:
+            from minirt.bench.tune_steps import Steps
+            from minirt.generator import Generator
+
+            if not options["quiet"]:
+                note(f"loading {name} with random weights: whole steps confirm what chains have found")
+            generator = Generator.from_pretrained(
+                name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
+                revision=options["revision"], quantization="fp8" if options["fp8"] else None,
+                quantize_head=options["fp8_head"], random_weights=True, enforce_eager=True, max_num_seqs=1,
+                kv_cache_memory=_PAGES,
+            )
+            loaded.append(Steps(stack.enter_context(generator).model))
+        return loaded[0].seconds(case, configs)
+
+    return seconds
 
 
 def linear_shapes(graph: "Model") -> "list[LinearShape]":
@@ -111,8 +146,12 @@ def linear_shapes(graph: "Model") -> "list[LinearShape]":
 
 def _line(name: str, outcome: "Outcome") -> str:
     what = f"{outcome.default_us:.1f} µs, the rule's stays"
-    if outcome.config is not None:
-        what = f"{outcome.default_us:.1f} → {outcome.best_us:.1f} µs with {outcome.config}"
+    if outcome.best_us < outcome.default_us:
+        what = f"{outcome.default_us:.1f} → {outcome.best_us:.1f} µs in chains"
+    if outcome.default_step_s is not None and outcome.best_step_s is not None:
+        what += f", steps {outcome.default_step_s * 1e3:.3f} → {outcome.best_step_s * 1e3:.3f} ms"
+    if outcome.best_us < outcome.default_us:
+        what += ", the rule's stays" if outcome.config is None else f", with {outcome.config}"
     out = f", {len(outcome.failed)} of them failed" if outcome.failed else ""
     return f"{name} {outcome.bucket}: {what} ({outcome.tried} tried{out})"
 

@@ -24,7 +24,7 @@ FLOORS = [
     {"cli"},
 ]
 # Files of one floor that build on each other, on purpose.
-SAME_FLOOR = {("kernels", "errors"), ("rope", "config"), ("linear", "quantize"), ("kv_cache", "quantize")}
+SAME_FLOOR = {("kernels", "errors"), ("batch", "errors"), ("rope", "config"), ("linear", "quantize"), ("kv_cache", "quantize")}
 FORBIDDEN = {"transformers", "gguf", "scipy", "hypothesis", "pytest", "numpy", "accelerate"}
 
 

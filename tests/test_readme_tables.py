@@ -303,15 +303,16 @@ def test_attention_of_prompts_on_pages_of_both_kinds():
 
 
 def test_what_tuning_finds():
-    def bucket(kernel, best=None):
-        return {"kernel": kernel, "config": best and "x", "rule_s": 1e-5, "best_s": best or 1e-5, "tried": 7}
+    def bucket(kernel, best=1e-5, step=None):
+        own = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
+        return own | {"rule_step_s": step and 4e-3, "best_step_s": step}
 
-    found = [bucket("gemv"), bucket("gemv", 9e-6), bucket("gemv", 5e-6), bucket("gemm", None)]
+    found = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
     records = {"a": {"quantization": None, "results": found}, "b": {"quantization": "fp8", "results": found[3:]}}
     assert rows(readme_kernels.tuned(records)) == [
-        ["`gemv`, bf16", "3", "21", "2", "30%", "50%"],
-        ["`gemm`, bf16", "1", "7", "0", "–", "–"],
-        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–"],
+        ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
+        ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
+        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–", "0", "–", "–"],
     ]
 
 

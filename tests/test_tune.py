@@ -1,15 +1,16 @@
 """How configurations are chosen, with times that are made up. Catches a lucky first run that is believed, a candidate that
-computes something else or does not compile and is chosen all the same or ends the tuning."""
+computes something else or does not compile and is chosen all the same or ends the tuning, and one that is fastest in a chain of
+one kernel but makes steps longer."""
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from cli_support import caller, refused
 
-from minirt.bench import tune
+from minirt.bench import tune, tune_steps
 from minirt.bench.report import machine
 from minirt.choose import plan_model
 from minirt.cli_tune import linear_shapes
@@ -48,6 +49,18 @@ class Bench:
     def tune(self):
         return tune.tune(self.case, self.time)
 
+    def tune_in_steps(self, *runs):
+        """`runs`: what a step takes with each configuration, by run, in ms."""
+        self.asked, left = [], list(runs)
+
+        def step(case, configs):
+            assert case.tokens == 8
+            self.asked.append(list(configs))
+            own = left.pop(0)
+            return [own[config.us] / 1e3 for config in configs]
+
+        return tune.tune(replace(self.case, tokens=8), self.time, step)
+
 
 def test_the_fastest_is_chosen():
     outcome = Bench(Config(10), [Config(9), Config(7), Config(12), Config(10), Config(7)]).tune()
@@ -82,6 +95,33 @@ def test_a_lucky_run_is_not_believed():
     assert outcome.config is None, f"{luck}"
 
 
+def test_steps_choose_among_the_fastest_of_chains():
+    bench = Bench(Config(10), [Config(7), Config(8), Config(9), Config(9.5), Config(11)])
+    outcome = bench.tune_in_steps({10: 4.0, 7: 4.1, 8: 3.9, 9: 3.95}, {10: 4.02, 8: 3.92})
+    assert bench.asked == [[Config(10), Config(7), Config(8), Config(9)], [Config(10), Config(8)]]
+    assert (outcome.config, outcome.default_step_s, outcome.best_step_s) == (Config(8), pytest.approx(4.02e-3), 3.92e-3)
+    assert (outcome.default_us, outcome.best_us) == (10, pytest.approx(7))
+
+
+@pytest.mark.parametrize("second", [{10: 4.0, 7: 4.0}, {10: 4.0, 7: 3.995}, {10: 4.0, 7: 4.2}])
+def test_what_makes_steps_longer_is_not_kept(second):
+    """Or shorter once: equal graphs differ."""
+    outcome = Bench(Config(10), [Config(7)]).tune_in_steps({10: 4.0, 7: 3.9}, second)
+    assert (outcome.config, outcome.best_us) == (None, pytest.approx(7))
+    assert (outcome.default_step_s, outcome.best_step_s) == (4e-3, second[7] / 1e3)
+
+
+def test_steps_are_not_asked_for_nothing():
+    bench = Bench(Config(10), [Config(9.9), Config(11)])
+    outcome = bench.tune_in_steps()
+    assert (bench.asked, outcome.config, outcome.best_step_s) == ([], None, None)
+
+
+def test_what_no_step_runs_is_chosen_in_chains():
+    bench = Bench(Config(10), [Config(7)])
+    assert tune.tune(bench.case, bench.time, lambda case, configs: pytest.fail("there is no such step")).config == Config(7)
+
+
 def test_a_broken_rule_is_an_error():
     with pytest.raises(NumericsError):
         Bench(Config(10, "check"), [Config(1)]).tune()
@@ -94,14 +134,16 @@ def test_what_is_printed():
     rows = [tune.row("a", kept), tune.row("b", rule)]
     assert rows[0] | {"failed": None} == {
         "kernel": "a", "bucket": "a bucket", "config": repr(Config(8)), "rule_s": pytest.approx(1e-5),
-        "best_s": pytest.approx(8e-6), "tried": 2, "failed": None,
+        "best_s": pytest.approx(8e-6), "rule_step_s": None, "best_step_s": None, "tried": 2, "failed": None,
     }  # fmt: skip
     assert list(rows[0]["failed"]) == [repr(Config(1, "check"))]
     assert (rows[1]["config"], rows[1]["best_s"]) == (None, rows[1]["rule_s"])
     shared = machine("tune", torch.device("cpu"), ["minirt", "tune"], None)
+    rows.append(rows[0] | {"kernel": "c", "config": None, "rule_step_s": 4e-3, "best_step_s": 4.1e-3})
     text = tune.TuneReport(shared, rows).render("md")
-    assert f"| `a` | a bucket | `{Config(8)!r}` | 10.0 | 8.0 | 2 | 1 |" in text
-    assert "| `b` | a bucket | the rule's | 10.0 | 10.0 | 0 | 0 |" in text
+    assert f"| `a` | a bucket | `{Config(8)!r}` | 10.0 | 8.0 | – | – | 2 | 1 |" in text
+    assert "| `b` | a bucket | the rule's | 10.0 | 10.0 | – | – | 0 | 0 |" in text
+    assert "| `c` | a bucket | the rule's | 10.0 | 8.0 | 4.000 | 4.100 | 2 | 1 |" in text
     assert json.loads(tune.TuneReport(shared, rows).render("json"))["results"] == rows
 
 
@@ -115,6 +157,40 @@ def test_shapes_of_a_model():
     }  # fmt: skip
     assert {s.dtype for s in linear_shapes(graph)} == {torch.bfloat16}
     assert len(linear_shapes(graph)) == 5
+
+
+@pytest.mark.parametrize(("tokens", "counts", "context"), [(1, [1], 128), (100, [1] * 100, 128), (257, [257], 257)])
+def test_the_steps_of_so_many_tokens(tokens, counts, context):
+    """On pages of their own each, with the context cached."""
+    found = tune_steps.chunks(tokens, 48)
+    assert [len(chunk.tokens) for chunk in found] == counts
+    assert {chunk.start + len(chunk.tokens) for chunk in found} == {context}
+    pages = [page for chunk in found for page in chunk.pages]
+    assert sorted(pages) == list(range(len(counts) * -(-context // 48)))
+
+
+def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
+    """On a CPU a graph is what the look-up said while it was captured. Catches answers from before, and those that stay."""
+    from minirt import Generator
+    from minirt.kernels.tuning import Tunable, remembered
+
+    tunable, seen = Tunable("mine", Config, ()), []
+    found = remembered(lambda: tunable.find(torch.device("cpu"), "a bucket"))
+
+    def captured(work, device):
+        logits = work()
+        seen.append((found(), tuple(logits.shape)))
+        return found()
+
+    monkeypatch.setattr(tune_steps, "captured", captured)
+    monkeypatch.setattr(tune_steps, "replays", lambda graphs: [graph.us * len(seen) for graph in graphs])
+    case = replace(Bench(Config(10), []).case, tunable=tunable, tokens=3)
+    with Generator.from_pretrained(device="cpu", random_weights=True, max_num_seqs=1, max_model_len=256) as generator:
+        times = tune_steps.Steps(generator.model).seconds(case, [Config(10), Config(7)])
+    vocabulary = generator.config.vocab_size
+    assert seen == [(Config(10), (3, vocabulary)), (Config(7), (3, vocabulary))] * tune_steps.CAPTURES
+    assert times == [10 * 4, 7 * 4]  # the median of three rounds, after two, four and six captures
+    assert found() is None
 
 
 @pytest.fixture
@@ -139,8 +215,7 @@ def test_tuning_a_model(tmp_path, monkeypatch, call):
     from minirt.kernels import gemv, tuning
 
     monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
-    tuning._stored.cache_clear()
-    gemv.configured.cache_clear()
+    tuning.forget()
     code, out, progress = call("tune", "-t", "1,20,200", "--dtype", "bfloat16", "-o", "json")
     assert code == 0, progress
     rows = json.loads(out)["results"]

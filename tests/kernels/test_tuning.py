@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from minirt.errors import InputError, MinirtError
 from minirt.kernels import tuning
@@ -37,6 +38,31 @@ def test_what_is_stored_is_found(tunable, file):
     tuning.store(tunable, file, {"b": Config(32)})
     assert tuning.load(tunable, file) == {"a": Config(64), "b": Config(32)}
     assert [f.name for f in file.parent.iterdir()] == [file.name], "a temporary file was left"
+
+
+def test_what_is_tried_comes_first_and_goes_again(tunable):
+    """Also for look-ups that keep their answers."""
+    look_up = tuning.remembered(lambda bucket: tunable.find(torch.device("cpu"), bucket) or "the rule's")
+    assert look_up("a") == "the rule's"
+
+    def fails():
+        with tuning.trying(tunable, "a", Config(64)):
+            assert (look_up("a"), look_up("b")) == (Config(64), "the rule's")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fails()
+    assert look_up("a") == "the rule's"
+
+
+def test_what_is_stored_later_is_found(tunable, file, monkeypatch):
+    """A look-up that was asked before must not stay with its answer."""
+    monkeypatch.setattr(tuning, "path", lambda device: file)
+    gpu = torch.device("cuda", 0)
+    look_up = tuning.remembered(lambda: tunable.find(gpu, "a"))
+    assert look_up() is None
+    tuning.store(tunable, file, {"a": Config(64)})
+    assert look_up() == Config(64)
 
 
 def test_kernels_do_not_mix(tunable, file):
