@@ -117,7 +117,7 @@ def ceilings(meter: Meter) -> list[dict[str, Any]]:
     return [
         _row("awake", sustained(waiting(lambda: torch.cuda._sleep(20_000_000)), meter)),
         _row("reading", sustained(waiting(lambda: read_sums(buffer, out, check=False), 20), meter), bytes=20 * buffer.nbytes),
-        _row("product", sustained(waiting(lambda: torch.mm(a, b), 10), meter), flops=10 * 2 * 8192**3),
+        _row("product", sustained(waiting(lambda: torch.mm(a, b.t()), 10), meter), flops=10 * 2 * 8192**3),
     ]
 
 
@@ -167,17 +167,18 @@ def main(words: list[str]) -> None:
     shared = machine("power", pick_device("cuda"), ["python", "-P", "bench/power.py", *words], None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    processes = [child(words[0], gpu) for gpu in gpus]
+    printed = [process.communicate()[0] for process in processes]  # all end, also beside one that fails
     results = []
-    for index, process in enumerate([child(words[0], gpu) for gpu in gpus]):
-        printed, _ = process.communicate()
+    for index, process in enumerate(processes):
         if process.returncode:
             raise MinirtError("a GPU's process failed", where=f"GPU {gpus[index]}", found=f"exit code {process.returncode}")
-        results += [{"gpu": index} | row for row in json.loads(printed)]
+        results += [{"gpu": index} | row for row in json.loads(printed[index])]
     print(json.dumps(shared | {"model": words[0], "results": results}, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--child":
+    if sys.argv[1:2] == ["--child"]:
         print(json.dumps(measure(sys.argv[2])))
     else:
         main(sys.argv[1:])

@@ -72,14 +72,12 @@ def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -
     first = _rounds(launch, [case.default, *able], time)
     ranked = sorted((config for config in able if first[config] < first[case.default]), key=lambda config: first[config])
     second = _rounds(launch, [case.default, *ranked[:1]], time)
-    faster = ranked[:1] if ranked and _beats(ranked[0], case.default, MARGIN, first, second) else []
-    default_us, best_us = second[case.default], second[faster[0]] if faster else second[case.default]
-    outcome = Outcome(case.bucket, faster[0] if faster else None, default_us, best_us, len(candidates), failed)
-    if step is not None and case.tokens is not None:
-        outcome.config = None
-        finalists = ranked[:FINALISTS] if faster else []
-        if finalists:
-            outcome.config, outcome.default_step_s, outcome.best_step_s = _in_steps(case, finalists, step)
+    fastest = ranked[0] if ranked and _beats(ranked[0], case.default, MARGIN, first, second) else None
+    default_us = second[case.default]
+    best_us = default_us if fastest is None else second[fastest]
+    outcome = Outcome(case.bucket, fastest, default_us, best_us, len(candidates), failed)
+    if fastest is not None and step is not None and case.tokens is not None:
+        outcome.config, outcome.default_step_s, outcome.best_step_s = _in_steps(case, ranked[:FINALISTS], step)
     return outcome
 
 

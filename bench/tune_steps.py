@@ -13,6 +13,7 @@ import torch
 
 from minirt.batch import Batch, Chunk
 from minirt.bench.compare_time import captured, replays
+from minirt.errors import InputError
 from minirt.graph import Model, on_device
 from minirt.kernels.tuning import Case, trying
 from minirt.kv_cache import PAGE_SIZE, KVCache
@@ -41,7 +42,7 @@ class Steps:
     def seconds(self, case: Case, configs: Sequence[Any]) -> list[float]:
         """A step's seconds with each configuration in the case's bucket, medians over CAPTURES graphs that take turns."""
         if case.tokens is None:
-            raise ValueError(f"no step runs {case.bucket}")
+            raise InputError("no step of a model runs this", where="case", found=case.bucket)
         model = self._model
         with on_device(model.device):
             work = chunks(case.tokens, PAGE_SIZE)

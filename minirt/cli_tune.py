@@ -1,6 +1,7 @@
 """`minirt tune`: launch configurations for the shapes of one model on this GPU."""
 
 from contextlib import ExitStack
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +22,7 @@ from minirt.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
     from minirt.bench.tune import Outcome, StepClock
+    from minirt.bench.tune_steps import Steps
     from minirt.graph import Model
     from minirt.kernels.tuning import LinearShape
 
@@ -100,25 +102,22 @@ def tune(
 
 def _step_clock(name: str, options: dict[str, Any], stack: ExitStack) -> "StepClock":
     """Times steps of the model with random weights, which is loaded when the first is asked for and kept until the stack ends."""
-    loaded: list[Any] = []
 
-    def seconds(case: Any, configs: Any) -> list[float]:
-        if not loaded:
-            from minirt.bench.tune_steps import Steps
-            from minirt.generator import Generator
+    @cache
+    def steps() -> "Steps":
+        from minirt.bench.tune_steps import Steps
+        from minirt.generator import Generator
 
-            if not options["quiet"]:
-                note(f"loading {name} with random weights: whole steps confirm what chains have found")
-            generator = Generator.from_pretrained(
-                name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
-                revision=options["revision"], quantization="fp8" if options["fp8"] else None,
-                quantize_head=options["fp8_head"], random_weights=True, enforce_eager=True, max_num_seqs=1,
-                kv_cache_memory=_PAGES,
-            )
-            loaded.append(Steps(stack.enter_context(generator).model))
-        return loaded[0].seconds(case, configs)
+        if not options["quiet"]:
+            note(f"loading {name} with random weights: whole steps confirm what chains have found")
+        generator = Generator.from_pretrained(
+            name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
+            revision=options["revision"], quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"],
+            random_weights=True, enforce_eager=True, max_num_seqs=1, kv_cache_memory=_PAGES,
+        )  # fmt: skip
+        return Steps(stack.enter_context(generator).model)
 
-    return seconds
+    return lambda case, configs: steps().seconds(case, configs)
 
 
 def linear_shapes(graph: "Model") -> "list[LinearShape]":
@@ -145,13 +144,11 @@ def linear_shapes(graph: "Model") -> "list[LinearShape]":
 
 
 def _line(name: str, outcome: "Outcome") -> str:
-    what = f"{outcome.default_us:.1f} µs, the rule's stays"
-    if outcome.best_us < outcome.default_us:
-        what = f"{outcome.default_us:.1f} → {outcome.best_us:.1f} µs in chains"
+    what = f"{outcome.default_us:.1f}"
+    what += f" → {outcome.best_us:.1f} µs in chains" if outcome.best_us < outcome.default_us else " µs"
     if outcome.default_step_s is not None and outcome.best_step_s is not None:
         what += f", steps {outcome.default_step_s * 1e3:.3f} → {outcome.best_step_s * 1e3:.3f} ms"
-    if outcome.best_us < outcome.default_us:
-        what += ", the rule's stays" if outcome.config is None else f", with {outcome.config}"
+    what += ", the rule's stays" if outcome.config is None else f", with {outcome.config}"
     out = f", {len(outcome.failed)} of them failed" if outcome.failed else ""
     return f"{name} {outcome.bucket}: {what} ({outcome.tried} tried{out})"
 
