@@ -16,7 +16,7 @@ from minirt.errors import InputError
 from minirt.kernels import attention_chunk as chunk
 from minirt.kernels import attention_hopper as hopper
 from minirt.kernels import kv_widen
-from minirt.kernels.attention_steps import LOG2_E, attend, blank, page_slots, prepare, whole
+from minirt.kernels.attention_steps import LOG2_E, attend, blank, fuses, page_slots, prepare, whole
 from minirt.kernels.common import Workspace, capability, check_activations, check_tensor
 from minirt.kernels.kv_write import as_integers, check_pages
 
@@ -209,6 +209,7 @@ def paged_attention_prefill(
         B, block_tables.shape[1], scale * LOG2_E, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
         BLOCK_B=max(256, triton.next_power_of_2(B)), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SHORTEST=shortest, CHUNKS=chunks, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.registers,
+        enable_fp_fusion=fuses(q.dtype),
     )  # fmt: skip
     return out
 

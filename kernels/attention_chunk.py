@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.attention_steps import attend, blank, page_slots, prepare, whole
+from minirt.kernels.attention_steps import attend, blank, fuses, page_slots, prepare, whole
 from minirt.kernels.common import Workspace, processors
 from minirt.kernels.kv_write import as_integers
 
@@ -174,7 +174,7 @@ def attend_chunks(
     _chunk_kernel[(Nkv * max(1, 2 * programs // Nkv),)](
         q, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, query_starts, seq_lens, sums, peaks,
         B, block_tables.shape[1], scale, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=block_b, BLOCK_M=block_m,
-        BLOCK_N=block_n, num_warps=warps, num_stages=2,
+        BLOCK_N=block_n, num_warps=warps, num_stages=2, enable_fp_fusion=fuses(q.dtype),
     )  # fmt: skip
     _combine_chunks_kernel[(min(T * Nq, _COMBINING * programs),)](
         query_starts, seq_lens, out, sums, peaks, B, NQ=Nq, D=D, BLOCK_B=block_b, BLOCK_S=_COMBINED, num_warps=1

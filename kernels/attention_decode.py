@@ -22,7 +22,7 @@ from minirt.kernels import attention_decode_hopper as hopper
 from minirt.kernels import attention_decode_hopper_fp8 as hopper_fp8
 from minirt.kernels.attention import MAX_GROUP, check_inputs, check_scale
 from minirt.kernels.attention_combine import combine
-from minirt.kernels.attention_steps import LOG2_E, attend, blank, no_queries, prepare, split_channels, whole
+from minirt.kernels.attention_steps import LOG2_E, attend, blank, fuses, no_queries, prepare, split_channels, whole
 from minirt.kernels.common import (
     Workspace,
     capability,
@@ -422,7 +422,8 @@ def _launch(
             query_starts, out, sums, peaks, B, block_tables.shape[1], scale * LOG2_E, eps,
             NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
             BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
-            maxnreg=min(255, registers), **launch_options(config.num_warps, config.num_stages, pdl),
+            maxnreg=min(255, registers), enable_fp_fusion=fuses(out.dtype),
+            **launch_options(config.num_warps, config.num_stages, pdl),
         )  # fmt: skip
     if max_seq_len is None or max_seq_len > split:
         # It also fills the rows of empty sequences, and only the device knows whether there is more to do.

@@ -3,6 +3,7 @@
 Online softmax in fp32, in powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -118,6 +119,15 @@ def inverse(x):
         return 1 / x
     else:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+def fuses(dtype: torch.dtype) -> bool:
+    """Whether kernels that `attend` may fuse multiplications with additions.
+
+    In fp32 a lane holds one product of a row's sum, or few. A lane that fuses its own into the sum with a neighbour's rounded one
+    gets another result than that neighbour, and both hold, and store, what should be the same number.
+    """
+    return dtype != torch.float32
 
 
 @triton.jit

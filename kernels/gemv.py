@@ -198,6 +198,8 @@ def gemv(
         config = configured(x.device, N, K, weight.element_size(), activation is not None)
     chunk = chunk_size(weight.element_size())
     block_k = chunk * WARP * config.num_warps
+    if K % chunk or weight.data_ptr() % 16:
+        chunk = 1  # a thread's values are no neighbours then
     _vector_kernel[(triton.cdiv(N, config.block_n),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, ACTIVATION=activation,
         BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk, TILES=min(config.tiles, triton.cdiv(K, block_k)),

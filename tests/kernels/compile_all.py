@@ -32,6 +32,12 @@ HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # bytes a thread keeps in memory: cubin's EIATTR_FRAME_SIZE
 
 
+def adds_unrounded(ptx: str) -> bool:
+    """Whether a lane adds its own product, unrounded, to a neighbour's rounded one: then the two have different sums."""
+    brought = re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx)
+    return not set(brought).isdisjoint(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
+
+
 class CompileOnly:
     """As much of a Triton driver as a compilation asks for."""
 
@@ -72,6 +78,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "tma": "cp.async.bulk.tensor" in ptx,
                 "pipelined": "cp.async.wait_group" in ptx,
                 "transposed_loads": bool(re.search(r"ldmatrix[.\w]*\.trans", ptx)),
+                "adds_unrounded": adds_unrounded(ptx),
                 "pdl": "griddepcontrol.wait" in ptx,
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "tiles_before_wait": "cp.async" in before_wait,
@@ -101,6 +108,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
     qkv, gate_up, down = empty(4608, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER)
     embedding.embedding(ints(3, like=torch.int64), empty(1000, HIDDEN))
     norm.rms_norm(empty(300, HIDDEN), norm_weight, 1e-6)
+    linear.norm_linear(empty(1, 577), empty(577), 1e-6, empty(13, 577))  # rows that no thread can load several values of
     for T in (1, 5, 100):
         x = empty(T, HIDDEN)
         linear.norm_linear(x, norm_weight, 1e-6, qkv, bias, workspace=workspace, pdl=pdl)
