@@ -20,7 +20,8 @@ REQUIRED = {
     "h200-prefill-bf16", "h200-prefill-fp8", "h200-compare-embedded", "h200-ablation-bf16", "h200-ablation-fp8",
     *(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others")),
     "h200-compare-7b-bf16", "h200-compare-7b-fp8", *(f"h200-chunking-{limit}" for limit in (8448, 2048, 512)),
-    "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace", "cpu-smollm2",
+    "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace", "h200-power",
+    "h200-tune-bf16", "h200-tune-fp8", "cpu-smollm2",
 }  # fmt: skip
 SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py"}
 UNCHECKED = ("trace", "startup", "power")  # they time what runs beside the kernels: nothing in them is right or wrong
