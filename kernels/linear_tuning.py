@@ -45,10 +45,12 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
         cc = capability(device)
         rule = gemm_small.choose_config(block_t, shape.N, shape.K, itemsize, shape.gated, cc, _processors(device))
         around = []
-        for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, 256), (1, 2, 3, 4, 6)):
+        # Enough tiles for several rounds have no use for parts of K, and their sums no room.
+        parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _processors(device) else (1, 2, 3, 4, 6)
+        for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, 256), parts):
             row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
             stages = fit_stages(row * block_k, shared_limit(cc) // programs - 2048, 8)
-            if stages > 1 and (split == 1 or not shape.gated):
+            if stages > 1:
                 around.append(replace(rule, block_k=block_k, num_stages=stages, split=split, programs=programs))
         yield _case(gemm_small.TUNABLE, key, rule, around, shape, block_t, device)
 
