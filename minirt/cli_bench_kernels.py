@@ -37,7 +37,7 @@ _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # the interpreter needs seconds for 
 @click.option("--repeats", type=click.IntRange(1), help="Timed launches of each form. Default: 20; on a CPU 1.")
 @click.option("--compile/--no-compile", "compiled", default=None, help="Time torch.compile too. Default: on a GPU.")
 @click.option("--baseline", metavar="FILE", help="An older run's JSON: compare with it, and fail where a kernel is slower now.")
-@click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg and sweep.svg there.")
+@click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there.")
 @click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing.")
 @output_format_option
 @output_file_option
