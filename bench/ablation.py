@@ -3,8 +3,8 @@
 python -P bench/ablation.py MODEL [--fp8] [BATCH …]     random weights; needs a GPU; prints JSON
 
 A variant is the model as it is, with one function of `minirt.kernels` replaced by what one would call without the trick. Its
-logits must agree with those of the step as it is; steps are CUDA graphs that take turns, without the sampler. A trick that a step
-does not use is not listed.
+logits must agree with those of the step as it is; steps are CUDA graphs that take turns, without the sampler, but for the trick
+that is about it. A trick that a step does not use is not listed.
 """
 
 import json
@@ -25,11 +25,14 @@ from minirt.bench import compare, compare_layers, compare_time
 from minirt.bench.ceiling import read_ceiling
 from minirt.bench.compare_layers import Place, Step
 from minirt.bench.report import machine
+from minirt.cuda_graphs import NARROWEST
 from minirt.errors import MinirtError, NumericsError
 from minirt.graph import Model, on_device
 from minirt.kernels import reference
 from minirt.kv_cache import LayerKV
 from minirt.layers import Forward, implementation
+from minirt.sampler import SamplingBatch, sample
+from minirt.sampling import SamplingParams, resolve
 
 CONTEXT = 128
 _TOLERANCE = {torch.bfloat16: 8 * 2**-7, torch.float16: 8 * 2**-10, torch.float32: 1e-4}  # as before a benchmark, see `check`
@@ -242,6 +245,38 @@ def variants(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, l
     return result | found
 
 
+def greedy(sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
+    """The step as it is and the greedy sampler, which reads "logits", or the "peaks" that the head has left of them: both find
+    the same tokens. Empty where the head leaves none.
+
+    Raises:
+        NumericsError: they do not.
+    """
+    from minirt.kernels.common import Peaks
+    from minirt.kernels.sampling import SamplingWorkspace
+
+    *others, head = [place.candidate for place in sequence]
+    B, V = compare_layers.stream([*others, head], sequence, step.batch, step.cache).shape
+    device = step.batch.flat.device
+    values = torch.zeros(B, -(-V // NARROWEST), dtype=torch.int64, device=device)
+    peaks = Peaks(values, torch.zeros(1, dtype=torch.int32, device=device))
+    settings = SamplingBatch.build([(resolve(SamplingParams(temperature=0.0), None), 0)] * B, device)
+    workspace = SamplingWorkspace(B, V, device)
+
+    def over_logits(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        return sample(head(x, batch, kv), settings, "triton", workspace)
+
+    def over_peaks(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        logits = head(x, replace(batch, peaks=peaks), kv)
+        return sample(logits, settings, "triton", workspace, peaks.values[:, : peaks.parts] if peaks.parts else None)
+
+    found = {"logits": [*others, over_logits], "peaks": [*others, over_peaks]}
+    tokens = [compare_layers.stream(own, sequence, step.batch, step.cache) for own in found.values()]
+    if not torch.equal(*tokens):
+        raise NumericsError("other tokens", where="peaks", expected=tokens[0].tolist(), found=tokens[1].tolist())
+    return found if peaks.parts else {}
+
+
 def _agree(name: str, logits: Tensor, expected: Tensor, model: Model) -> None:
     error = ((logits.float() - expected).norm() / expected.norm()).item()
     fp8 = any(linear.format for layer in model.layers for linear in layer.linears())
@@ -258,13 +293,15 @@ def measure(model: Model, tokens: Sequence[int], batch: int) -> dict[str, Any]:
     texts = [[tokens[(17 * i + j) % len(tokens)] for j in range(CONTEXT)] for i in range(batch)]
     with on_device(model.device):
         step = compare_layers.decode(model, sequence, texts)
-        own = variants(model, sequence, step)
+        own = variants(model, sequence, step) | greedy(sequence, step)
         seconds = compare_time.step_times(own, sequence, step)
         launched = compare_time.launched_time(own["all"], sequence, step)
     _PLACES.clear()
-    best = seconds.pop("all")
+    best, peaks, logits = seconds.pop("all"), seconds.pop("peaks", None), seconds.pop("logits", None)
     rows = {name: {"without_s": s, "brings_s": s - best} for name, s in seconds.items()}
     rows["graph"] = {"without_s": launched, "brings_s": launched - best}
+    if peaks and logits:
+        rows["peaks"] = {"without_s": logits, "brings_s": logits - peaks}
     return {"batch_size": batch, "context_len": CONTEXT, "step_s": best, "tricks": rows}
 
 
@@ -283,6 +320,7 @@ def main(words: list[str]) -> None:
         shared = machine("ablation", model.device, ["python", "-P", "bench/ablation.py", *words], ceiling)
     what = {name: trick.what for name, trick in TRICKS.items()}
     what |= {"pdl": "programmatic dependent launch", "graph": "the CUDA graph"}
+    what |= {"peaks": "the LM head leaves each tile's largest logits to the greedy sampler (which both steps have)"}
     correctness = {"checked": True, "against": "the logits of the step as it is"}
     own = {"model": names[0], "quantization": "fp8" if "--fp8" in words else None, "what": what, "correctness": correctness}
     print(json.dumps(shared | own | {"results": results}, indent=1, ensure_ascii=False))

@@ -1,6 +1,7 @@
 """What the Triton kernels share: argument checks, device facts, the workspace of split sums, and the activations."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -149,6 +150,17 @@ class Workspace:
     def counters(self, need: int) -> Tensor:
         """The int32 counters, all zero between kernels; InputError if there are less than `need`."""
         return _large_enough(self._counters, need, "num_counters")
+
+
+@dataclass
+class Peaks:
+    """Where an LM head leaves, beside its logits, the largest of each tile of columns: `values` [T, P] int64, packed as by
+    `sampling_select.pack`. `parts`: how many of a row it has left, 0 if its kernel does not. Then it writes logits only if
+    `logits_needed` [1] int32, on the device, is not 0."""
+
+    values: Tensor
+    logits_needed: Tensor
+    parts: int = 0
 
 
 def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels import gemm_hopper_kernel
-from minirt.kernels.common import Workspace, capability, cdiv, launch_options, processors, shared_limit
+from minirt.kernels import gemm_hopper_epilogue, gemm_hopper_kernel
+from minirt.kernels.common import Peaks, Workspace, capability, cdiv, launch_options, processors, shared_limit
 from minirt.kernels.hopper import described
 from minirt.kernels.tuning import Tunable, bucket, remembered
 
@@ -53,7 +53,7 @@ class HopperConfig:
     groups: int = 2
 
 
-TUNABLE = Tunable("gemm_hopper", HopperConfig, (__file__, gemm_hopper_kernel.__file__))
+TUNABLE = Tunable("gemm_hopper", HopperConfig, (__file__, gemm_hopper_kernel.__file__, gemm_hopper_epilogue.__file__))
 
 
 def _pieces(width: int, more: int, groups: int, itemsize: int, residual: bool) -> tuple[int, int]:
@@ -178,18 +178,25 @@ def gemm_hopper(
     config: HopperConfig | None = None,
     workspace: Workspace | None = None,
     pdl: bool = False,
+    peaks: Peaks | None = None,
 ) -> None:
     """`gemm`, or `gemm_gated` with an activation, of operands that `suits` and that fit each other; T is at least 1.
 
-    Without a workspace K is not split.
+    Without a workspace K is not split. `peaks`: each row's largest value of every tile goes there, without a residual, an
+    activation and a split.
     """
     (T, K), N = x.shape, out.shape[1]
     gated = activation is not None
-    facts = (N, K, x.element_size(), gated, residual is not None, out.element_size(), workspace is not None)
+    facts = (N, K, x.element_size(), gated, residual is not None, out.element_size(), workspace is not None and peaks is None)
     c = config or configured(x.device, token_regime(T), *facts)
     tiles_n = cdiv(N, (c.width + c.more) // (2 if gated else 1))
     tiles = cdiv(T, 64 * c.groups) * tiles_n
-    sums, counters = None, None
+    sums, counters, values, needed = None, None, None, None
+    if peaks is not None:
+        if gated or residual is not None or c.split > 1 or peaks.values.shape[1] < tiles_n:
+            expected, found = f"a plain product, {tiles_n} places", f"{c}, {peaks.values.shape[1]} places"
+            raise InputError("no peaks of this product", where="peaks", expected=expected, found=found)
+        values, needed, peaks.parts = peaks.values, peaks.logits_needed, tiles_n
     if c.split > 1:
         if c.groups > 2:
             raise InputError("K is split for two groups of warps only", where="config", found=c)
@@ -205,7 +212,8 @@ def gemm_hopper(
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
     halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if c.width + c.more > 192 else 0
     gemm_hopper_kernel._hopper_kernel[(min(tiles * c.split, c.programs),)](
-        described(x, _ROWS if T > _ROWS and c.groups == 2 else 64, block_k), *operands, x_scale, scale, bias, sums, counters, T,
-        N, tiles, tiles_n, K=K, ACTIVATION=activation, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote,
-        SCALE=2.0**halvings, SPLIT=c.split, GROUPS=c.groups, **launch_options(4, 1, pdl),
+        described(x, _ROWS if T > _ROWS and c.groups == 2 else 64, block_k), *operands, x_scale, scale, bias, sums, counters,
+        values, needed, 0 if peaks is None else peaks.values.stride(0), T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
+        STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings, SPLIT=c.split, GROUPS=c.groups,
+        **launch_options(4, 1, pdl),
     )  # fmt: skip

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minirt.kernels.hopper import fetch, put, synchronize
+from minirt.kernels.gemm_hopper_epilogue import finish_tile, leave_peaks
+from minirt.kernels.hopper import fetch, synchronize
 
 
 @gluon.jit
@@ -144,83 +145,6 @@ def _add_products(
 
 
 @gluon.jit
-def _activate(x, ACTIVATION: gl.constexpr):
-    """SiLU, or GELU in its erf or tanh form, of an fp32 tensor."""
-    if ACTIVATION == "silu":
-        return x / (1.0 + gl.exp(-x))
-    elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
-    else:
-        return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-
-
-@gluon.jit
-def _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, inside):
-    if scale_ptr is not None:
-        acc *= gl.load(x_scale_ptr + t, mask=t < T, other=0.0)[:, None]
-        acc *= gl.load(scale_ptr + n, mask=inside, other=0.0)[None, :]
-    if bias_ptr is not None:
-        acc += gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)[None, :]
-    return acc
-
-
-@gluon.jit
-def _halves(x):
-    """The left and the right half of the columns, which each thread has already."""
-    HALF: gl.constexpr = x.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, x.type.layout.instr_shape[2]])
-    left, right = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
-    return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Store what is, from PIECE on, the next pieces of a pair of strips, by the group's buffers in turn.
-
-    At a pair's start nothing is in them that is still to be stored.
-    """
-    COLUMNS: gl.constexpr = out.block_type.shape[1]
-    BUFFERS: gl.constexpr = staging.shape[0] // GROUPS
-    if value.shape[1] > COLUMNS:
-        left, right = _halves(value)
-        _store(out, left, t, n, staging, PIECE, GROUP, GROUPS)
-        _store(out, right, t, n + left.shape[1], staging, PIECE + left.shape[1] // COLUMNS, GROUP, GROUPS)
-    else:
-        if PIECE >= BUFFERS:
-            tma.store_wait(BUFFERS - 1)
-        buffer = staging.index(BUFFERS * GROUP + PIECE % BUFFERS)
-        buffer.store(value.to(out.dtype))
-        fence_async_shared()
-        put(out, [t, n], buffer)
-
-
-@gluon.jit
-def _finish_pair(
-    acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ACTIVATION: gl.constexpr,
-    RESIDUAL: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Scale, activate or add, and store a pair of strips. With RESIDUAL that is in the group's two buffers."""
-    STRIP: gl.constexpr = acc.shape[1] // 2
-    left, right = _halves(acc)
-    HALF: gl.constexpr = left.type.layout
-    t = first_t + gl.arange(0, 64, gl.SliceLayout(1, HALF))
-    n = first_n + gl.arange(0, STRIP, gl.SliceLayout(0, HALF))
-    left = _scaled(left, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
-    if ACTIVATION is not None:
-        right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + N, T, n < N)
-        _store(out, _activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP, GROUPS)
-    else:
-        PIECES: gl.constexpr = STRIP // out.block_type.shape[1]
-        right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + STRIP, T, n + STRIP < N)
-        if RESIDUAL:
-            left += staging.index(2 * GROUP).load(HALF).to(gl.float32)
-        _store(out, left, first_t, first_n, staging, 0, GROUP, GROUPS)
-        if RESIDUAL:
-            right += staging.index(2 * GROUP + 1).load(HALF).to(gl.float32)
-        _store(out, right, first_t, first_n + STRIP, staging, PIECES, GROUP, GROUPS)
-
-
-@gluon.jit
 def _offsets(acc):
     """Places in memory for sums acc [64, columns], so that a warp's stores are contiguous."""
     LAYOUT: gl.constexpr = acc.type.layout
@@ -252,23 +176,10 @@ def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.cons
 
 
 @gluon.jit
-def _finish_tile(
-    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
-    ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr, MORE: gl.constexpr, FIRST: gl.constexpr, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
-    _finish_pair(acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, ACTIVATION, RESIDUAL, GROUP, GROUPS)
-    if MORE != 0:
-        _finish_pair(
-            more, more_out, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n + FIRST, T, N, ACTIVATION, RESIDUAL, GROUP,
-            GROUPS,
-        )  # fmt: skip
-
-
-@gluon.jit
 def _multiply_tiles(
     x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out, more_out, staging,
-    more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles, tiles_n, K: gl.constexpr,
+    more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, peaks_ptr, needed_ptr, stride, T, N, tiles, tiles_n,
+    K: gl.constexpr,
     ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr,
     SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -287,6 +198,9 @@ def _multiply_tiles(
     phase = 0
     if PDL:
         gdc_wait()  # the residual is read, and the output written, without waiting for x
+    needed = 1
+    if peaks_ptr is not None:
+        needed = gl.load(needed_ptr)
     for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
         t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
         t = _group_row(t, T, SHIFT, GROUP)
@@ -333,23 +247,28 @@ def _multiply_tiles(
                 acc, more, sums_ptr, counters_ptr, part // SPLIT, part % SPLIT, MORE, GROUP
             )
             if last:
-                _finish_tile(
+                finish_tile(
                     acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
                     ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
                 )  # fmt: skip
         else:
-            _finish_tile(
-                acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
-                ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
-            )  # fmt: skip
+            if peaks_ptr is not None:
+                leave_peaks(
+                    acc, more, peaks_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, MORE, COLUMNS
+                )
+            if needed != 0:
+                finish_tile(
+                    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
+                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles"])
 def _hopper_kernel(
-    x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T,
-    N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, SHIFT: gl.constexpr,
-    PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+    x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr,
+    peaks_ptr, needed_ptr, stride, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr,
+    SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [T, N] of x [T, K] and weight [N, K], or [2N, K] with ACTIVATION: descriptors, for each pair of strips its own.
 
@@ -382,12 +301,14 @@ def _hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
-                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 0)),
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
-                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 1)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, peaks_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 0)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, peaks_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 1)),
                 (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
                  ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
@@ -397,15 +318,18 @@ def _hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
-                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 0)),
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
-                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 1)),
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full,
-                 out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, T, N, tiles,
-                 tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL, GROUPS, 2)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, peaks_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 0)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, peaks_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 1)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, peaks_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 2)),
                 (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
                  ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirt.kernels.common import Workspace, check_linear, check_tensor
+from minirt.kernels.common import Peaks, Workspace, check_linear, check_tensor
 from minirt.kernels.gemm import gemm, gemm_gated
-from minirt.kernels.gemm_hopper import takes
+from minirt.kernels.gemm_hopper import gemm_hopper, takes
 from minirt.kernels.gemm_small import MAX_TOKENS, gemm_small
 from minirt.kernels.gemv import gemv
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
@@ -41,15 +41,17 @@ def norm_linear(
     scale: Tensor | None = None,
     workspace: Workspace | None = None,
     out_dtype: torch.dtype | None = None,
+    peaks: Peaks | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
+    `peaks`: where to leave each row's largest values, for kernels that do (`gemm_hopper`).
     `pdl`: overlap with the kernel before it in the stream (sm_90 and later; of many tokens where `gemm_hopper` does it).
     """
-    return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check)
+    return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check, peaks)
 
 
 def norm_gate_up(
@@ -99,6 +101,7 @@ def _run(
     out_dtype: torch.dtype | None,
     pdl: bool,
     check: bool,
+    peaks: Peaks | None = None,
 ) -> Tensor:
     T = x.shape[0]
     if check:
@@ -114,7 +117,7 @@ def _run(
         return gemv(x, norm_weight, eps, weight, bias, residual, out, activation, scale=scale, pdl=pdl)
     h, x_scale = _input(x, norm_weight, eps, scale is not None, pdl)
     return product(
-        h, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl
+        h, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, peaks=peaks, pdl=pdl
     )
 
 
@@ -129,6 +132,7 @@ def product(
     scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     workspace: Workspace | None = None,
+    peaks: Peaks | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """The product of two tokens or more, normalized and quantized before, by the kernel for so many; unchecked."""
@@ -137,6 +141,9 @@ def product(
         return gemm_small(x, weight, bias, residual, out, activation, workspace=workspace, pdl=pdl, **scales)
     if activation is not None:
         return gemm_gated(x, weight, activation, bias, out, pdl=pdl, check=False, **scales)
+    if peaks is not None and takes(x, weight, residual, out):
+        gemm_hopper(x, weight, bias, residual, out, None, scale, x_scale, None, workspace, pdl, peaks)
+        return out
     return gemm(x, weight, bias, residual, out, workspace=workspace, pdl=pdl, check=False, **scales)
 
 

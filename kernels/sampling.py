@@ -124,11 +124,11 @@ def _check_kernel(
 
 @triton.jit
 def _token_kernel(
-    temperature_ptr, peaks_ptr, races_ptr, out_ptr, SPLITS, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
+    temperature_ptr, peaks_ptr, races_ptr, out_ptr, SPLITS, stride, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     """A row's token from the maxima of its parts, -1 if the largest logit is NaN or -inf."""
     b = tl.program_id(1)
-    at, valid = b * SPLITS + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_S) < SPLITS
+    at, valid = b * stride + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_S) < SPLITS
     best = tl.max(tl.load(peaks_ptr + at, mask=valid, other=LOWEST), 0)
     top = logit_of(best)
     if not ALL_GREEDY and tl.load(temperature_ptr + b) > 0:
@@ -151,6 +151,7 @@ def sample(
     any_top_p: bool,
     any_min_p: bool,
     workspace: SamplingWorkspace | None = None,
+    peaks: Tensor | None = None,
     out: Tensor | None = None,
     check: bool = True,
 ) -> Tensor:
@@ -158,6 +159,8 @@ def sample(
 
     The settings are tensors [B] as in `minirt.sampler.SamplingBatch`, and so are the flags; filters without their flag
     are not looked at. 2 launches if all are greedy, else 3, 4 more for top_k and 6 for top_p. Nothing syncs.
+    `peaks` [B, P] int64: the largest logits of P parts of each row, as an LM head leaves them (`common.Peaks`), rows any distance
+    apart. If all are greedy nothing else is read then, and 1 launch is enough.
 
     Raises:
         InputError: a wrong shape, dtype, device or stride; no vocabulary or one over 2²²; a workspace too small.
@@ -169,6 +172,9 @@ def sample(
         for dtype, tensors in ((torch.float32, floats), (torch.int32, {"top_k": top_k}), (torch.int64, longs)):
             for name, tensor in tensors.items():
                 check_tensor(name, tensor, (logits.shape[0],), dtype, logits.device)
+        if peaks is not None and (peaks.dtype, peaks.ndim, len(peaks), peaks.stride(-1)) != (torch.int64, 2, len(logits), 1):
+            found = f"{peaks.dtype} {list(peaks.shape)}, strides {peaks.stride()}"
+            raise InputError("wrong shape", where="peaks", expected=f"int64 [{len(logits)}, any], rows contiguous", found=found)
         if not 0 < logits.shape[1] <= MAX_VOCAB:
             raise InputError("wrong vocabulary", where="logits", expected="1 to 2**22", found=logits.shape[1])
     B, V = logits.shape
@@ -181,6 +187,9 @@ def sample(
         found = f"{workspace.max_batch} of {workspace.vocab}" + (", greedy only" if workspace.greedy_only else "")
         raise InputError("too small", where="workspace", expected=expected, found=found)
     if not B:
+        return out
+    if all_greedy and peaks is not None:
+        _tokens(temperature, peaks, peaks, out, True)
         return out
     w, splits = workspace, triton.cdiv(V, BLOCK_V)
     grid, sizes = (splits, B), {"BLOCK": BLOCK_V, "BLOCK_S": triton.next_power_of_2(splits)}
@@ -196,9 +205,17 @@ def sample(
             _check_kernel[grid](logits, *rows, w.peaks, w.races, w.checks, V, **sizes)
             select(logits, rows, w, any_top_k, True)
         _race_kernel[grid](*race, SHORT=False, **kept, **sizes)
-    sizes = {"ALL_GREEDY": all_greedy, "BLOCK_S": sizes["BLOCK_S"], "num_warps": 1}
-    _token_kernel[(1, B)](temperature, w.peaks, w.races, out, splits, **sizes)
+    _tokens(temperature, w.peaks.view(-1)[: B * splits].view(B, splits), w.races, out, all_greedy)
     return out
+
+
+def _tokens(temperature: Tensor, peaks: Tensor, races: Tensor, out: Tensor, all_greedy: bool) -> None:
+    B, parts = peaks.shape
+    block = triton.next_power_of_2(parts)
+    _token_kernel[(1, B)](
+        temperature, peaks, races, out, parts, peaks.stride(0), ALL_GREEDY=all_greedy, BLOCK_S=block,
+        num_warps=max(1, min(4, block // 256)),
+    )  # fmt: skip
 
 
 def cost(B: int, V: int) -> tuple[int, int]:

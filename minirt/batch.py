@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minirt.errors import InputError
+
+if TYPE_CHECKING:
+    from minirt.kernels.common import Peaks
 
 KV_SPLIT = 256  # cached tokens that one program of decode attention reads: constant, so that no batch changes a result
 
@@ -40,23 +43,23 @@ class Layout:
     width: int
 
     @cached_property
-    def _sizes(self) -> list[int]:
-        """int32 words: tokens, positions, slots, logits_indices (int64), query_starts, seq_lens, split_starts."""
-        return [2 * self.tokens] * 3 + [2 * self.logits, self.seqs + 1, self.seqs, self.seqs + 1]
+    def sizes(self) -> list[int]:
+        """int32 words: tokens, positions, slots, logits_indices (int64), query_starts, seq_lens, split_starts, logits_needed."""
+        return [2 * self.tokens] * 3 + [2 * self.logits, self.seqs + 1, self.seqs, self.seqs + 1, 1]
 
     @cached_property
-    def before_tables(self) -> int:
-        return sum(_aligned(size) for size in self._sizes)
+    def starts(self) -> list[int]:
+        """The words before each tensor, the block tables included."""
+        return list(accumulate((_aligned(size) for size in self.sizes), initial=0))
 
     @property
     def words(self) -> int:
-        return self.before_tables + self.seqs * self.width
+        return self.starts[-1] + self.seqs * self.width
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """tokens, positions, slots, logits_indices, query_starts, seq_lens, split_starts, block_tables."""
-        starts = accumulate((_aligned(size) for size in self._sizes), initial=0)
-        parts = [flat[start : start + size] for start, size in zip(starts, self._sizes, strict=False)]
-        tables = flat[self.before_tables : self.words].view(self.seqs, self.width)
+        """tokens, positions, slots, logits_indices, query_starts, seq_lens, split_starts, logits_needed, block_tables."""
+        parts = [flat[start : start + size] for start, size in zip(self.starts, self.sizes, strict=False)]
+        tables = flat[self.starts[-1] : self.words].view(self.seqs, self.width)
         return *(part.view(torch.int64) for part in parts[:4]), *parts[4:], tables
 
 
@@ -76,7 +79,8 @@ class Batch:
     before sampled.
     Host values: `query_lens`, `seq_lens`; bounds that size the kernels' grids, `max_seq_len` and `max_splits`; `every_row`:
     logits_indices is 0 … T − 1. In a static batch the first two are bounds as well. `logits` [R, V]: where the head leaves
-    its result; None: in a new tensor.
+    its result; None: in a new tensor. `peaks`: where it may leave the largest logits, and then only these unless `logits_needed`
+    [1] int32, on the device, is 1.
     """
 
     flat: Tensor
@@ -88,6 +92,7 @@ class Batch:
     query_starts_device: Tensor
     seq_lens_device: Tensor
     split_starts_device: Tensor
+    logits_needed: Tensor
     block_tables: Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -96,6 +101,7 @@ class Batch:
     every_row: bool
     previous: Tensor | None = None
     logits: Tensor | None = None
+    peaks: "Peaks | None" = None
 
     @property
     def num_tokens(self) -> int:
@@ -123,13 +129,13 @@ class Batch:
         return max(self.query_lens, default=0)
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], page_size: int) -> "Batch":
-        """Lay the chunks out flat, on the host."""
+    def build(cls, chunks: Sequence[Chunk], page_size: int, *, pinned: bool = False) -> "Batch":
+        """Lay the chunks out flat, on the host; `pinned`: in memory from which a GPU copies while the host goes on."""
         seq_lens = [c.start + len(c.tokens) for c in chunks]
         width = max((-(-n // page_size) for n in seq_lens), default=0)
         logits = sum(len(c.tokens) if c.all_logits else c.wants_logits for c in chunks)
         layout = Layout(sum(len(c.tokens) for c in chunks), logits, len(chunks), width)
-        flat = torch.empty(layout.words, dtype=torch.int32)
+        flat = torch.empty(layout.words, dtype=torch.int32, pin_memory=pinned)
         write(layout, flat, chunks, page_size)
         splits = sum(-(-n // KV_SPLIT) for n in seq_lens)
         query_lens = tuple(len(c.tokens) for c in chunks)
@@ -150,12 +156,11 @@ class Batch:
         """The same batch on `device`, in one copy."""
         if self.flat.device == device:
             return self
-        flat = self.flat.pin_memory() if device.type == "cuda" else self.flat
         moved = self._over(
-            flat.to(device, non_blocking=True), self.layout, self.query_lens, self.seq_lens, self.max_seq_len,
+            self.flat.to(device, non_blocking=True), self.layout, self.query_lens, self.seq_lens, self.max_seq_len,
             self.max_splits, self.every_row,
         )  # fmt: skip
-        return replace(moved, previous=self.previous, logits=self.logits)
+        return replace(moved, previous=self.previous, logits=self.logits, peaks=self.peaks)
 
     def after(self, previous: Tensor) -> "Batch":
         """The same batch, its tokens ~r taken from `previous`."""
@@ -166,78 +171,70 @@ class Batch:
         cls, flat: Tensor, layout: Layout, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int,
         max_splits: int, every_row: bool,
     ) -> "Batch":  # fmt: skip
-        tokens, positions, slots, logits_indices, query_starts, lens, split_starts, tables = layout.views(flat)
+        tokens, positions, slots, logits_indices, query_starts, lens, split_starts, logits_needed, tables = layout.views(flat)
         return cls(
-            flat, layout, tokens, positions, slots, logits_indices, query_starts, lens, split_starts, tables, query_lens,
-            seq_lens, max_seq_len, max_splits, every_row,
+            flat, layout, tokens, positions, slots, logits_indices, query_starts, lens, split_starts, logits_needed, tables,
+            query_lens, seq_lens, max_seq_len, max_splits, every_row,
         )  # fmt: skip
 
 
-def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int) -> int:
+def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int, *, logits_needed: bool = True) -> int:
     """Write chunks to a host buffer of a layout that has room for them, and padding behind them: tokens that go nowhere
-    (slot −1) and belong to no sequence, sequences of no tokens. → the words that matter, from the buffer's start."""
-    tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
-    starts, lens, splits, tables = array("i", [0]), array("i"), array("i", [0]), array("i")
+    (slot −1) and belong to no sequence, sequences of no tokens. → the words that matter, from the buffer's start.
+
+    In this thread alone: PyTorch shares more than 32,768 words among all of the machine's cores, and waits for milliseconds for
+    the last of them where other processes keep it busy.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logits: list[int] = []
+    starts, lens, splits, tables = [0], list[int](), [0], array("i")
     blank = array("i", bytes(4 * layout.width))
-    longer: list[tuple[int, Chunk]] = []  # chunks of more than one token, with their first rows
     for chunk in chunks:
         start, count, pages = chunk.start, len(chunk.tokens), chunk.pages
         stop, first = start + count, len(tokens)
+        tokens += chunk.tokens
         if count == 1:
-            tokens.append(chunk.tokens[0])
             positions.append(start)
             slots.append(pages[start // page_size] * page_size + start % page_size)
         else:
-            tokens.extend(array("q", chunk.tokens))
-            positions.frombytes(bytes(8 * count))  # filled in below
-            slots.frombytes(bytes(8 * count))
-            longer.append((first, chunk))
+            positions += range(start, stop)
+            for page in range(start // page_size, -(-stop // page_size)):
+                begin = page * page_size
+                to_slot = pages[page] * page_size - begin
+                slots += range(max(start, begin) + to_slot, min(stop, begin + page_size) + to_slot)
         starts.append(first + count)
         lens.append(stop)
         splits.append(splits[-1] - (-stop // KV_SPLIT))
         if chunk.all_logits:
-            logits.extend(range(first, stop - start + first))
+            logits += range(first, first + count)
         elif chunk.wants_logits:
             logits.append(first + count - 1)
         used = min(len(pages), layout.width)
         tables.extend(pages[:used])
         tables.extend(blank[used:])
-    _pad(layout, tokens, positions, slots, logits, starts, lens, splits)
-    words = array("i")
-    for values in (tokens, positions, slots, logits, starts, lens, splits):
-        words.frombytes(values.tobytes())
-        words.extend([0] * (-len(words) % 4))
-    words.extend(tables)
-    _copy(words, flat)
-    if longer:
-        _, flat_positions, flat_slots, *_ = layout.views(flat)
-        for first, chunk in longer:
-            stop, rows = chunk.start + len(chunk.tokens), slice(first, first + len(chunk.tokens))
-            places = torch.arange(chunk.start, stop, out=flat_positions[rows])
-            table = torch.tensor(chunk.pages[: (stop - 1) // page_size + 1], dtype=torch.int64)
-            torch.add(table[places // page_size] * page_size, places % page_size, out=flat_slots[rows])
-    return len(words)
-
-
-def _copy(words: array, flat: Tensor) -> None:
-    """Into the beginning of a host buffer, in this thread: PyTorch would share more than 32,768 words among all of the machine's
-    cores, and wait for milliseconds for the last of them where other processes keep it busy, in every step."""
-    address, count = words.buffer_info()
-    if count > flat.numel() or not flat.is_contiguous() or flat.device.type != "cpu":
-        found = f"{flat.numel()} on {flat.device}, shape {tuple(flat.shape)}, strides {flat.stride()}"
-        raise InputError("no room for a step's values", where="flat", expected=f"{count} words in a row on the host", found=found)
-    ctypes.memmove(flat.data_ptr(), address, count * words.itemsize)
-
-
-def _pad(
-    layout: Layout, tokens: array, positions: array, slots: array, logits: array, starts: array, lens: array, splits: array
-) -> None:
     count, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
-    tokens.extend([0] * count)
-    positions.extend([0] * count)
-    slots.extend([-1] * count)
     # As if every padding token were wanted: of decode rows, each is.
-    logits.extend(min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
-    starts.extend([starts[-1]] * seqs)
-    lens.extend([0] * seqs)
-    splits.extend([splits[-1]] * seqs)
+    logits += (min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
+    wide = (tokens + [0] * count, positions + [0] * count, slots + [-1] * count, logits)
+    narrow = (starts + starts[-1:] * seqs, lens + [0] * seqs, splits + splits[-1:] * seqs, [logits_needed])
+    parts = [array("q", values) for values in wide] + [array("i", values) for values in narrow] + [tables]
+    return _copy(layout, flat, parts)
+
+
+def _copy(layout: Layout, flat: Tensor, parts: list[array]) -> int:
+    """The values of each of a layout's tensors to where it lies in a host buffer. → the words up to the end of the last."""
+    if layout.words > flat.numel() or not flat.is_contiguous() or flat.device.type != "cpu":
+        found = f"{flat.numel()} on {flat.device}, shape {tuple(flat.shape)}, strides {flat.stride()}"
+        expected = f"{layout.words} words in a row on the host"
+        raise InputError("no room for a step's values", where="flat", expected=expected, found=found)
+    address, end = flat.data_ptr(), 0
+    for start, room, values in zip(layout.starts, [*layout.sizes, layout.seqs * layout.width], parts, strict=True):
+        source, count = values.buffer_info()
+        words = count * values.itemsize // 4
+        if words > room:
+            raise InputError("no room for a step's values", where="layout", expected=f"at most {room} words", found=words)
+        ctypes.memmove(address + 4 * start, source, 4 * words)
+        end = start + words
+    return end

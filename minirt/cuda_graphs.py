@@ -6,6 +6,7 @@ buckets of tokens, as long as they are so small that the host would be slower th
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from minirt.graph import Model
 from minirt.kv_cache import KVCache
 from minirt.staging import Staging
 
+NARROWEST = 64  # columns of logits that a tile of the head has at least
 SHORT_SEQS = 8  # of decode steps that have a graph for short sequences, too
 MAX_PROMPT_TOKENS = 2048  # of a step with prompts that is captured; more take the GPU longer than the host, also in fp8
 
@@ -61,9 +63,18 @@ def max_splits(count: int, max_seq_len: int, cache: KVCache) -> int:
     return min(count * -(-max_seq_len // KV_SPLIT), cache.capacity // KV_SPLIT + count)
 
 
+class Scores(NamedTuple):
+    """What a graph leaves of the rows that want logits: `logits` [R, V], and `peaks` [R, P], the largest of each part of a row,
+    where its head finds them. Views of static buffers, which the next step overwrites. Logits that nobody needs may be old."""
+
+    logits: Tensor
+    peaks: Tensor | None
+
+
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     layout: Layout
+    parts: int  # of a row, whose largest logits the head leaves
 
 
 class StepGraphs:
@@ -84,6 +95,7 @@ class StepGraphs:
         words = max(self._layout(bucket).words for bucket in self.buckets)
         self._staging = Staging((words,), model.device)
         self._logits = torch.zeros(self._most_seqs, vocab_size, device=model.device)  # one for all graphs: it is large
+        self._peaks = torch.zeros(self._most_seqs, -(-vocab_size // NARROWEST), dtype=torch.int64, device=model.device)
         self._graphs: dict[Bucket, _Captured] = {}
         self._pool: Any = None  # of the graphs' memory: graphs that run one after the other can share it
         self._stream = torch.cuda.Stream(model.device)  # to capture on: PyTorch's own is of the device that captured first
@@ -107,17 +119,19 @@ class StepGraphs:
         return _for_lengths(Bucket(1 if len(chunks) == 1 else self._most_seqs, token_bucket(tokens)), chunks)
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
-        """Logits [R, V] of the chunks that want them, a view of a static buffer that the next step overwrites; None, and nothing
-        was done, where there is no graph for such a step."""
+    def run(self, chunks: Sequence[Chunk], *, logits_needed: bool = True) -> Scores | None:
+        """The scores of the chunks that want logits; None, and nothing was done, where there is no graph for such a step.
+
+        `logits_needed`: False if their largest are enough, and nothing but `peaks` is looked at where there are such."""
         bucket = self.bucket(chunks)
         if bucket is None:
             return None
         captured = self.capture(bucket)
-        used = write(captured.layout, self._staging.host(), chunks, self._cache.page_size)
+        used = write(captured.layout, self._staging.host(), chunks, self._cache.page_size, logits_needed=logits_needed)
         self._staging.send(used)
         captured.graph.replay()
-        return self._logits[: sum(c.wants_logits for c in chunks)]
+        rows = sum(c.wants_logits for c in chunks)
+        return Scores(self._logits[:rows], self._peaks[:rows, : captured.parts] if captured.parts else None)
 
     @torch.inference_mode()
     def rehearse(self, bucket: Bucket) -> None:
@@ -139,8 +153,12 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             self._model(batch, self._cache)
         self._pool = self._pool or graph.pool()
-        self._graphs[bucket] = _Captured(graph, batch.layout)
+        self._graphs[bucket] = _Captured(graph, batch.layout, 0 if batch.peaks is None else batch.peaks.parts)
         return self._graphs[bucket]
+
+    def peaks(self) -> list[Tensor]:
+        """The largest logits as each form of the captured heads leaves them."""
+        return [self._peaks[:, :parts] for parts in sorted({own.parts for own in self._graphs.values()} - {0})]
 
     def _layout(self, bucket: Bucket) -> Layout:
         seqs = bucket.seqs
@@ -148,17 +166,21 @@ class StepGraphs:
 
     def _batch(self, bucket: Bucket) -> Batch:
         """The static batch over the device buffer."""
+        from minirt.kernels.common import Peaks
+
         longest = min(KV_SPLIT, self._max_seq_len) if bucket.short else self._max_seq_len
         splits = max_splits(bucket.seqs, longest, self._cache)
-        return Batch.static(
+        batch = Batch.static(
             self._staging.device, self._layout(bucket), longest, splits, decode=not bucket.tokens,
             previous=self._previous, logits=self._logits[: bucket.seqs],
         )  # fmt: skip
+        return replace(batch, peaks=Peaks(self._peaks[: bucket.seqs], batch.logits_needed))
 
     @torch.inference_mode()
     def replay_times(self, chunks: Sequence[Chunk], repeats: int) -> list[float]:
-        """Seconds of each of `repeats` replays for these decode chunks, by CUDA events, after as many that are not counted."""
-        self.run(chunks)
+        """Seconds of each of `repeats` replays for these decode chunks, by CUDA events, after as many that are not counted; of a
+        greedy step."""
+        self.run(chunks, logits_needed=False)
         graph = self.capture(_for_lengths(Bucket(batch_bucket(len(chunks))), chunks)).graph
         for _ in range(repeats):
             graph.replay()

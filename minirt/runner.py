@@ -78,9 +78,10 @@ class Runner:
             return self._start(chunks, settings)
 
     def _start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
-        logits = self.graphs.run(chunks) if self.graphs is not None else None
-        if logits is None:
-            logits = self._model(self._batch(chunks), self._cache)
+        sampled, scores = any(own.temperature > 0 for own, _ in settings), None
+        if self.graphs is not None:
+            scores = self.graphs.run(chunks, logits_needed=sampled)
+        logits, peaks = (self._model(self._batch(chunks), self._cache), None) if scores is None else scores
         count = len(settings)
         if not count:
             return Step(torch.empty(0, dtype=torch.int64))
@@ -88,7 +89,7 @@ class Runner:
             tokens = sample(logits, SamplingBatch.build(settings), out=self._previous[:count])
             return Step(tokens.clone())
         batch, workspace = self._sampling.fill(settings), self._sampling.workspace
-        sample(logits, batch, workspace=workspace, out=self._previous[:count])
+        sample(logits, batch, workspace=workspace, peaks=peaks, out=self._previous[:count])
         self._host.reverse()  # two, since the other's tokens may not have been read yet
         tokens = self._host[0][:count]
         tokens.copy_(self._previous[:count], non_blocking=True)
@@ -97,7 +98,7 @@ class Runner:
         return Step(tokens, copied)
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        return Batch.build(chunks, self._cache.page_size).after(self._previous)
+        return Batch.build(chunks, self._cache.page_size, pinned=self._cuda).after(self._previous)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
@@ -135,12 +136,14 @@ class Runner:
                     graphs.capture(bucket, rehearsed=True)
                     if progress is not None:
                         progress(done, kernels + len(buckets))
+                for peaks in graphs.peaks():
+                    self._sample(SamplingParams(temperature=0.0), peaks[:1])
             torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
-    def _sample(self, params: SamplingParams) -> None:
+    def _sample(self, params: SamplingParams, peaks: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, device=self._device)
-        sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device))
+        sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), peaks=peaks)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of the CUDA graph of one decode step, alone: no sampler, no copies, the cached values arbitrary."""

@@ -135,6 +135,7 @@ def sample(
     batch: SamplingBatch,
     impl: str = "auto",
     workspace: "SamplingWorkspace | None" = None,
+    peaks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token for each row of `logits` [B, V] (fp32; fp16 and bf16 are computed in fp32) → [B] int64.
@@ -144,7 +145,8 @@ def sample(
     has: raising here would cost a sync, so the caller, who reads the tokens anyway, turns it into an error.
 
     `impl`: "eager", "triton", or "auto", which is triton on a CUDA device and eager elsewhere. `workspace`: the scratch
-    of triton, allocated by the call if None. `out` [B] int64 takes the tokens.
+    of triton, allocated by the call if None. `peaks` [B, P]: what an LM head left of each row, which then, if all rows are
+    greedy, is all that triton reads. `out` [B] int64 takes the tokens.
     """
     rows = batch.step.shape[0]
     if logits.ndim != 2 or logits.shape[0] != rows:
@@ -161,7 +163,7 @@ def sample(
             logits.to(torch.float32).contiguous(),
             batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,
             all_greedy=batch.all_greedy, any_top_k=batch.any_top_k, any_top_p=batch.any_top_p,
-            any_min_p=batch.any_min_p, workspace=workspace, out=out,
+            any_min_p=batch.any_min_p, workspace=workspace, peaks=peaks, out=out,
         )  # fmt: skip
     token = logits.argmax(-1, keepdim=True)
     top = logits.gather(1, token)  # NaN if the row has one: argmax ranks NaN above everything

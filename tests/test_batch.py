@@ -12,7 +12,8 @@ from minirt.batch import KV_SPLIT, Batch, Chunk, Layout, write
 from minirt.errors import InputError
 
 PAGE = 16
-NAMES = ("tokens", "positions", "slots", "logits_indices", "query_starts", "seq_lens", "split_starts", "block_tables")
+NAMES = ("tokens", "positions", "slots", "logits_indices", "query_starts", "seq_lens", "split_starts", "logits_needed",
+         "block_tables")  # fmt: skip
 
 
 def decode_chunks(lengths):
@@ -22,7 +23,7 @@ def decode_chunks(lengths):
 @pytest.mark.parametrize("layout", [Layout(5, 2, 3, 7), Layout(1, 1, 1, 1), Layout(8, 8, 8, 3), Layout(0, 0, 0, 0)], ids=str)
 def test_views_are_aligned_and_apart(layout):
     flat = torch.zeros(layout.words, dtype=torch.int32)
-    sizes = [layout.tokens] * 3 + [layout.logits, layout.seqs + 1, layout.seqs, layout.seqs + 1, layout.seqs * layout.width]
+    sizes = [layout.tokens] * 3 + [layout.logits, layout.seqs + 1, layout.seqs, layout.seqs + 1, 1, layout.seqs * layout.width]
     for value, (view, size) in enumerate(zip(layout.views(flat), sizes, strict=True), 1):
         assert view.numel() == size
         assert view.storage_offset() * view.element_size() % 16 == 0
@@ -41,11 +42,22 @@ def test_a_mixed_batch():
     assert batch.query_starts_device.tolist() == [0, 3, 4, 6]
     assert batch.seq_lens_device.tolist() == [17, 301, 2]
     assert batch.split_starts_device.tolist() == [0, 1, 3, 4]
+    assert batch.logits_needed.tolist() == [1]
     assert (batch.max_splits, batch.max_seq_len, batch.max_query_len) == (4, 301, 3)
     assert batch.block_tables[0].tolist()[:2] == [3, 5]
     assert batch.block_tables.shape == (3, 19)
     assert batch.after(torch.tensor([5, 6, 7, 8, 33])).input_ids.tolist() == [7, 8, 9, 33, 1, 2]
     assert batch.after(torch.tensor([5, 6, 7, 8, -1])).input_ids[3] == 0
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 5), (0, 16), (3, 13), (3, 14), (15, 2), (16, 48), (31, 70), (7, 1)])
+def test_a_chunk_over_scattered_pages(start, count):
+    """Begins and ends anywhere in a page; of the table's last pages it uses none."""
+    pages = [11, 2, 30, 4, 25, 6, 17, 8, 99]
+    batch = Batch.build([Chunk([1], 40, [50, 51, 52]), Chunk(list(range(count)), start, pages)], PAGE)
+    positions = list(range(start, start + count))
+    assert batch.positions[1:].tolist() == positions
+    assert batch.slots.tolist() == [52 * PAGE + 8] + [pages[p // PAGE] * PAGE + p % PAGE for p in positions]
 
 
 @pytest.mark.parametrize("lengths", [[1], [17, 300, 256], [257] * 8, []])
@@ -118,15 +130,26 @@ def test_a_buffer_without_room_is_refused():
         assert torch.equal(flat, before)
 
 
+@pytest.mark.parametrize("layout", [Layout(3, 4, 1, 9), Layout(4, 4, 0, 9)], ids=str)
+def test_a_layout_without_room_is_refused(layout):
+    """Before anything is written over the tensor behind, or behind the buffer."""
+    flat = torch.full((layout.words + 64,), 12345, dtype=torch.int32)
+    with pytest.raises(InputError, match="no room for a step's values"):
+        write(layout, flat, [Chunk([5, 6, 7, 8], 0, [1])], PAGE)
+    assert bool((flat[layout.words :] == 12345).all())
+
+
 LARGE = """
 import os, torch
-from minirt.batch import Chunk, Layout, write
+from minirt.batch import Batch, Chunk, Layout, write
 torch.set_num_threads(4)
 layout = Layout(256, 256, 256, 132)
 flat = torch.empty(layout.words, dtype=torch.int32)  # zeros would be shared among threads
 before = len(os.listdir("/proc/self/task"))
 write(layout, flat, [Chunk([1], 200 + i, range(132 * i, 132 * i + 132)) for i in range(256)], 64)
 print(len(os.listdir("/proc/self/task")) - before, layout.views(flat)[-1].flatten().tolist() == list(range(256 * 132)))
+prompt = Batch.build([Chunk(list(range(40000)), 0, range(1, 626))], 64)
+print(len(os.listdir("/proc/self/task")) - before, prompt.slots.tolist() == list(range(64, 40064)))
 torch.ones(36000).exp()
 print(len(os.listdir("/proc/self/task")) - before)
 """
@@ -134,8 +157,9 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
 def test_a_large_batch_starts_no_threads():
-    """256 sequences of up to 8,448 tokens, as PyTorch's threads are started by the first operation that is shared among them."""
+    """256 sequences of up to 8,448 tokens, or one prompt of 40,000; PyTorch's threads are started by the first operation that is
+    shared among them."""
     done = subprocess.run([sys.executable, "-P", "-c", LARGE], capture_output=True, text=True, check=True)
-    own, shared = done.stdout.splitlines()
-    assert own == "0 True"
+    decode, prompt, shared = done.stdout.splitlines()
+    assert decode == prompt == "0 True"
     assert int(shared) > 0, "the yardstick shows no threads: the test cannot fail"

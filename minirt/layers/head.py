@@ -50,7 +50,7 @@ def triton(layer: Head) -> Forward:
             rows = embedding(batch.logits_indices, x, check=False)
         return norm_linear(
             rows, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
-            out_dtype=torch.float32, pdl=pdl, check=False,
+            out_dtype=torch.float32, peaks=batch.peaks, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

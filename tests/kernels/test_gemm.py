@@ -8,7 +8,7 @@ import torch
 from minirt.errors import InputError
 from minirt.kernels import gemm as kernel
 from minirt.kernels import gemm_hopper, reference
-from minirt.kernels.common import ACTIVATIONS, Workspace
+from minirt.kernels.common import ACTIVATIONS, Peaks, Workspace
 from minirt.runner import _regime
 
 LARGE = [(4608, 3584), (3584, 18944)]
@@ -280,6 +280,34 @@ def test_hopper_in_two_parts(T, N, K, widths, half_dtype, hopper, make, nan, agr
         )
         agrees(out, truth.to(half_dtype), truth)
     assert not workspace.counters(1 << 14).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", gemm_hopper.WIDTHS, ids=str)
+@pytest.mark.parametrize(("T", "N", "itemsize"), [(65, 1100, 2), (129, 656, 1), (300, 148, 2)])
+def test_hopper_leaves_peaks(T, N, itemsize, widths, hopper, make, nan, device):
+    """Of each row the argmax of its own logits, and those logits only if they are needed; a NaN, and of equals the first."""
+    K = 576
+    config, columns = gemm_hopper.config_for(*widths, K, itemsize, False, 7, 4), sum(widths)
+    if itemsize == 1:
+        x, x_scale, weight, scale, _, _ = eight_bits(T, N, K, make, torch.bfloat16)
+    else:
+        x, weight, scale, x_scale = make(T, K, dtype=torch.bfloat16), make(N, K, dtype=torch.bfloat16), None, None
+        x[7, 5], weight[N // 2 :] = float("nan"), weight[: N - N // 2].clone()
+    plain = nan(T, N, dtype=torch.float32)
+    gemm_hopper.gemm_hopper(x, weight, None, None, plain, None, scale, x_scale, config)
+    for needed in (1, 0):
+        flag, values = torch.tensor([needed], dtype=torch.int32, device=device), torch.full((T, 90), 2**62, device=device)
+        peaks, out = Peaks(values, flag), nan(T, N, dtype=torch.float32)
+        gemm_hopper.gemm_hopper(x, weight, None, None, out, None, scale, x_scale, config, pdl=True, peaks=peaks)
+        assert peaks.parts == -(-N // columns)
+        assert bool(out.isnan().all()) if not needed else torch.equal(out.nan_to_num(7e7), plain.nan_to_num(7e7))
+        best = values[:, : peaks.parts].amax(1)
+        token = (best & (2**31 - 1)) ^ (2**31 - 1)
+        failed = plain.isnan().any(1)
+        assert torch.equal(token[~failed], plain.argmax(1)[~failed])
+        assert bool(((best >> 32) == 2**31 - 1)[failed].all())
+        assert bool((values[:, peaks.parts :] == 2**62).all())
 
 
 @pytest.mark.gpu

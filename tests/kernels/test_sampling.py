@@ -159,6 +159,27 @@ def test_a_row_with_nan_in_a_later_part(make, device):
         assert run(logits, batch).tolist() == [-1, 2048, 4098]
 
 
+def test_greedy_from_an_lm_heads_peaks(make, device):
+    """Of parts of unequal length: ties across them, NaN and -inf; garbage behind them; logits that would give another token."""
+    B, V, parts = 5, 700, 37
+    logits = (make(B, V, dtype=torch.float32) * 4).round()  # ties
+    logits[1, 555], logits[2], logits[3, 20:] = NAN, -INF, -INF
+    ends = torch.arange(1, parts + 1) * V // parts
+    buffer = torch.full((B, 64), 2**62, dtype=torch.int64, device=device)
+    keys = torch.where(logits.isnan(), 2**31 - 1, logits.view(torch.int32) ^ ((logits.view(torch.int32) >> 31) & (2**31 - 1)))
+    packed = (torch.where(logits == 0, 0, keys).long() << 32) | ((2**31 - 1) ^ torch.arange(V, device=device))
+    for part in range(parts):
+        buffer[:, part] = packed[:, (0 if part == 0 else int(ends[part - 1])) : int(ends[part])].amax(1)
+    batch = SamplingBatch.build([(settings(temperature=0), 0)] * B, device)
+    expected = sample(logits, batch, "eager").tolist()
+    assert expected[1:3] == [-1, -1]
+    assert run(-logits, batch, peaks=buffer[:, :parts]).tolist() == expected
+    sampled = SamplingBatch.build([(settings(seed=i), 0) for i in range(B)], device)
+    assert run(logits, sampled, peaks=buffer[:, :parts]).tolist() == run(logits, sampled).tolist()
+    with pytest.raises(InputError, match="peaks: wrong shape"):
+        run(logits, batch, peaks=buffer[1:])
+
+
 def test_a_request_draws_the_same_in_any_company(make, device):
     logits, batch = make(len(OPTIONS), 2100, dtype=torch.float32, scale=2.0), mixed(len(OPTIONS), device)
     together = run(logits, batch).tolist()
