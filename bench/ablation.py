@@ -268,7 +268,7 @@ def greedy(sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
 
     def over_peaks(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         logits = head(x, replace(batch, peaks=peaks), kv)
-        return sample(logits, settings, "triton", workspace, peaks.values[:, : peaks.parts] if peaks.parts else None)
+        return sample(logits, settings, "triton", workspace, peaks=peaks.values[:, : peaks.parts] if peaks.parts else None)
 
     found = {"logits": [*others, over_logits], "peaks": [*others, over_peaks]}
     tokens = [compare_layers.stream(own, sequence, step.batch, step.cache) for own in found.values()]

@@ -151,8 +151,8 @@ def sample(
     any_top_p: bool,
     any_min_p: bool,
     workspace: SamplingWorkspace | None = None,
-    peaks: Tensor | None = None,
     out: Tensor | None = None,
+    peaks: Tensor | None = None,
     check: bool = True,
 ) -> Tensor:
     """One token for each row of `logits` [B, V] fp32 → [B] int64, -1 for a row with NaN or nothing but -inf.

@@ -135,8 +135,8 @@ def sample(
     batch: SamplingBatch,
     impl: str = "auto",
     workspace: "SamplingWorkspace | None" = None,
-    peaks: Tensor | None = None,
     out: Tensor | None = None,
+    peaks: Tensor | None = None,
 ) -> Tensor:
     """One token for each row of `logits` [B, V] (fp32; fp16 and bf16 are computed in fp32) → [B] int64.
 
@@ -163,7 +163,7 @@ def sample(
             logits.to(torch.float32).contiguous(),
             batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,
             all_greedy=batch.all_greedy, any_top_k=batch.any_top_k, any_top_p=batch.any_top_p,
-            any_min_p=batch.any_min_p, workspace=workspace, peaks=peaks, out=out,
+            any_min_p=batch.any_min_p, workspace=workspace, out=out, peaks=peaks,
         )  # fmt: skip
     token = logits.argmax(-1, keepdim=True)
     top = logits.gather(1, token)  # NaN if the row has one: argmax ranks NaN above everything
