@@ -1,0 +1,170 @@
+"""compute-sanitizer's memcheck and racecheck over the kernel tests, in processes side by side. Needs a GPU and that tool.
+
+python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--limit SECONDS] [--tests PYTEST ARGUMENT …]
+
+Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
+the work can be spread over several calls. References are computed on the CPU, where the tools do not slow them down.
+
+racecheck reports each dispatch of roles in kernels with `warp_specialize`; `kernels/racecheck_probe.py` shows it to be no race.
+Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one that has not ended.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHOUT_GPU = re.compile(r"test_compil|test_compiles|test_tuning|test_gemm_hopper_rule|test_sanitize")
+LARGE = re.compile(r"large|2_31|two_to_the_31")  # of much memory, or slow: few at a time
+IN_A_PROCESS = 16  # tests; one that runs out of memory loses what came before it
+ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
+SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY")
+NO_FINDING = re.compile(r"COMPUTE-SANITIZER|Target application returned an error|\S+ SUMMARY")
+BLIND = re.compile(r"out of memory|Internal Sanitizer Error")
+
+
+class Findings(NamedTuple):
+    """What a log says. `roles`: reports on the dispatch of roles; `others`: first lines of all other reports; `ended`: the tool
+    came to its summary; `blind`: it ran out of memory, after which it may miss things."""
+
+    roles: int
+    others: list[str]
+    ended: bool
+    blind: bool
+
+
+def findings(log: str) -> Findings:
+    roles, others, blind = 0, [], False
+    for block in re.split(r"^=========\s*$", log, flags=re.MULTILINE):
+        lines = [line.removeprefix("=========").strip() for line in block.splitlines() if line.startswith("=========")]
+        lines = [line for line in lines if not NO_FINDING.match(line)]
+        if not lines:
+            continue
+        if BLIND.search(lines[0]):
+            blind = True
+        elif "Race reported" in lines[0] and all(_dispatches_roles(*place) for place in ACCESS.findall("\n".join(lines))):
+            roles += 1
+        else:
+            others.append(lines[0])
+    return Findings(roles, others, bool(SUMMARY.search(log)), blind)
+
+
+def _dispatches_roles(kernel: str, file: str, line: str) -> bool:
+    """Whether a place in a kernel's source is what becomes of `warp_specialize`: the call, the condition that it stands under, or
+    the line of the kernel's name."""
+    text, following = [*_lines(ROOT / "kernels" / file)[int(line) - 1 :][:2], "", ""][:2]
+    under = text.strip().startswith(("if ", "else:")) and "warp_specialize(" in following
+    return text.startswith(f"def {kernel}(") or "warp_specialize(" in text or under
+
+
+def outcomes(output: str) -> dict[str, str]:
+    """Test → PASSED, FAILED, ERROR or SKIPPED, of what `pytest -v` has printed so far."""
+    return dict(re.findall(r"^(tests/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", output, flags=re.MULTILINE))
+
+
+def collect(arguments: Sequence[str]) -> list[str]:
+    words = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", *arguments]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    tests = [line for line in done.stdout.splitlines() if "::" in line and not WITHOUT_GPU.search(line)]
+    if done.returncode or not tests:
+        sys.exit(f"no tests: pytest --collect-only {' '.join(arguments)}\n{(done.stdout + done.stderr)[-800:]}")
+    return tests
+
+
+class Job(NamedTuple):
+    name: str
+    tool: str
+    tests: list[str]
+
+
+def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str) -> list[Job]:
+    """Processes over the tests that have not ended well in `folder`; of each tool the same number of tests, dealt in turn."""
+    result = []
+    for tool in tools:
+        done = set(_lines(folder / f"{tool}-passed.txt"))
+        left = [test for test in tests if test not in done]
+        count = -(-len(left) // IN_A_PROCESS)
+        result += [Job(f"{tool}-{kind}-{time.time_ns():x}-{i}", tool, left[i::count]) for i in range(count)]
+    return result
+
+
+def run(job: Job, gpu: str, folder: Path, deadline: float) -> tuple[Job, Findings, dict[str, str]]:
+    names, log, out = (folder / f"{job.name}.{suffix}.txt" for suffix in ("tests", "log", "out"))
+    names.write_text("\n".join(job.tests) + "\n")
+    words = ["compute-sanitizer", "--tool", job.tool, "--print-limit", "100000", "--log-file", str(log)]
+    words += [sys.executable, "-P", "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", f"@{names}"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_REFERENCE": "cpu", "OMP_NUM_THREADS": "1"}
+    if time.monotonic() < deadline:
+        with out.open("w") as file:
+            process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                process.wait(max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+    found = findings(log.read_text() if log.exists() else "")
+    ended = outcomes(out.read_text() if out.exists() else "")
+    if found.ended and not found.blind and not found.others:
+        with (folder / f"{job.tool}-passed.txt").open("a") as file:
+            file.writelines(f"{test}\n" for test, outcome in ended.items() if outcome in ("PASSED", "SKIPPED"))
+    return job, found, ended
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def summary(tool: str, tests: Sequence[str], done: Sequence[tuple[Job, Findings, dict[str, str]]], folder: Path) -> bool:
+    """Print what a tool found; → whether all is well."""
+    own = [(found, ended) for job, found, ended in done if job.tool == tool]
+    left = set(tests) - set(_lines(folder / f"{tool}-passed.txt"))
+    failed = sorted(test for _, ended in own for test, outcome in ended.items() if outcome in ("FAILED", "ERROR"))
+    others = sorted({line for found, _ in own for line in found.others})
+    blind = sum(found.blind for found, _ in own)
+    print(f"{tool}: {len(tests) - len(left)} of {len(tests)} tests ended without a finding, {len(left)} have not; ", end="")
+    print(f"{sum(found.roles for found, _ in own)} reports on the dispatch of roles, {len(others)} others, ", end="")
+    print(f"{len(failed)} failed tests, {blind} of {len(own)} processes out of memory")
+    for line in [*others[:20], *failed[:20]]:
+        print(f"  {line}")
+    return not (left or failed or others)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tools", nargs="+", choices=("memcheck", "racecheck"), default=["memcheck", "racecheck"])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time; of large tests a sixth of them")
+    parser.add_argument("--limit", type=float, default=1e6, help="seconds after which everything is ended")
+    parser.add_argument("--tests", nargs="+", default=["tests/kernels"], help="what pytest is to collect")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.limit
+    args.folder.mkdir(parents=True, exist_ok=True)
+    import torch
+
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus = gpus if gpus != [""] else [str(i) for i in range(torch.cuda.device_count())]
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA GPU")
+    tests = collect(args.tests)
+    large = [test for test in tests if LARGE.search(test)]
+    small = [test for test in tests if not LARGE.search(test)]
+    at_once = max(1, args.jobs // 6)
+    with ThreadPoolExecutor(at_once) as few, ThreadPoolExecutor(max(1, args.jobs - at_once)) as many:
+        waiting = []
+        for pool, kind, own in ((few, "large", large), (many, "small", small)):
+            jobs = jobs_of(own, args.tools, args.folder, kind)
+            waiting += [pool.submit(run, job, gpus[i % len(gpus)], args.folder, deadline) for i, job in enumerate(jobs)]
+        done = [future.result() for future in waiting]
+    well = [summary(tool, tests, done, args.folder) for tool in args.tools]
+    sys.exit(not all(well))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What `sanitize.py` makes of the tools' logs. Catches: a real race taken for a dispatch of roles, a report of another form that
+is passed over, tests counted that ended after the tool ran out of memory, or in a process that did not end."""
+
+import pytest
+from sanitize import ROOT, Job, findings, jobs_of, outcomes, run
+
+SOURCE = (ROOT / "kernels" / "gemm_hopper_kernel.py").read_text().splitlines()
+NAME = next(i for i, line in enumerate(SOURCE, 1) if line.startswith("def _hopper_kernel("))
+ROLES = next(i for i, line in enumerate(SOURCE, 1) if "gl.warp_specialize(" in line)
+END = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
+
+
+def race(*places, kernel="_hopper_kernel"):
+    first, *others = [f"access at {kernel}+0x1{i}0 in gemm_hopper_kernel.py:{line}" for i, line in enumerate(places)]
+    lines = [f"Error: Race reported between Read {first}", *(f"    and Write {other} [4 hazards]" for other in others)]
+    return "".join(f"========= {line}\n" for line in lines) + "========= \n"
+
+
+def test_races():
+    log = "========= COMPUTE-SANITIZER\n" + race(NAME, NAME, ROLES) + race(NAME, ROLES - 1) + END
+    assert SOURCE[ROLES - 2].endswith("if GROUPS == 2:")
+    assert findings(log) == (2, [], True, False)
+    for wrong in (race(NAME, ROLES + 9), race(NAME - 20, ROLES), race(NAME, NAME, kernel="_other_kernel"), race(NAME, 10**6)):
+        assert findings(log + wrong).roles == 2
+        assert len(findings(log + wrong).others) == 1
+    assert findings("========= COMPUTE-SANITIZER\n" + race(NAME, ROLES)) == (1, [], False, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "others", "blind"),
+    [
+        ("Invalid __global__ read of size 4 bytes", 1, False),
+        ("Error: Potential WAW hazard detected at __shared__ 0x10 in block (0,0,0)", 1, False),
+        ('Program hit cudaErrorMemoryAllocation (error 2) due to "out of memory" on CUDA API call to cudaMalloc.', 0, True),
+        ("Internal Sanitizer Error: The Sanitizer encountered an error while launching f and didn't track the launch.", 0, True),
+        ("Program hit cudaErrorIllegalAddress (error 700)", 1, False),
+    ],
+)
+def test_other_reports(line, others, blind):
+    log = f"========= COMPUTE-SANITIZER\n========= {line}\n=========     at k+0x10\n========= \n"
+    found = findings(log + "========= ERROR SUMMARY: 1 error\n")
+    assert (found.roles, len(found.others), found.ended, found.blind) == (0, others, True, blind)
+
+
+def test_outcomes():
+    b, c, d, e = (f"tests/kernels/test_a.py::test_{x}" for x in ("b[{'T': 1, 'N': (2, 3)}]", "c", "d[PASSED]", "e"))
+    output = f"{b} PASSED [ 25%]\n{c} SKIPPED (why) [ 50%]\n{d} FAILED [75%]\n{e} \n"
+    assert outcomes(output) == {b: "PASSED", c: "SKIPPED", d: "FAILED"}
+
+
+@pytest.mark.parametrize(
+    ("log", "passed"),
+    [
+        (race(NAME, ROLES) + END, ["tests/a.py::x"]), (race(NAME, ROLES), []), (race(NAME, 10**6) + END, []),
+        ("========= Program hit X due to \"out of memory\"\n========= \n" + END, []),
+    ],
+)  # fmt: skip
+def test_only_what_a_clean_process_passed_is_not_run_again(log, passed, tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    (tmp_path / "log.txt").write_text(log)
+    tool.write_text(f'#!/bin/sh\ncp {tmp_path}/log.txt "$6"\necho "tests/a.py::x PASSED"\necho "tests/a.py::y FAILED"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    tests = ["tests/a.py::x", "tests/a.py::y"]
+    run(Job("j", "racecheck", tests), "0", tmp_path, float("inf"))
+    left = [test for job in jobs_of(tests, ["racecheck"], tmp_path, "small") for test in job.tests]
+    assert left == [test for test in tests if test not in passed]
+    assert len(jobs_of(tests * 20, ["memcheck"], tmp_path, "small")) == 3
