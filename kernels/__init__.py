@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minirt.kernels.attention import paged_attention_prefill
     from minirt.kernels.attention_decode import paged_attention_decode, rope_paged_attention_decode
-    from minirt.kernels.common import Workspace
+    from minirt.kernels.common import Peaks, Workspace
     from minirt.kernels.gemm import gemm_gated
     from minirt.kernels.kv_write import qk_norm_rope_kv_write
     from minirt.kernels.linear import linear_residual, norm_gate_up, norm_linear
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from minirt.kernels.sampling import sample
 
 _HOMES = {
+    "Peaks": "common",
     "Workspace": "common",
     "gemm_gated": "gemm",
     "linear_residual": "linear",
@@ -35,6 +36,7 @@ _HOMES = {
     "sample": "sampling",
 }
 __all__ = [
+    "Peaks",
     "Workspace",
     "gemm_gated",
     "linear_residual",

@@ -48,7 +48,7 @@ def norm_linear(
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
-    `peaks`: where to leave each row's largest values, for kernels that do (`gemm_hopper`).
+    `peaks`: where to leave each row's largest values (of the fp32 sums), for kernels that do (`gemm_hopper`); see `Peaks`.
     `pdl`: overlap with the kernel before it in the stream (sm_90 and later; of many tokens where `gemm_hopper` does it).
     """
     return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check, peaks)
@@ -108,6 +108,11 @@ def _run(
         check_linear(x, weight, bias, residual, out, activation, scale)
         if norm_weight is not None:
             check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
+        if peaks is not None:
+            check_tensor("peaks.values", peaks.values, (T, None), torch.int64, x.device)
+            check_tensor("peaks.logits_needed", peaks.logits_needed, (1,), torch.int32, x.device)
+    if peaks is not None:
+        peaks.parts = 0
     if out is None:
         N = weight.shape[0] if activation is None else weight.shape[0] // 2
         out = torch.empty(T, N, dtype=out_dtype or x.dtype, device=x.device)

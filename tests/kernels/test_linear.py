@@ -7,7 +7,7 @@ import torch
 from minirt.errors import InputError
 from minirt.kernels import linear as kernel
 from minirt.kernels import reference
-from minirt.kernels.common import ACTIVATIONS, Workspace
+from minirt.kernels.common import ACTIVATIONS, Peaks, Workspace
 from minirt.kernels.gemm_hopper import LEAST_TOKENS
 from minirt.kernels.gemm_small import TokensConfig, choose_config, gemm_small
 from minirt.kernels.norm import rms_norm_quantize
@@ -245,6 +245,13 @@ def test_wrong_arguments_are_named(make, device):
         kernel.norm_gate_up(x, norm_weight, EPS, weight, "relu")
     with pytest.raises(InputError, match=r"weight: wrong dtype; expected torch\.float8_e4m3fn"):
         kernel.linear_residual(x, weight, x, scale=bias)
+    values, needed = torch.zeros(2, 9, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    for peaks, message in (
+        (Peaks(values[:1], needed), "values: wrong shape"), (Peaks(values.int(), needed), "values: wrong dtype"),
+        (Peaks(values[:, :4], needed), "values: not contiguous"), (Peaks(values, needed.bool()), "logits_needed: wrong dtype"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"peaks.{message}"):
+            kernel.norm_linear(x, norm_weight, EPS, weight, peaks=peaks)
     config = TokensConfig(block_n=16, block_k=16, num_warps=1, split=2)
     out, small = x.new_empty(2, 16), Workspace(device, num_floats=5)
     with pytest.raises(InputError, match=r"num_floats: too small; expected at least 512; found 5"):
@@ -254,6 +261,16 @@ def test_wrong_arguments_are_named(make, device):
         kernel.norm_linear(x, None, EPS, eight, scale=scale[:3])
     with pytest.raises(InputError, match="weight: wrong dtype"):
         kernel.norm_linear(x, None, EPS, eight)
+
+
+def test_no_peaks_are_said_to_be_there(make, device):
+    """Of a kernel that leaves none, also after one that did: a sampler would take the old ones for this step's."""
+    x, norm_weight, weight, _ = inputs(make, 1, 16, 32, torch.float32)
+    values, needed = torch.zeros(1, 9, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    peaks = Peaks(values, needed, parts=3)
+    out = kernel.norm_linear(x, norm_weight, EPS, weight, peaks=peaks)
+    assert peaks.parts == 0
+    assert torch.equal(out, kernel.norm_linear(x, norm_weight, EPS, weight)), "then there are logits, needed or not"
 
 
 @pytest.mark.gpu
