@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_GPU = re.compile(r"test_compil|test_compiles|test_tuning|test_gemm_hopper_rule|test_sanitize")
-LARGE = re.compile(r"large|2_31|two_to_the_31")  # of much memory, or slow: few at a time
+LARGE = re.compile(r"large|2_31|two_to_the_31")  # of much memory, or slow: a SHARE of all processes
+SHARE = 6
 IN_A_PROCESS = 16  # tests; one that runs out of memory loses what came before it
 ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY")
@@ -79,19 +80,22 @@ def collect(arguments: Sequence[str]) -> list[str]:
 
 
 class Job(NamedTuple):
+    """A process over some tests; `threads` of the CPU are for its references."""
+
     name: str
     tool: str
     tests: list[str]
+    threads: int = 1
 
 
-def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str) -> list[Job]:
+def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str, threads: int = 1) -> list[Job]:
     """Processes over the tests that have not ended well in `folder`; of each tool the same number of tests, dealt in turn."""
     result = []
     for tool in tools:
         done = set(_lines(folder / f"{tool}-passed.txt"))
         left = [test for test in tests if test not in done]
         count = -(-len(left) // IN_A_PROCESS)
-        result += [Job(f"{tool}-{kind}-{time.time_ns():x}-{i}", tool, left[i::count]) for i in range(count)]
+        result += [Job(f"{tool}-{kind}-{time.time_ns():x}-{i}", tool, left[i::count], threads) for i in range(count)]
     return result
 
 
@@ -100,7 +104,7 @@ def run(job: Job, gpu: str, folder: Path, deadline: float) -> tuple[Job, Finding
     names.write_text("\n".join(job.tests) + "\n")
     words = ["compute-sanitizer", "--tool", job.tool, "--print-limit", "100000", "--log-file", str(log)]
     words += [sys.executable, "-P", "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", f"@{names}"]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_REFERENCE": "cpu", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_REFERENCE": "cpu", "OMP_NUM_THREADS": str(job.threads)}
     if time.monotonic() < deadline:
         with out.open("w") as file:
             process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -140,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tools", nargs="+", choices=("memcheck", "racecheck"), default=["memcheck", "racecheck"])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time; of large tests a sixth of them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help=f"processes at a time, one in {SHARE} for large tests")
     parser.add_argument("--limit", type=float, default=1e6, help="seconds after which everything is ended")
     parser.add_argument("--tests", nargs="+", default=["tests/kernels"], help="what pytest is to collect")
     args = parser.parse_args()
@@ -155,11 +159,11 @@ def main() -> None:
     tests = collect(args.tests)
     large = [test for test in tests if LARGE.search(test)]
     small = [test for test in tests if not LARGE.search(test)]
-    at_once = max(1, args.jobs // 6)
+    at_once = max(1, args.jobs // SHARE)
     with ThreadPoolExecutor(at_once) as few, ThreadPoolExecutor(max(1, args.jobs - at_once)) as many:
         waiting = []
-        for pool, kind, own in ((few, "large", large), (many, "small", small)):
-            jobs = jobs_of(own, args.tools, args.folder, kind)
+        for pool, kind, own, threads in ((few, "large", large, SHARE), (many, "small", small, 1)):
+            jobs = jobs_of(own, args.tools, args.folder, kind, threads)
             waiting += [pool.submit(run, job, gpus[i % len(gpus)], args.folder, deadline) for i, job in enumerate(jobs)]
         done = [future.result() for future in waiting]
     well = [summary(tool, tests, done, args.folder) for tool in args.tools]
