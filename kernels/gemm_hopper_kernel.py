@@ -179,9 +179,9 @@ def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.cons
 def _multiply_tiles(
     x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out, more_out, staging,
     more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, peaks_ptr, needed_ptr, stride, T, N, tiles, tiles_n,
-    K: gl.constexpr,
-    ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr,
-    SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
+    K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
+    PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = w_tiles.shape[1]
     FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
@@ -253,9 +253,7 @@ def _multiply_tiles(
                 )  # fmt: skip
         else:
             if peaks_ptr is not None:
-                leave_peaks(
-                    acc, more, peaks_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, MORE, COLUMNS
-                )
+                leave_peaks(acc, more, peaks_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, MORE, COLUMNS)
             if needed != 0:
                 finish_tile(
                     acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,

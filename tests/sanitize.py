@@ -61,7 +61,7 @@ def _dispatches_roles(kernel: str, file: str, line: str) -> bool:
     """Whether a place in a kernel's source is what becomes of `warp_specialize`: the call, the condition that it stands under, or
     the line of the kernel's name."""
     text, following = [*_lines(ROOT / "kernels" / file)[int(line) - 1 :][:2], "", ""][:2]
-    under = text.strip().startswith(("if ", "else:")) and "warp_specialize(" in following
+    under = text.strip().startswith(("if ", "elif ", "else:")) and "warp_specialize(" in following
     return text.startswith(f"def {kernel}(") or "warp_specialize(" in text or under
 
 
