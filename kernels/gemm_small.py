@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from minirt.errors import InputError
 from minirt.kernels.common import (
+    Peaks,
     Workspace,
     activate,
     capability,
@@ -27,6 +29,7 @@ from minirt.kernels.common import (
     require_fp8,
     shared_limit,
 )
+from minirt.kernels.sampling_select import MAX_INT, pack, sortable
 from minirt.kernels.tuning import Tunable, bucket, remembered
 
 MAX_TOKENS = 128
@@ -110,6 +113,16 @@ def _add_parts(acc, n, t, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constex
     return acc, last
 
 
+@triton.jit
+def _leave_peaks(acc, n, t, N, T, peaks_ptr, stride):
+    """The largest value of each column of a tile and its row, packed as for the sampler; a NaN comes first, from row -1."""
+    x = tl.where(n[:, None] < N, acc, float("-inf"))
+    top = tl.max(x, 0)
+    row = tl.min(tl.where(x == top[None, :], n[:, None], tl.where(x < top[None, :], MAX_INT, -1)), 0)
+    packed = pack(tl.where(row < 0, MAX_INT, sortable(top)), tl.maximum(row, 0))
+    tl.store(peaks_ptr + t.to(tl.int64) * stride, packed, mask=t < T)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _tokens_kernel(
     x,
@@ -122,6 +135,9 @@ def _tokens_kernel(
     out_ptr,
     sums_ptr,
     counters_ptr,
+    peaks_ptr,
+    needed_ptr,
+    stride,
     T,
     N,
     K: tl.constexpr,
@@ -199,7 +215,13 @@ def _tokens_kernel(
             sums_ptr += tile * (SPLIT * BLOCK_N * BLOCK_T)
             acc, mine = _add_parts(acc, n[:, None] - n0, t[None, :], stored, sums_ptr, counters_ptr + tile, part, SPLIT)
         if mine:
-            tl.store(out_ptr + at, (acc + added).to(out_ptr.dtype.element_ty), mask=stored)
+            acc += added
+            needed = 1
+            if peaks_ptr is not None:
+                _leave_peaks(acc, n, t, N, T, peaks_ptr + tile, stride)
+                needed = tl.load(needed_ptr)
+            if needed != 0:
+                tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def token_block(T: int) -> int:
@@ -272,13 +294,14 @@ def gemm_small(
     scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     workspace: Workspace | None = None,
+    peaks: Peaks | None = None,
     pdl: bool = False,
     config: TokensConfig | None = None,
 ) -> Tensor:
     """x [T, K], T ≤ 128, weight [N, K] (with `activation` [2N, K]) → out [T, N], unchecked; `minirt.kernels.linear` checks.
 
     The weight has x's dtype. Where that is float8_e4m3fn (compute capability 8.9 and later), each of its rows has a `scale` and
-    each token an `x_scale`, fp32.
+    each token an `x_scale`, fp32. `peaks`: the largest values of each row are left there, one for each tile.
     """
     (T, K), N = x.shape, out.shape[1]
     if x.dtype == torch.float8_e4m3fn:
@@ -290,14 +313,20 @@ def gemm_small(
     if workspace is not None and c.split > 1:
         split = triton.cdiv(blocks, triton.cdiv(blocks, c.split))  # parts that are not empty
         sums, counters = workspace.sums(tiles * split * c.block_n * block_t), workspace.counters(tiles)
+    values, needed, stride = None, None, 0
+    if peaks is not None:
+        if activation is not None or peaks.values.shape[1] < tiles:
+            expected, found = f"a plain product, {tiles} places", f"{activation}, {peaks.values.shape[1]} places"
+            raise InputError("no peaks of this product", where="peaks", expected=expected, found=found)
+        values, needed, stride, peaks.parts = peaks.values, peaks.logits_needed, peaks.values.stride(0), tiles
     tma = c.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     operands = (x, weight)
     if tma:
         tiles_of = ([block_t, c.block_k], [c.block_n, c.block_k])
         operands = tuple(TensorDescriptor.from_tensor(a, tile) for a, tile in zip(operands, tiles_of, strict=True))
     _tokens_kernel[(tiles * split,)](
-        *operands, weight, scale, x_scale, bias, residual, out, sums, counters, T, N, K=K, ACTIVATION=activation,
-        SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
+        *operands, weight, scale, x_scale, bias, residual, out, sums, counters, values, needed, stride, T, N, K=K,
+        ACTIVATION=activation, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
         maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, pdl),
     )  # fmt: skip
     return out

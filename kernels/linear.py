@@ -48,7 +48,7 @@ def norm_linear(
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
-    `peaks`: where to leave each row's largest values (of the fp32 sums), for kernels that do (`gemm_hopper`); see `Peaks`.
+    `peaks`: where to leave each row's largest values (of the fp32 sums), for kernels that do (`gemm_small`, `gemm_hopper`).
     `pdl`: overlap with the kernel before it in the stream (sm_90 and later; of many tokens where `gemm_hopper` does it).
     """
     return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check, peaks)
@@ -143,7 +143,7 @@ def product(
     """The product of two tokens or more, normalized and quantized before, by the kernel for so many; unchecked."""
     scales: dict[str, Any] = {"scale": scale, "x_scale": x_scale}
     if x.shape[0] <= MAX_TOKENS and not takes(x, weight, residual, out):
-        return gemm_small(x, weight, bias, residual, out, activation, workspace=workspace, pdl=pdl, **scales)
+        return gemm_small(x, weight, bias, residual, out, activation, workspace=workspace, peaks=peaks, pdl=pdl, **scales)
     if activation is not None:
         return gemm_gated(x, weight, activation, bias, out, pdl=pdl, check=False, **scales)
     if peaks is not None and takes(x, weight, residual, out):

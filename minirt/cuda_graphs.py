@@ -18,7 +18,7 @@ from minirt.graph import Model
 from minirt.kv_cache import KVCache
 from minirt.staging import Staging
 
-NARROWEST = 64  # columns of logits that a tile of the head has at least
+NARROWEST = 32  # columns of logits that a tile of the head has at least
 SHORT_SEQS = 8  # of decode steps that have a graph for short sequences, too
 MAX_PROMPT_TOKENS = 2048  # of a step with prompts that is captured; more take the GPU longer than the host, also in fp8
 

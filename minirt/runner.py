@@ -171,11 +171,13 @@ def _prompts(count: int, longest: int) -> list[Chunk]:
 
 def _steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
     """Steps of at most `limit` tokens that together run every configuration of the kernels: prompts alone, and, since attention
-    has forms for batches, beside single tokens."""
-    mixed = {min(count, limit) for count in (384, 640, 1152)}  # its other forms begin at 512 or 1024 tokens
+    has forms for batches and the head for numbers of rows, beside single tokens."""
+    mixed = {min(count, limit) for count in (384, 640, 1152)}  # attention's other forms begin at 512 or 1024 tokens
     steps = [_prompts(count, longest) for count in sorted({*_token_counts(limit), *mixed})]
+    batches = {2, 33, *(1 << i | 1 for i in range(8, 16))}
+    rows = {min(batch_bucket(n + 1), seqs) for n in range(1, seqs)}  # graphs do not know the head's kernels for all logits
     for count in sorted(mixed):
-        for together in (2, 33, *(1 << i | 1 for i in range(8, 16))):
+        for together in sorted(batches | rows if count == max(mixed) else batches):
             if together <= min(seqs, count):
                 steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
     return steps

@@ -1,6 +1,8 @@
 """Catches: tails of N, K and T; the norm's mean over padding; gate and up swapped; a part of K added twice or dropped;
 counters left non-zero; the residual read after it was overwritten; fp8 scales of other rows or tokens, or applied to the bias."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -102,6 +104,35 @@ def test_any_split_of_k(split, tma, dtype, make, nan, agrees, device):
     again = gemm_small(x, weight, bias, None, nan(9, 40, dtype=dtype), workspace=workspace, config=config)
     assert torch.equal(out, again)
     assert clean(workspace)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(("T", "N", "block_n"), [(2, 203, 32), (9, 40, 16), (40, 100, 64)])
+def test_peaks(T, N, block_n, split, fp8, make, nan, device):
+    """Of each row the argmax of its own values, of equals the first, and those values only if they are needed; a NaN."""
+    K, tiles = 208, -(-N // block_n)
+    x, _, weight, _ = inputs(make, T, N, K, torch.float16)
+    x[-1], weight[N // 2 :] = -x[0].abs(), weight[: N - N // 2].clone()
+    x[1, 7] = 0 if fp8 else float("nan")
+    (x, x_scale), (weight, scale) = (quantize(x), reference.quantize_fp8(weight)) if fp8 else ((x, None), (weight, None))
+    config = TokensConfig(block_n=block_n, block_k=32, num_warps=2, split=split)
+    run = partial(gemm_small, x, weight, None, None, scale=scale, x_scale=x_scale, workspace=Workspace(device), config=config)
+    plain = run(nan(T, N, dtype=torch.float32))
+    for needed in (1, 0):
+        flag, values = torch.tensor([needed], dtype=torch.int32, device=device), torch.full((T, tiles + 3), 2**62, device=device)
+        peaks = Peaks(values, flag)
+        out = run(nan(T, N, dtype=torch.float32), peaks=peaks)
+        assert peaks.parts == tiles
+        assert bool(out.isnan().all()) if not needed else torch.equal(out.nan_to_num(7e7), plain.nan_to_num(7e7))
+        best = values[:, :tiles].amax(1)
+        failed = plain.isnan().any(1)
+        assert torch.equal(((best & (2**31 - 1)) ^ (2**31 - 1))[~failed], plain.argmax(1)[~failed])
+        assert failed.sum() == (not fp8)
+        assert bool(((best >> 32) == 2**31 - 1)[failed].all())
+        assert bool((values[:, tiles:] == 2**62).all())
+    with pytest.raises(InputError, match="no peaks of this product"):
+        run(nan(T, N, dtype=torch.float32), peaks=Peaks(values[:, : tiles - 1], flag))
 
 
 def quantized(make, rows, K):
