@@ -3,9 +3,10 @@
 python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--limit SECONDS] [--tests PYTEST ARGUMENT …]
 
 Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
-the work can be spread over several calls. References are computed on the CPU, where the tools do not slow them down.
+the work can be spread over several calls. The tools follow Triton's kernels only, and first have to find planted faults. For
+memcheck each tensor is an allocation of its own: in PyTorch's pools it would miss an access just past the end of one.
 
-racecheck reports each dispatch of roles in kernels with `warp_specialize`; `kernels/racecheck_probe.py` shows it to be no race.
+racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none.
 Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one that has not ended.
 """
 
@@ -24,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_GPU = re.compile(r"test_compil|test_compiles|test_tuning|test_gemm_hopper_rule|test_sanitize")
 LARGE = re.compile(r"large|2_31|two_to_the_31")  # of much memory, or slow: a SHARE of all processes
 SHARE = 6
-IN_A_PROCESS = 16  # tests; one that runs out of memory loses what came before it
+IN_A_PROCESS = {"memcheck": 40, "racecheck": 16}  # tests; a process that does not end counts for nothing
+TO_END = 45  # seconds before the limit, after which no process begins a test
+TRITON = "regex=_kernel$"  # how the names of our kernels end; those of libraries end with their parameters
+PROBE = ROOT / "tests" / "kernels" / "sanitizer_probe.py"
 ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY")
 NO_FINDING = re.compile(r"COMPUTE-SANITIZER|Target application returned an error|\S+ SUMMARY")
@@ -80,36 +84,50 @@ def collect(arguments: Sequence[str]) -> list[str]:
 
 
 class Job(NamedTuple):
-    """A process over some tests; `threads` of the CPU are for its references."""
+    """A process over some tests."""
 
     name: str
     tool: str
     tests: list[str]
-    threads: int = 1
 
 
-def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str, threads: int = 1) -> list[Job]:
+def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str) -> list[Job]:
     """Processes over the tests that have not ended well in `folder`; of each tool the same number of tests, dealt in turn."""
     result = []
     for tool in tools:
         done = set(_lines(folder / f"{tool}-passed.txt"))
         left = [test for test in tests if test not in done]
-        count = -(-len(left) // IN_A_PROCESS)
-        result += [Job(f"{tool}-{kind}-{time.time_ns():x}-{i}", tool, left[i::count], threads) for i in range(count)]
+        count = -(-len(left) // IN_A_PROCESS[tool])
+        result += [Job(f"{tool}-{kind}-{time.time_ns():x}-{i}", tool, left[i::count]) for i in range(count)]
     return result
+
+
+def command(tool: str, log: Path) -> list[str]:
+    options = ["--tool", tool, "--kernel-name", TRITON, "--print-limit", "100000", "--log-file", str(log)]
+    return ["compute-sanitizer", *options, sys.executable, "-P"]
+
+
+def environment(tool: str, gpu: str) -> dict[str, str]:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_DRAWS": "few", "OMP_NUM_THREADS": "1"}
+    return env | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
+
+
+def finds_planted_fault(tool: str, gpu: str, folder: Path) -> bool:
+    log = folder / f"{tool}-probe.log.txt"
+    subprocess.run([*command(tool, log), str(PROBE), tool], env=environment(tool, gpu), capture_output=True, check=False)
+    return log.exists() and bool(findings(log.read_text()).others)
 
 
 def run(job: Job, gpu: str, folder: Path, deadline: float) -> tuple[Job, Findings, dict[str, str]]:
     names, log, out = (folder / f"{job.name}.{suffix}.txt" for suffix in ("tests", "log", "out"))
     names.write_text("\n".join(job.tests) + "\n")
-    words = ["compute-sanitizer", "--tool", job.tool, "--print-limit", "100000", "--log-file", str(log)]
-    words += [sys.executable, "-P", "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", f"@{names}"]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_REFERENCE": "cpu", "OMP_NUM_THREADS": str(job.threads)}
-    if time.monotonic() < deadline:
+    words = [*command(job.tool, log), "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", f"@{names}"]
+    env = environment(job.tool, gpu) | {"MINIRT_TEST_END": str(deadline - TO_END)}
+    if time.time() < deadline - TO_END:
         with out.open("w") as file:
             process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
             try:
-                process.wait(max(1.0, deadline - time.monotonic()))
+                process.wait(max(1.0, deadline - time.time()))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.wait()
@@ -145,10 +163,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tools", nargs="+", choices=("memcheck", "racecheck"), default=["memcheck", "racecheck"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help=f"processes at a time, one in {SHARE} for large tests")
-    parser.add_argument("--limit", type=float, default=1e6, help="seconds after which everything is ended")
+    parser.add_argument("--limit", type=float, default=1e6, help="seconds after which everything has ended")
     parser.add_argument("--tests", nargs="+", default=["tests/kernels"], help="what pytest is to collect")
     args = parser.parse_args()
-    deadline = time.monotonic() + args.limit
+    deadline = time.time() + args.limit
     args.folder.mkdir(parents=True, exist_ok=True)
     import torch
 
@@ -156,14 +174,17 @@ def main() -> None:
     gpus = gpus if gpus != [""] else [str(i) for i in range(torch.cuda.device_count())]
     if not torch.cuda.is_available():
         sys.exit("no CUDA GPU")
+    for tool in args.tools:
+        if not finds_planted_fault(tool, gpus[0], args.folder):
+            sys.exit(f"{tool} does not find the fault of {PROBE.name}: see {args.folder}/{tool}-probe.log.txt")
     tests = collect(args.tests)
     large = [test for test in tests if LARGE.search(test)]
     small = [test for test in tests if not LARGE.search(test)]
     at_once = max(1, args.jobs // SHARE)
     with ThreadPoolExecutor(at_once) as few, ThreadPoolExecutor(max(1, args.jobs - at_once)) as many:
         waiting = []
-        for pool, kind, own, threads in ((few, "large", large, SHARE), (many, "small", small, 1)):
-            jobs = jobs_of(own, args.tools, args.folder, kind, threads)
+        for pool, kind, own in ((few, "large", large), (many, "small", small)):
+            jobs = jobs_of(own, args.tools, args.folder, kind)
             waiting += [pool.submit(run, job, gpus[i % len(gpus)], args.folder, deadline) for i, job in enumerate(jobs)]
         done = [future.result() for future in waiting]
     well = [summary(tool, tests, done, args.folder) for tool in args.tools]

@@ -1,8 +1,13 @@
 """What `sanitize.py` makes of the tools' logs. Catches: a real race taken for a dispatch of roles, a report of another form that
-is passed over, tests counted that ended after the tool ran out of memory, or in a process that did not end."""
+is passed over, tests counted that ended after the tool ran out of memory, or in a process that did not end, a tool that finds
+nothing whatever is wrong."""
+
+import os
+import subprocess
+import sys
 
 import pytest
-from sanitize import ROOT, Job, findings, jobs_of, outcomes, run
+from sanitize import ROOT, Job, findings, finds_planted_fault, jobs_of, outcomes, run
 
 SOURCE = (ROOT / "kernels" / "gemm_hopper_kernel.py").read_text().splitlines()
 NAME = next(i for i, line in enumerate(SOURCE, 1) if line.startswith("def _hopper_kernel("))
@@ -58,11 +63,28 @@ def test_outcomes():
 def test_only_what_a_clean_process_passed_is_not_run_again(log, passed, tmp_path, monkeypatch):
     tool = tmp_path / "compute-sanitizer"
     (tmp_path / "log.txt").write_text(log)
-    tool.write_text(f'#!/bin/sh\ncp {tmp_path}/log.txt "$6"\necho "tests/a.py::x PASSED"\necho "tests/a.py::y FAILED"\n')
+    tool.write_text(f'#!/bin/sh\ncp {tmp_path}/log.txt "$8"\necho "tests/a.py::x PASSED"\necho "tests/a.py::y FAILED"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     tests = ["tests/a.py::x", "tests/a.py::y"]
     run(Job("j", "racecheck", tests), "0", tmp_path, float("inf"))
     left = [test for job in jobs_of(tests, ["racecheck"], tmp_path, "small") for test in job.tests]
     assert left == [test for test in tests if test not in passed]
-    assert len(jobs_of(tests * 20, ["memcheck"], tmp_path, "small")) == 3
+    assert len(jobs_of(tests * 60, ["memcheck"], tmp_path, "small")) == 3
+
+
+@pytest.mark.parametrize(("log", "found"), [("========= Invalid write of size 4 bytes\n========= \n", True), ("", False)])
+def test_a_planted_fault_is_found(log, found, tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\nprintf "{log}" > "$8"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert finds_planted_fault("memcheck", "0", tmp_path) is found
+
+
+def test_no_test_begins_after_the_end():
+    words = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_norm.py"]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"MINIRT_TEST_END": "7"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MINIRT_TEST_END has passed" in done.stdout
+    assert "passed in" not in done.stdout

@@ -1,19 +1,13 @@
-"""Kernel tests: on a GPU where there is one, else in Triton's interpreter on the CPU. Tolerances: minirt.bench.bounds.
-
-With MINIRT_TEST_REFERENCE=cpu what the kernels are compared with is computed on the CPU, where compute-sanitizer does not
-follow: some of its tools fail in the library kernels that a GPU would run for it.
-"""
+"""Kernel tests: on a GPU where there is one, else in Triton's interpreter on the CPU. Tolerances: minirt.bench.bounds."""
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minirt.bench import bounds
 from minirt.kernels import reference
@@ -30,38 +24,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-WIDE = (torch.float64, torch.complex128)
-PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")}
-
-
-class ReferencesOnCpu(TorchDispatchMode):
-    """Computes matrix products on the CPU, and all that takes or gives fp64, of which nothing gets to the GPU."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        on_gpu = any(x.is_cuda for x in tensors)
-        wide = kwargs.get("dtype") in WIDE or any(x.dtype in WIDE for x in tensors)
-        if not wide and not (on_gpu and func.overloadpacket in PRODUCTS):
-            return func(*args, **kwargs)
-        if func._schema.is_mutable and args[0].is_cuda:
-            raise NotImplementedError(f"{func} would write to a copy")
-        if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
-        return tree_map_only(Tensor, lambda x: x if x.dtype in WIDE else x.cuda(), func(*args, **kwargs))
-
-
-@pytest.fixture(autouse=True)
-def reference_device() -> Iterator[None]:
-    device = os.environ.get("MINIRT_TEST_REFERENCE", "")
-    if device not in ("", "cpu"):
-        pytest.fail(f"MINIRT_TEST_REFERENCE={device}: expected cpu, or nothing")
-    if not (device and HAS_GPU):
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH), ReferencesOnCpu():  # that form of attention consists of products
-        yield
+def pytest_runtest_setup() -> None:
+    """Ends the process in good order when its time is over, so that what has run counts (`tests/sanitize.py`)."""
+    if time.time() > float(os.environ.get("MINIRT_TEST_END", "inf")):
+        pytest.exit("MINIRT_TEST_END has passed", returncode=0)
 
 
 @pytest.fixture(params=DTYPES, ids=_name)

@@ -1,0 +1,22 @@
+"""Kernels with the fault that a tool of compute-sanitizer is to find, named like ours: sanitizer_probe.py memcheck|racecheck."""
+
+import sys
+
+import torch
+
+SOURCE = {
+    "memcheck": """
+extern "C" __global__ void probe_kernel(int* out) { out[threadIdx.x + 1] = 0; }  // past the end of 64 values
+""",
+    "racecheck": """
+extern "C" __global__ void probe_kernel(int* out) {
+  __shared__ int shared[64];
+  shared[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = shared[63 - threadIdx.x];  // the other warp may not have written it yet
+}
+""",
+}
+
+out = torch.zeros(64, dtype=torch.int32, device="cuda")
+torch.cuda._compile_kernel(SOURCE[sys.argv[1]], "probe_kernel")((1, 1, 1), (64, 1, 1), (out,))
+torch.cuda.synchronize()
