@@ -4,7 +4,7 @@ python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--li
 
 Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
 the work can be spread over several calls. The tools follow Triton's kernels only, and first have to find planted faults. For
-memcheck each tensor is an allocation of its own: in PyTorch's pools it would miss an access just past the end of one.
+memcheck each tensor is an allocation that CUDA knows of: in PyTorch's own pools it would miss an access just past the end of one.
 
 racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none.
 Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one that has not ended.
@@ -54,11 +54,16 @@ def findings(log: str) -> Findings:
             continue
         if BLIND.search(lines[0]):
             blind = True
-        elif "Race reported" in lines[0] and all(_dispatches_roles(*place) for place in ACCESS.findall("\n".join(lines))):
+        elif "Race reported" in lines[0] and _all_dispatch_roles(lines):
             roles += 1
         else:
             others.append(lines[0])
     return Findings(roles, others, bool(SUMMARY.search(log)), blind)
+
+
+def _all_dispatch_roles(lines: Sequence[str]) -> bool:
+    places = [ACCESS.search(line) for line in lines if " access at " in line]
+    return all(place is not None and _dispatches_roles(*place.groups()) for place in places)
 
 
 def _dispatches_roles(kernel: str, file: str, line: str) -> bool:
@@ -109,7 +114,7 @@ def command(tool: str, log: Path) -> list[str]:
 
 def environment(tool: str, gpu: str) -> dict[str, str]:
     env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_DRAWS": "few", "OMP_NUM_THREADS": "1"}
-    return env | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
+    return env | ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"} if tool == "memcheck" else {})
 
 
 def finds_planted_fault(tool: str, gpu: str, folder: Path) -> bool:
