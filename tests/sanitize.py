@@ -4,7 +4,7 @@ python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--li
 
 Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
 the work can be spread over several calls. The tools follow Triton's kernels only, and first have to find planted faults. For
-memcheck each tensor is an allocation that CUDA knows of: in PyTorch's own pools it would miss an access just past the end of one.
+memcheck each tensor is an allocation of its own: in PyTorch's pools it would miss an access just past the end of one.
 
 racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none.
 Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one that has not ended.
@@ -18,14 +18,15 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_GPU = re.compile(r"test_compil|test_compiles|test_tuning|test_gemm_hopper_rule|test_sanitize")
-LARGE = re.compile(r"large|2_31|two_to_the_31")  # of much memory, or slow: a SHARE of all processes
-SHARE = 6
-IN_A_PROCESS = {"memcheck": 40, "racecheck": 16}  # tests; a process that does not end counts for nothing
+KINDS = {"huge": re.compile(r"2_31|two_to_the_31"), "large": re.compile(r"large"), "small": re.compile("")}  # the first that fits
+IN_A_PROCESS = {"huge": 1, "large": 4, "small": 16}  # tests, whose memory adds up; without an end they do not count
+AT_ONCE = {"huge": 0, "large": 1 / 6, "small": 5 / 6}  # processes on a GPU, a share of all there, but one at least
 TO_END = 45  # seconds before the limit, after which no process begins a test
 TRITON = "regex=_kernel$"  # how the names of our kernels end; those of libraries end with their parameters
 PROBE = ROOT / "tests" / "kernels" / "sanitizer_probe.py"
@@ -102,7 +103,7 @@ def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str)
     for tool in tools:
         done = set(_lines(folder / f"{tool}-passed.txt"))
         left = [test for test in tests if test not in done]
-        count = -(-len(left) // IN_A_PROCESS[tool])
+        count = -(-len(left) // IN_A_PROCESS[kind])
         result += [Job(f"{tool}-{kind}-{time.time_ns():x}-{i}", tool, left[i::count]) for i in range(count)]
     return result
 
@@ -114,7 +115,7 @@ def command(tool: str, log: Path) -> list[str]:
 
 def environment(tool: str, gpu: str) -> dict[str, str]:
     env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_DRAWS": "few", "OMP_NUM_THREADS": "1"}
-    return env | ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"} if tool == "memcheck" else {})
+    return env | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
 
 
 def finds_planted_fault(tool: str, gpu: str, folder: Path) -> bool:
@@ -167,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tools", nargs="+", choices=("memcheck", "racecheck"), default=["memcheck", "racecheck"])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help=f"processes at a time, one in {SHARE} for large tests")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time, on all GPUs together")
     parser.add_argument("--limit", type=float, default=1e6, help="seconds after which everything has ended")
     parser.add_argument("--tests", nargs="+", default=["tests/kernels"], help="what pytest is to collect")
     args = parser.parse_args()
@@ -183,14 +184,15 @@ def main() -> None:
         if not finds_planted_fault(tool, gpus[0], args.folder):
             sys.exit(f"{tool} does not find the fault of {PROBE.name}: see {args.folder}/{tool}-probe.log.txt")
     tests = collect(args.tests)
-    large = [test for test in tests if LARGE.search(test)]
-    small = [test for test in tests if not LARGE.search(test)]
-    at_once = max(1, args.jobs // SHARE)
-    with ThreadPoolExecutor(at_once) as few, ThreadPoolExecutor(max(1, args.jobs - at_once)) as many:
+    with ExitStack() as stack:
         waiting = []
-        for pool, kind, own in ((few, "large", large), (many, "small", small)):
-            jobs = jobs_of(own, args.tools, args.folder, kind)
-            waiting += [pool.submit(run, job, gpus[i % len(gpus)], args.folder, deadline) for i, job in enumerate(jobs)]
+        for kind, share in AT_ONCE.items():
+            own = [test for test in tests if kind == next(name for name, pattern in KINDS.items() if pattern.search(test))]
+            at_once = max(1, int(args.jobs * share) // len(gpus))
+            pools = [stack.enter_context(ThreadPoolExecutor(at_once)) for _ in gpus]
+            for i, job in enumerate(jobs_of(own, args.tools, args.folder, kind)):
+                at = i % len(gpus)
+                waiting.append(pools[at].submit(run, job, gpus[at], args.folder, deadline))
         done = [future.result() for future in waiting]
     well = [summary(tool, tests, done, args.folder) for tool in args.tools]
     sys.exit(not all(well))
