@@ -47,7 +47,7 @@ def test_variants_agree_and_are_used(folder, batch, options, expected):
         found = ablation.variants(model, sequence, step)
         assert set(found) == {"all"} | expected
         assert all(len(own) == len(sequence) for own in found.values())
-        assert ablation.greedy(sequence, step) == {}, "no kernel here leaves the largest logits"
+        assert set(ablation.greedy(sequence, step)) == ({"logits", "peaks"} if batch > 1 else set())
 
 
 def test_nothing_stays_behind(folder):
