@@ -162,6 +162,10 @@ class Peaks:
     logits_needed: Tensor
     parts: int = 0
 
+    def left(self) -> Tensor | None:
+        """[T, parts], or None if nothing has been left."""
+        return self.values[:, : self.parts] if self.parts else None
+
 
 def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:
     if buffer.numel() < need:

@@ -133,6 +133,14 @@ class StepGraphs:
         rows = sum(c.wants_logits for c in chunks)
         return Scores(self._logits[:rows], self._peaks[:rows, : captured.parts] if captured.parts else None)
 
+    def with_peaks(self, batch: Batch) -> Batch:
+        """A batch on the device whose head leaves its largest logits, beside all of them, where those of graphs do; as it is if
+        more rows want logits than there are sequences."""
+        from minirt.kernels.common import Peaks
+
+        rows = batch.logits_indices.shape[0]
+        return batch if rows > self._most_seqs else replace(batch, peaks=Peaks(self._peaks[:rows], batch.logits_needed))
+
     @torch.inference_mode()
     def rehearse(self, bucket: Bucket) -> None:
         """Run a layer of each form as the bucket's graph would, on padding, which touches no page."""
@@ -166,15 +174,12 @@ class StepGraphs:
 
     def _batch(self, bucket: Bucket) -> Batch:
         """The static batch over the device buffer."""
-        from minirt.kernels.common import Peaks
-
         longest = min(KV_SPLIT, self._max_seq_len) if bucket.short else self._max_seq_len
         splits = max_splits(bucket.seqs, longest, self._cache)
-        batch = Batch.static(
+        return self.with_peaks(Batch.static(
             self._staging.device, self._layout(bucket), longest, splits, decode=not bucket.tokens,
             previous=self._previous, logits=self._logits[: bucket.seqs],
-        )  # fmt: skip
-        return replace(batch, peaks=Peaks(self._peaks[: bucket.seqs], batch.logits_needed))
+        ))  # fmt: skip
 
     @torch.inference_mode()
     def replay_times(self, chunks: Sequence[Chunk], repeats: int) -> list[float]:

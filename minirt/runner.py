@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minirt.batch import Batch, Chunk
-from minirt.cuda_graphs import StepGraphs, batch_bucket, max_splits, token_bucket
+from minirt.cuda_graphs import Scores, StepGraphs, batch_bucket, max_splits, token_bucket
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.graph import Model, on_device
 from minirt.kv_cache import KVCache
@@ -78,10 +78,7 @@ class Runner:
             return self._start(chunks, settings)
 
     def _start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
-        sampled, scores = any(own.temperature > 0 for own, _ in settings), None
-        if self.graphs is not None:
-            scores = self.graphs.run(chunks, logits_needed=sampled)
-        logits, peaks = (self._model(self._batch(chunks), self._cache), None) if scores is None else scores
+        logits, peaks = self._scores(chunks, any(own.temperature > 0 for own, _ in settings))
         count = len(settings)
         if not count:
             return Step(torch.empty(0, dtype=torch.int64))
@@ -97,8 +94,19 @@ class Runner:
         copied.record()
         return Step(tokens, copied)
 
+    def _scores(self, chunks: Sequence[Chunk], sampled: bool) -> Scores:
+        scores = None if self.graphs is None else self.graphs.run(chunks, logits_needed=sampled)
+        if scores is not None:
+            return scores
+        batch = self._batch(chunks)
+        logits = self._model(batch, self._cache)
+        return Scores(logits, None if batch.peaks is None else batch.peaks.left())
+
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        return Batch.build(chunks, self._cache.page_size, pinned=self._cuda).after(self._previous)
+        """For a step without a graph. Where others have one, the head leaves its largest logits as theirs do: one form of
+        its kernels serves both."""
+        batch = Batch.build(chunks, self._cache.page_size, pinned=self._cuda).after(self._previous)
+        return batch if self.graphs is None else self.graphs.with_peaks(batch.to(self._device))
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
@@ -171,13 +179,11 @@ def _prompts(count: int, longest: int) -> list[Chunk]:
 
 def _steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
     """Steps of at most `limit` tokens that together run every configuration of the kernels: prompts alone, and, since attention
-    has forms for batches and the head for numbers of rows, beside single tokens."""
+    has forms for batches, beside single tokens. The head's kernels are those of graphs."""
     mixed = {min(count, limit) for count in (384, 640, 1152)}  # attention's other forms begin at 512 or 1024 tokens
     steps = [_prompts(count, longest) for count in sorted({*_token_counts(limit), *mixed})]
-    batches = {2, 33, *(1 << i | 1 for i in range(8, 16))}
-    rows = {min(batch_bucket(n + 1), seqs) for n in range(1, seqs)}  # graphs do not know the head's kernels for all logits
     for count in sorted(mixed):
-        for together in sorted(batches | rows if count == max(mixed) else batches):
+        for together in (2, 33, *(1 << i | 1 for i in range(8, 16))):
             if together <= min(seqs, count):
                 steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
     return steps

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from minirt import Generator, SamplingParams
-from minirt.cuda_graphs import StepGraphs
 from minirt.errors import OutOfMemoryError
 from minirt.layers import register
 from minirt.layers.base import Shared, implementation
@@ -195,22 +194,23 @@ def test_a_broken_kernel_ends_the_process_with_its_cause():
 
 @pytest.mark.parametrize("count", [2, 40, 70])
 def test_tokens_are_those_of_all_logits(count, monkeypatch):
-    """Greedy steps leave the largest logits alone; a step with one sampled row needs all, also after such steps."""
+    """Greedy steps leave the largest logits alone; a step with one sampled row needs all, also after such steps. Prompts of 70
+    sequences come in steps too large for a graph."""
     draw = random.Random(1)
-    prompts = [[draw.randrange(1000) for _ in range(draw.randrange(1, 40))] for _ in range(count)]
+    prompts = [[draw.randrange(1000) for _ in range(draw.randrange(1, 240))] for _ in range(count)]
     greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * count
     one = [SamplingParams(**SAMPLED, seed=5, max_tokens=7, ignore_eos=True), *greedy[1:]]  # the last steps are greedy again
     options = {"dtype": "bfloat16", "random_weights": True, "kv_cache_memory": 1 << 30, "max_model_len": 256, "max_num_seqs": 72}
-    run, left = StepGraphs.run, []
+    scores_of, left = Runner._scores, []
 
-    def with_all_logits(self, chunks, *, logits_needed):
-        scores = run(self, chunks)
-        left.append(scores.peaks is not None and not logits_needed)
+    def with_all_logits(self, chunks, sampled):
+        scores = scores_of(self, chunks, True)
+        left.append(scores.peaks is not None and not sampled)
         return scores._replace(peaks=None)
 
     with Generator.from_pretrained("Qwen2.5-0.5B", **options) as generator:
         found = [[c.token_ids for c in generator.generate(prompts, params)] for params in (greedy, one, greedy)]
-        monkeypatch.setattr(StepGraphs, "run", with_all_logits)
+        monkeypatch.setattr(Runner, "_scores", with_all_logits)
         expected = [[c.token_ids for c in generator.generate(prompts, params)] for params in (greedy, one)]
     assert sum(left) > 11, "the head has left nothing: the test cannot fail"
     assert found == [*expected, expected[0]]

@@ -68,17 +68,6 @@ def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
                 assert wanted in attention, (tokens, count)
 
 
-@pytest.mark.parametrize(("limit", "seqs"), [(1024, 2), (1500, 5), (2048, 72), (8192, 33), (8192, 300)])
-def test_steps_without_a_graph_have_every_number_of_rows_that_the_head_knows(limit, seqs):
-    """Its kernels there leave all logits: graphs, whose heads may leave the largest alone, do not run them."""
-
-    def form(rows):
-        return max(16, 1 << (rows - 1).bit_length()) if rows <= 64 else -(-rows // 64)
-
-    known = {form(sum(c.wants_logits for c in step)) for step in _steps(limit, 2048, seqs)}
-    assert {form(n) for n in range(1, seqs + 1)} <= known
-
-
 def test_one_layer_of_each_form_is_rehearsed(monkeypatch):
     raw = next(raw for name, _, raw in raw_configs() if name == "Qwen2.5-0.5B")
     small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
