@@ -13,6 +13,8 @@ import torch
 import triton
 from triton.runtime import JITFunction, build
 
+from minirt.kernels.compile_processes import CompileProcesses, Request
+
 _inside: ContextVar[bool] = ContextVar("compile_ahead", default=False)  # each thread has its own
 
 
@@ -52,22 +54,41 @@ def compile_ahead(
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile a kernel, most of it with Python's lock free, and load it."""
+    """Threads that compile a kernel, or have a process compile it once there is one, and load it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(min(16, os.cpu_count() or 1))
+        self._count = min(16, os.cpu_count() or 1)
+        super().__init__(self._count)
         self._device = device
+        self._processes: CompileProcesses | None = None
+        self._starting = threading.Lock()
         self.futures: list[Future] = []
 
     def submit(self, compile: Callable[[], Any], /) -> Future:  # type: ignore[override]
         def ready() -> Any:
             with torch.cuda.device(self._device):  # each thread has its own
+                self._elsewhere(compile)
                 kernel = compile()
                 kernel.run  # noqa: B018  (asking for it loads it)
             return kernel
 
         self.futures.append(super().submit(ready))
         return self.futures[-1]
+
+    def _elsewhere(self, compile: Callable[[], Any]) -> None:
+        """Have it in Triton's cache, where processes can do that; they are started when the first kernel is missing there."""
+        request = Request.of(compile)
+        if request is None or request.is_cached():
+            return
+        with self._starting:
+            self._processes = self._processes or CompileProcesses(self._count)
+        self._processes.compile(request)
+
+    def shutdown(self, *args: Any, **options: Any) -> None:
+        super().shutdown(*args, **options)
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
 
 
 class _Patches:

@@ -1,0 +1,37 @@
+"""Kernels compiled in other processes. Catches: requests that name another kernel than is looked for afterwards (it would be
+compiled twice), a kernel that is lost with its process, processes for kernels that are there already."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    command = [sys.executable, str(Path(__file__).with_name("compile_processes_probe.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_a_process_has_compiled_is_only_loaded(found):
+    assert found["elsewhere"] == {"made": [], "loaded": ["_rms_norm_kernel"] * 2}
+
+
+def test_kernels_of_a_script_are_compiled_where_they_are(found):
+    assert found["own"] == {"made": ["own"], "loaded": ["_rms_norm_kernel", "own"]}
+
+
+def test_without_its_process_a_kernel_is_compiled_all_the_same(found):
+    assert found["ended"] == {"made": ["_rms_norm_kernel"], "loaded": ["_rms_norm_kernel"]}
+
+
+def test_what_is_cached_needs_no_process(found):
+    assert found["servers"] == 0
+    assert found["cached"]["made"] == []
