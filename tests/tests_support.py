@@ -52,3 +52,15 @@ def transformers_perplexity(model: Any, tokens: list[int], window: int, stride: 
         if done == len(tokens):
             break
     return math.exp(total / (len(tokens) - 1))
+
+
+def transformers_logits(model: Any, tokens: list[int], chunk: int = 2048) -> torch.Tensor:
+    """[T, V] fp32 on the CPU, computed in chunks on the model's device."""
+    from transformers import DynamicCache
+
+    cache, rows = DynamicCache(), []
+    with torch.inference_mode():
+        for start in range(0, len(tokens), chunk):
+            ids = torch.tensor([tokens[start : start + chunk]], device=model.device)
+            rows.append(model(ids, past_key_values=cache, use_cache=True).logits[0].float().cpu())
+    return torch.cat(rows)
