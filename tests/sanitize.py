@@ -3,8 +3,8 @@
 python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--limit SECONDS] [--tests PYTEST ARGUMENT …]
 
 Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
-the work can be spread over several calls. The tools follow Triton's kernels only, and first have to find planted faults. For
-memcheck each tensor is an allocation of its own: in PyTorch's pools it would miss an access just past the end of one.
+the work can be spread over several calls. The tools follow Triton's kernels only, and first have to find planted faults. Each
+tensor is an allocation of its own: in PyTorch's pools memcheck would miss an access just past the end of one.
 
 racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none.
 Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one that has not ended.
@@ -25,8 +25,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_GPU = re.compile(r"test_compil|test_compiles|test_tuning|test_gemm_hopper_rule|test_sanitize")
 KINDS = {"huge": re.compile(r"2_31|two_to_the_31"), "large": re.compile(r"large"), "small": re.compile("")}  # the first that fits
-IN_A_PROCESS = {"huge": 1, "large": 4, "small": 16}  # tests, whose memory adds up; without an end they do not count
-AT_ONCE = {"huge": 0, "large": 1 / 6, "small": 5 / 6}  # processes on a GPU, a share of all there, but one at least
+IN_A_PROCESS = {"huge": 6, "large": 12, "small": 24}  # tests: few, since none counts in a process that has a finding
+AT_ONCE = {"huge": 0, "large": 1 / 3, "small": 2 / 3}  # processes on a GPU, a share of all there, but one at least
 TO_END = 45  # seconds before the limit, after which no process begins a test
 TRITON = "regex=_kernel$"  # how the names of our kernels end; those of libraries end with their parameters
 PROBE = ROOT / "tests" / "kernels" / "sanitizer_probe.py"
@@ -113,14 +113,15 @@ def command(tool: str, log: Path) -> list[str]:
     return ["compute-sanitizer", *options, sys.executable, "-P"]
 
 
-def environment(tool: str, gpu: str) -> dict[str, str]:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "MINIRT_TEST_DRAWS": "few", "OMP_NUM_THREADS": "1"}
-    return env | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
+def environment(gpu: str) -> dict[str, str]:
+    """Without PyTorch's pools, so that no process holds memory which it does not use."""
+    own = {"MINIRT_TEST_DRAWS": "few", "OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return os.environ | own | {"CUDA_VISIBLE_DEVICES": gpu}
 
 
 def finds_planted_fault(tool: str, gpu: str, folder: Path) -> bool:
     log = folder / f"{tool}-probe.log.txt"
-    subprocess.run([*command(tool, log), str(PROBE), tool], env=environment(tool, gpu), capture_output=True, check=False)
+    subprocess.run([*command(tool, log), str(PROBE), tool], env=environment(gpu), capture_output=True, check=False)
     return log.exists() and bool(findings(log.read_text()).others)
 
 
@@ -128,7 +129,7 @@ def run(job: Job, gpu: str, folder: Path, deadline: float) -> tuple[Job, Finding
     names, log, out = (folder / f"{job.name}.{suffix}.txt" for suffix in ("tests", "log", "out"))
     names.write_text("\n".join(job.tests) + "\n")
     words = [*command(job.tool, log), "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", f"@{names}"]
-    env = environment(job.tool, gpu) | {"MINIRT_TEST_END": str(deadline - TO_END)}
+    env = environment(gpu) | {"MINIRT_TEST_END": str(deadline - TO_END)}
     if time.time() < deadline - TO_END:
         with out.open("w") as file:
             process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
