@@ -3,11 +3,13 @@
 python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--limit SECONDS] [--tests PYTEST ARGUMENT …]
 
 Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
-the work can be spread over several calls. The tools follow Triton's kernels only, and first have to find planted faults. Each
-tensor is an allocation of its own: in PyTorch's pools memcheck would miss an access just past the end of one.
+the work can be spread over several calls. The tools first have to find planted faults. Each tensor is an allocation of its own:
+in PyTorch's pools memcheck would miss an access just past the end of one. memcheck follows Triton's kernels only; racecheck all,
+since with a filter it ends in hardware exceptions of its own where kernels have roles.
 
-racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none.
-Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one that has not ended.
+racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none,
+and kernels of cuBLAS. Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one
+that has not ended.
 """
 
 import argparse
@@ -31,23 +33,26 @@ TO_END = 45  # seconds before the limit, after which no process begins a test
 TRITON = "regex=_kernel$"  # how the names of our kernels end; those of libraries end with their parameters
 PROBE = ROOT / "tests" / "kernels" / "sanitizer_probe.py"
 ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
+NAMED = re.compile(r"access at (\S.*)\+0x[0-9a-f]+")
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY")
 NO_FINDING = re.compile(r"COMPUTE-SANITIZER|Target application returned an error|\S+ SUMMARY")
 BLIND = re.compile(r"out of memory|Internal Sanitizer Error")
 
 
 class Findings(NamedTuple):
-    """What a log says. `roles`: reports on the dispatch of roles; `others`: first lines of all other reports; `ended`: the tool
-    came to its summary; `blind`: it ran out of memory, after which it may miss things."""
+    """What a log says. `roles`: races reported in the dispatch of roles; `libraries`: in kernels that are not ours; `others`:
+    first lines of all other reports; `ended`: the tool came to its summary; `blind`: it ran out of memory, after which it may
+    miss things."""
 
     roles: int
+    libraries: int
     others: list[str]
     ended: bool
     blind: bool
 
 
 def findings(log: str) -> Findings:
-    roles, others, blind = 0, [], False
+    roles, libraries, others, blind = 0, 0, [], False
     for block in re.split(r"^=========\s*$", log, flags=re.MULTILINE):
         lines = [line.removeprefix("=========").strip() for line in block.splitlines() if line.startswith("=========")]
         lines = [line for line in lines if not NO_FINDING.match(line)]
@@ -57,14 +62,22 @@ def findings(log: str) -> Findings:
             blind = True
         elif "Race reported" in lines[0] and _all_dispatch_roles(lines):
             roles += 1
+        elif "Race reported" in lines[0] and _all_in_libraries(lines):
+            libraries += 1
         else:
             others.append(lines[0])
-    return Findings(roles, others, bool(SUMMARY.search(log)), blind)
+    return Findings(roles, libraries, others, bool(SUMMARY.search(log)), blind)
 
 
 def _all_dispatch_roles(lines: Sequence[str]) -> bool:
     places = [ACCESS.search(line) for line in lines if " access at " in line]
     return all(place is not None and _dispatches_roles(*place.groups()) for place in places)
+
+
+def _all_in_libraries(lines: Sequence[str]) -> bool:
+    """Whether every access lies in a kernel whose name is known and is not one of ours."""
+    names = [NAMED.search(line) for line in lines if " access at " in line]
+    return all(name is not None and not name[1].endswith("_kernel") for name in names)
 
 
 def _dispatches_roles(kernel: str, file: str, line: str) -> bool:
@@ -109,8 +122,8 @@ def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str)
 
 
 def command(tool: str, log: Path) -> list[str]:
-    options = ["--tool", tool, "--kernel-name", TRITON, "--print-limit", "100000", "--log-file", str(log)]
-    return ["compute-sanitizer", *options, sys.executable, "-P"]
+    options = ["--tool", tool, "--log-file", str(log), "--print-limit", "100000"]
+    return ["compute-sanitizer", *options, *(["--kernel-name", TRITON] if tool == "memcheck" else []), sys.executable, "-P"]
 
 
 def environment(gpu: str) -> dict[str, str]:
@@ -158,7 +171,8 @@ def summary(tool: str, tests: Sequence[str], done: Sequence[tuple[Job, Findings,
     others = sorted({line for found, _ in own for line in found.others})
     blind = sum(found.blind for found, _ in own)
     print(f"{tool}: {len(tests) - len(left)} of {len(tests)} tests ended without a finding, {len(left)} have not; ", end="")
-    print(f"{sum(found.roles for found, _ in own)} reports on the dispatch of roles, {len(others)} others, ", end="")
+    print(f"{sum(found.roles for found, _ in own)} reports on the dispatch of roles, ", end="")
+    print(f"{sum(found.libraries for found, _ in own)} in libraries' kernels, {len(others)} others, ", end="")
     print(f"{len(failed)} failed tests, {blind} of {len(own)} processes out of memory")
     for line in [*others[:20], *failed[:20]]:
         print(f"  {line}")
