@@ -185,42 +185,55 @@ def write(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int,
     In this thread alone: PyTorch shares more than 32,768 words among all of the machine's cores, and waits for milliseconds for
     the last of them where other processes keep it busy.
     """
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    logits: list[int] = []
-    starts, lens, splits, tables = [0], list[int](), [0], array("i")
+    tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
+    starts, lens, splits, tables = array("i", [0]), array("i"), array("i", [0]), array("i")
     blank = array("i", bytes(4 * layout.width))
     for chunk in chunks:
         start, count, pages = chunk.start, len(chunk.tokens), chunk.pages
         stop, first = start + count, len(tokens)
-        tokens += chunk.tokens
         if count == 1:
+            tokens.append(chunk.tokens[0])
             positions.append(start)
             slots.append(pages[start // page_size] * page_size + start % page_size)
         else:
-            positions += range(start, stop)
+            tokens.extend(chunk.tokens)
+            positions.extend(_from_to(start, stop))
             for page in range(start // page_size, -(-stop // page_size)):
                 begin = page * page_size
                 to_slot = pages[page] * page_size - begin
-                slots += range(max(start, begin) + to_slot, min(stop, begin + page_size) + to_slot)
+                slots.extend(_from_to(max(start, begin) + to_slot, min(stop, begin + page_size) + to_slot))
         starts.append(first + count)
         lens.append(stop)
         splits.append(splits[-1] - (-stop // KV_SPLIT))
         if chunk.all_logits:
-            logits += range(first, first + count)
+            logits.extend(_from_to(first, first + count))
         elif chunk.wants_logits:
             logits.append(first + count - 1)
         used = min(len(pages), layout.width)
         tables.extend(pages[:used])
         tables.extend(blank[used:])
-    count, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
+    rows, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
+    zeros = array("q", bytes(8 * max(0, rows)))
     # As if every padding token were wanted: of decode rows, each is.
-    logits += (min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
-    wide = (tokens + [0] * count, positions + [0] * count, slots + [-1] * count, logits)
-    narrow = (starts + starts[-1:] * seqs, lens + [0] * seqs, splits + splits[-1:] * seqs, [logits_needed])
-    parts = [array("q", values) for values in wide] + [array("i", values) for values in narrow] + [tables]
+    logits.extend(min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
+    wide = [tokens + zeros, positions + zeros, slots + array("q", b"\xff" * 8 * rows), logits]
+    narrow = [starts + starts[-1:] * seqs, lens + array("i", [0]) * seqs, splits + splits[-1:] * seqs]
+    parts = [*wide, *narrow, array("i", [logits_needed]), tables]
     return _copy(layout, flat, parts)
+
+
+_COUNTED = array("q")  # 0, 1, 2, …
+
+
+def count_ahead(stop: int) -> None:
+    """Have the numbers below `stop` ready to be copied, which is many times as fast as to count them for each step."""
+    _COUNTED.extend(range(len(_COUNTED), stop))
+
+
+def _from_to(start: int, stop: int) -> array:
+    if stop > len(_COUNTED):
+        count_ahead(max(stop, 2 * len(_COUNTED)))
+    return _COUNTED[start:stop]
 
 
 def _copy(layout: Layout, flat: Tensor, parts: list[array]) -> int:

@@ -5,6 +5,7 @@ for Python. What it costs is a row computed in vain when a request ends at an EO
 """
 
 import itertools
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -128,7 +129,7 @@ class Engine:
         """
         self.check_tokens(prompt)
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(next(self._ids), list(prompt), len(prompt), final_len)
+        sequence = Sequence(next(self._ids), array("q", prompt), len(prompt), final_len)
         self._scheduler.add(sequence)
         eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._requests[sequence.id] = _Request(sequence, sampling, eos)

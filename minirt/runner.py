@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from minirt.batch import Batch, Chunk
+from minirt.batch import Batch, Chunk, count_ahead
 from minirt.cuda_graphs import Scores, StepGraphs, batch_bucket, max_splits, token_bucket
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.graph import Model, on_device
@@ -64,6 +64,7 @@ class Runner:
         self.graphs: StepGraphs | None = None
         self._cuda = device.type == "cuda"
         if self._cuda:
+            count_ahead(cache.capacity)
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
         if isinstance(model, Model):

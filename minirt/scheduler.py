@@ -21,7 +21,7 @@ class Sequence:
     """One request on its way. `tokens` is the prompt and what was generated so far; it ends at `final_len` tokens."""
 
     id: int
-    tokens: list[int]
+    tokens: array  # of int64
     prompt_len: int
     final_len: int
     num_computed: int = 0

@@ -70,13 +70,13 @@ def findings(log: str) -> Findings:
 
 
 def _all_dispatch_roles(lines: Sequence[str]) -> bool:
-    places = [ACCESS.search(line) for line in lines if " access at " in line]
+    places = [ACCESS.search(line) for line in lines if "access at" in line]
     return all(place is not None and _dispatches_roles(*place.groups()) for place in places)
 
 
 def _all_in_libraries(lines: Sequence[str]) -> bool:
     """Whether every access lies in a kernel whose name is known and is not one of ours."""
-    names = [NAMED.search(line) for line in lines if " access at " in line]
+    names = [NAMED.search(line) for line in lines if "access at" in line]
     return all(name is not None and not name[1].endswith("_kernel") for name in names)
 
 

@@ -293,7 +293,8 @@ def test_fp8_reaches_the_model(run, folder):
 
 def test_plan_of_a_folder_with_a_strange_name(run, folder, tmp_path):
     strange = shutil.copytree(folder, tmp_path / "[bold]x[/nothing] :smile:")
-    assert "[bold]x[/nothing] :smile:" in " ".join(run("plan", "-m", strange, "--device", "cpu")[1].split())
+    # its table may break the folder's path anywhere
+    assert "[bold]x[/nothing]:smile:" in "".join(run("plan", "-m", strange, "--device", "cpu")[1].split())
 
 
 def test_env(run):
