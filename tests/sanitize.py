@@ -111,13 +111,14 @@ class Job(NamedTuple):
 
 
 def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str) -> list[Job]:
-    """Processes over the tests that have not ended well in `folder`; of each tool the same number of tests, dealt in turn."""
+    """Processes over the tests that have not ended well in `folder`; each has neighbours, which share kernels, since a tool takes
+    seconds to prepare one."""
     result = []
     for tool in tools:
         done = set(_lines(folder / f"{tool}-passed.txt"))
-        left = [test for test in tests if test not in done]
-        count = -(-len(left) // IN_A_PROCESS[kind])
-        result += [Job(f"{tool}-{kind}-{time.time_ns():x}-{i}", tool, left[i::count]) for i in range(count)]
+        left, size = [test for test in tests if test not in done], IN_A_PROCESS[kind]
+        for start in range(0, len(left), size):
+            result.append(Job(f"{tool}-{kind}-{time.time_ns():x}-{start}", tool, left[start : start + size]))
     return result
 
 
