@@ -30,7 +30,7 @@ KINDS = {"huge": re.compile(r"2_31|two_to_the_31"), "large": re.compile(r"large"
 IN_A_PROCESS = {"huge": 6, "large": 12, "small": 24}  # tests: few, since none counts in a process that has a finding
 AT_ONCE = {"huge": 0, "large": 1 / 3, "small": 2 / 3}  # processes on a GPU, a share of all there, but one at least
 TO_END = 45  # seconds before the limit, after which no process begins a test
-TRITON = "regex=_kernel$"  # how the names of our kernels end; those of libraries end with their parameters
+FOLLOWED = {"memcheck": ["--kernel-name", "regex=_kernel$"], "racecheck": []}  # so our kernels' names end; libraries' do not
 PROBE = ROOT / "tests" / "kernels" / "sanitizer_probe.py"
 ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
 NAMED = re.compile(r"access at (\S.*)\+0x[0-9a-f]+")
@@ -124,7 +124,7 @@ def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str)
 
 def command(tool: str, log: Path) -> list[str]:
     options = ["--tool", tool, "--log-file", str(log), "--print-limit", "100000"]
-    return ["compute-sanitizer", *options, *(["--kernel-name", TRITON] if tool == "memcheck" else []), sys.executable, "-P"]
+    return ["compute-sanitizer", *options, *FOLLOWED[tool], sys.executable, "-P"]
 
 
 def environment(gpu: str) -> dict[str, str]:
