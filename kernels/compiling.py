@@ -1,4 +1,4 @@
-"""`compile_ahead`: what a thread launches inside is compiled in other threads, each kernel once, and does not run."""
+"""`compile_ahead`: what a thread launches inside is compiled side by side, each kernel once, and does not run."""
 
 import os
 import threading
