@@ -2,6 +2,7 @@
 
 Threads cannot share all of the work: a quarter of it is Triton's front end, which holds Python's lock. The processes are forks of
 one that has imported PyTorch, Triton and the kernels, which takes seconds, and has no GPU; until they are there, threads compile.
+Where there can be none, or they end, a warning says so, and threads compile everything.
 """
 
 import hashlib
@@ -11,7 +12,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -60,24 +63,34 @@ class Request(NamedTuple):
 
 
 class CompileProcesses:
+    """`count` processes. Raises OSError where none can be started."""
+
     def __init__(self, count: int) -> None:
-        ends = [Pipe() for _ in range(count)]
-        theirs = [their.fileno() for _, their in ends]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open until `close`)
+        mine, theirs = zip(*(Pipe() for _ in range(count)), strict=True)
+        descriptors = [their.fileno() for their in theirs]
         modules = [name for name in sys.modules if name.startswith("minirt.kernels.")]
-        command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs}, {modules})"]
-        self._server = subprocess.Popen(
-            command, pass_fds=theirs, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
-        for _, their in ends:
-            their.close()
-        self._starting, self._ready, self._lock = [mine for mine, _ in ends], deque[Connection](), threading.Lock()
+        command = [sys.executable or "", "-P", "-c", f"from {__name__} import serve; serve({descriptors}, {modules})"]
+        try:
+            self._server = subprocess.Popen(
+                command, pass_fds=descriptors, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=self._errors, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )  # fmt: skip
+        except OSError:
+            self._close(mine)
+            raise
+        finally:
+            for their in theirs:
+                their.close()
+        self._starting, self._ready, self._lock = list(mine), deque[Connection](), threading.Lock()
+        self._warned = False
 
     def compile(self, request: Request) -> None:
         """Compile into the cache, if a process is free, and wait for it. What is not there then, for whatever reason, is for the
         caller to compile, who also gets its error."""
         connection = self._take()
         if connection is None:
+            self._warn_if_ended()
             return
         try:
             connection.send(request)
@@ -85,6 +98,7 @@ class CompileProcesses:
         except (pickle.PicklingError, TypeError, AttributeError):  # nothing has been sent
             pass
         except (EOFError, OSError):
+            self._warn_if_ended()
             return
         with self._lock:
             self._ready.append(connection)
@@ -98,8 +112,22 @@ class CompileProcesses:
         with suppress(ProcessLookupError):  # they have ended
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
-        for connection in (*self._starting, *self._ready):
+        self._close([*self._starting, *self._ready])
+
+    def _close(self, connections: Sequence[Connection]) -> None:
+        for connection in connections:
             connection.close()
+        self._errors.close()
+
+    def _warn_if_ended(self) -> None:
+        with self._lock:
+            code = self._server.poll()  # it ends after its forks
+            if code is None or self._warned:
+                return
+            self._warned = True
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        warn(f"the other processes have ended (exit code {code}{': ' if last else ''}{last})")
 
     def _take(self) -> Connection | None:
         with self._lock:
@@ -111,6 +139,10 @@ class CompileProcesses:
                     continue
                 self._ready.append(connection)
             return self._ready.popleft() if self._ready else None
+
+
+def warn(why: str) -> None:
+    warnings.warn(f"kernels are compiled in one process, which takes longer: {why}", RuntimeWarning, stacklevel=3)
 
 
 def serve(descriptors: Sequence[int], modules: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.runtime import JITFunction, build
 
-from minirt.kernels.compile_processes import CompileProcesses, Request
+from minirt.kernels.compile_processes import CompileProcesses, Request, warn
 
 _inside: ContextVar[bool] = ContextVar("compile_ahead", default=False)  # each thread has its own
 
@@ -61,7 +61,7 @@ class _Compilers(ThreadPoolExecutor):
         super().__init__(self._count)
         self._device = device
         self._processes: CompileProcesses | None = None
-        self._starting = threading.Lock()
+        self._started, self._starting = False, threading.Lock()
         self.futures: list[Future] = []
 
     def submit(self, compile: Callable[[], Any], /) -> Future:  # type: ignore[override]
@@ -81,8 +81,14 @@ class _Compilers(ThreadPoolExecutor):
         if request is None or request.is_cached():
             return
         with self._starting:
-            self._processes = self._processes or CompileProcesses(self._count)
-        self._processes.compile(request)
+            if not self._started:
+                self._started = True
+                try:
+                    self._processes = CompileProcesses(self._count)
+                except OSError as error:
+                    warn(f"no others can be started ({error})")
+        if self._processes is not None:
+            self._processes.compile(request)
 
     def shutdown(self, *args: Any, **options: Any) -> None:
         super().shutdown(*args, **options)
