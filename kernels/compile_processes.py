@@ -103,10 +103,6 @@ class CompileProcesses:
         with self._lock:
             self._ready.append(connection)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the first to be ready; → whether one is."""
-        return bool(self._ready) or (bool(self._starting) and self._starting[0].poll(seconds))
-
     def close(self) -> None:
         """End the processes, whatever they do: Triton's cache has whole files only."""
         with suppress(ProcessLookupError):  # they have ended

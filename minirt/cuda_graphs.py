@@ -64,8 +64,9 @@ def max_splits(count: int, max_seq_len: int, cache: KVCache) -> int:
 
 
 class Scores(NamedTuple):
-    """What a graph leaves of the rows that want logits: `logits` [R, V], and `peaks` [R, P], the largest of each part of a row,
-    where its head finds them. Views of static buffers, which the next step overwrites. Logits that nobody needs may be old."""
+    """What a step leaves of the rows that want logits: `logits` [R, V], and `peaks` [R, P], the largest of each part of a row,
+    where its head finds them. A graph's are views of static buffers, which the next step overwrites, and so are all peaks.
+    A graph's logits that nobody needs may be old."""
 
     logits: Tensor
     peaks: Tensor | None

@@ -41,8 +41,8 @@ BLIND = re.compile(r"out of memory|Internal Sanitizer Error")
 
 class Findings(NamedTuple):
     """What a log says. `roles`: races reported in the dispatch of roles; `libraries`: in kernels that are not ours; `others`:
-    first lines of all other reports; `ended`: the tool came to its summary; `blind`: it ran out of memory, after which it may
-    miss things."""
+    first lines of all other reports; `ended`: the tool came to its summary; `blind`: it failed or ran out of memory, after
+    which it may miss things."""
 
     roles: int
     libraries: int
@@ -174,7 +174,7 @@ def summary(tool: str, tests: Sequence[str], done: Sequence[tuple[Job, Findings,
     print(f"{tool}: {len(tests) - len(left)} of {len(tests)} tests ended without a finding, {len(left)} have not; ", end="")
     print(f"{sum(found.roles for found, _ in own)} reports on the dispatch of roles, ", end="")
     print(f"{sum(found.libraries for found, _ in own)} in libraries' kernels, {len(others)} others, ", end="")
-    print(f"{len(failed)} failed tests, {blind} of {len(own)} processes out of memory")
+    print(f"{len(failed)} failed tests, in {blind} of {len(own)} processes the tool failed or had no memory")
     for line in [*others[:20], *failed[:20]]:
         print(f"  {line}")
     return not (left or failed or others)

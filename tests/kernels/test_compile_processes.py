@@ -2,23 +2,12 @@
 compiled twice), a kernel that is lost with its process, processes that are missing without a word, or that are started for
 kernels which are there already."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    command = [sys.executable, str(Path(__file__).with_name("compile_processes_probe.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def found(probe):
+    return probe("compile_processes_probe.py")
 
 
 def test_what_a_process_has_compiled_is_only_loaded(found):

@@ -2,12 +2,6 @@
 its launch, on another device or not at all; an error that is lost, or one that is not to end what is tried; launches of other
 threads that do not run; launchers of one name that get each other's contents; a Triton left changed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from triton.runtime import JITFunction
@@ -16,13 +10,8 @@ from minirt.kernels.compiling import compile_ahead
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    command = [sys.executable, str(Path(__file__).with_name("compiling_probe.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def seen(probe):
+    return probe("compiling_probe.py")
 
 
 def test_each_kernel_is_compiled_and_loaded_once_and_runs_when_launched_again(seen):
