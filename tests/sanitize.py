@@ -4,8 +4,8 @@ python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--li
 
 Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
 the work can be spread over several calls. The tools first have to find planted faults. Each tensor is an allocation of its own:
-in PyTorch's pools memcheck would miss an access just past the end of one. memcheck follows Triton's kernels only; racecheck all,
-since with a filter it ends in hardware exceptions of its own where kernels have roles.
+in PyTorch's pools memcheck would miss an access just past the end of one. The tools follow our kernels only, and
+racecheck those of cuBLAS that have clusters of blocks, too: where these run and are not followed, it ends in hardware exceptions.
 
 racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none,
 and kernels of cuBLAS. Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one
@@ -30,7 +30,7 @@ KINDS = {"huge": re.compile(r"2_31|two_to_the_31"), "large": re.compile(r"large"
 IN_A_PROCESS = {"huge": 6, "large": 12, "small": 24}  # tests: few, since none counts in a process that has a finding
 AT_ONCE = {"huge": 0, "large": 1 / 3, "small": 2 / 3}  # processes on a GPU, a share of all there, but one at least
 TO_END = 45  # seconds before the limit, after which no process begins a test
-FOLLOWED = {"memcheck": ["--kernel-name", "regex=_kernel$"], "racecheck": []}  # so our kernels' names end; libraries' do not
+FOLLOWED = {"memcheck": "_kernel$", "racecheck": "_kernel$|^nvjet"}  # our kernels' names end in _kernel, libraries' do not
 PROBE = ROOT / "tests" / "kernels" / "sanitizer_probe.py"
 ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
 NAMED = re.compile(r"access at (\S.*)\+0x[0-9a-f]+")
@@ -110,13 +110,14 @@ class Job(NamedTuple):
     tests: list[str]
 
 
-def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str) -> list[Job]:
+def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str, at_once: int) -> list[Job]:
     """Processes over the tests that have not ended well in `folder`; each has neighbours, which share kernels, since a tool takes
-    seconds to prepare one."""
+    seconds to prepare one. Few tests are spread over all the processes that run `at_once`."""
     result = []
     for tool in tools:
         done = set(_lines(folder / f"{tool}-passed.txt"))
-        left, size = [test for test in tests if test not in done], IN_A_PROCESS[kind]
+        left = [test for test in tests if test not in done]
+        size = max(1, min(IN_A_PROCESS[kind], -(-len(left) // at_once)))
         for start in range(0, len(left), size):
             result.append(Job(f"{tool}-{kind}-{time.time_ns():x}-{start}", tool, left[start : start + size]))
     return result
@@ -124,12 +125,12 @@ def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str)
 
 def command(tool: str, log: Path) -> list[str]:
     options = ["--tool", tool, "--log-file", str(log), "--print-limit", "100000"]
-    return ["compute-sanitizer", *options, *FOLLOWED[tool], sys.executable, "-P"]
+    return ["compute-sanitizer", *options, "--kernel-name", f"regex={FOLLOWED[tool]}", sys.executable, "-P"]
 
 
 def environment(gpu: str) -> dict[str, str]:
     """Without PyTorch's pools, so that no process holds memory which it does not use."""
-    own = {"MINIRT_TEST_DRAWS": "few", "OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    own = {"MINIRT_TEST_REPEATS": "few", "OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return os.environ | own | {"CUDA_VISIBLE_DEVICES": gpu}
 
 
@@ -206,7 +207,7 @@ def main() -> None:
             own = [test for test in tests if kind == next(name for name, pattern in KINDS.items() if pattern.search(test))]
             at_once = max(1, int(args.jobs * share) // len(gpus))
             pools = [stack.enter_context(ThreadPoolExecutor(at_once)) for _ in gpus]
-            for i, job in enumerate(jobs_of(own, args.tools, args.folder, kind)):
+            for i, job in enumerate(jobs_of(own, args.tools, args.folder, kind, at_once * len(gpus))):
                 at = i % len(gpus)
                 waiting.append(pools[at].submit(run, job, gpus[at], args.folder, deadline))
         done = [future.result() for future in waiting]

@@ -73,9 +73,10 @@ def test_only_what_a_clean_process_passed_is_not_run_again(log, passed, tmp_path
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     tests = ["tests/a.py::x", "tests/a.py::y"]
     run(Job("j", "racecheck", tests), "0", tmp_path, float("inf"))
-    left = [test for job in jobs_of(tests, ["racecheck"], tmp_path, "small") for test in job.tests]
+    left = [test for job in jobs_of(tests, ["racecheck"], tmp_path, "small", 1) for test in job.tests]
     assert left == [test for test in tests if test not in passed]
-    assert len(jobs_of(tests * 20, ["memcheck"], tmp_path, "small")) == -(-40 // IN_A_PROCESS["small"])
+    for at_once, processes in ((1, -(-40 // IN_A_PROCESS["small"])), (5, 5), (100, 40)):
+        assert len(jobs_of(tests * 20, ["memcheck"], tmp_path, "small", at_once)) == processes
 
 
 @pytest.mark.parametrize(("log", "found"), [("========= Invalid write of size 4 bytes\n========= \n", True), ("", False)])

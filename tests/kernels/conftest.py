@@ -66,6 +66,13 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def repeats() -> Callable[[int], int]:
+    """repeats(n): n, or 1 with MINIRT_TEST_REPEATS=few, for tools that follow every launch and take minutes for many."""
+    few = os.environ.get("MINIRT_TEST_REPEATS") == "few"
+    return lambda n: 1 if few else n
+
+
+@pytest.fixture
 def make(device: torch.device) -> Callable[..., Tensor]:
     """make(shape…, dtype, scale=1): seeded normal values; every call gives others."""
     generator = torch.Generator(device).manual_seed(1)

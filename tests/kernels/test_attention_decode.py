@@ -348,7 +348,7 @@ def test_the_batch_changes_no_bit_on_the_gpu(fp8, make, cache, cache8, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
-def test_same_bits_every_time_also_with_pdl(fused, make, cache, device):
+def test_same_bits_every_time_also_with_pdl(fused, make, cache, device, repeats):
     """A chain through the pages of 8 layers, in which each kernel reads what the one before wrote, and none comes to rest."""
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("PDL needs sm_90")
@@ -360,7 +360,7 @@ def test_same_bits_every_time_also_with_pdl(fused, make, cache, device):
     def chain(pdl):
         qkv = first.clone()
         q = qkv[:, : 28 * 128].view(1, 28, 128)
-        for pages in layers * 5:
+        for pages in layers * repeats(5):
             rest = (pages.k, pages.v, pages.tables, pages.lens, starts, most, 1.0, workspace)
             if fused:
                 kernel.rope_paged_attention_decode(qkv, cos_sin, *rest, 28, out=q, pdl=pdl)
@@ -370,7 +370,7 @@ def test_same_bits_every_time_also_with_pdl(fused, make, cache, device):
 
     expected = chain(False)
     assert expected.isfinite().all()
-    assert all(torch.equal(chain(pdl), expected) for pdl in [False, True] * 5)
+    assert all(torch.equal(chain(pdl), expected) for pdl in [False, True] * repeats(5))
 
 
 @pytest.mark.gpu

@@ -189,7 +189,7 @@ def test_large(N, K, activation, fp8, half_dtype, make, nan, agrees):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-def test_same_bits_every_time_also_with_pdl(fp8, make, device):
+def test_same_bits_every_time_also_with_pdl(fp8, make, device, repeats):
     """Layers whose kernels overlap by PDL, each reading what the one before wrote and overwriting what the one before that
     read; more of them than fit the GPU, so that some wait while others run."""
     if torch.cuda.get_device_capability()[0] < 9:
@@ -206,7 +206,7 @@ def test_same_bits_every_time_also_with_pdl(fp8, make, device):
         for buffer in (qkv, act):
             buffer.fill_(float("nan"))
         h.copy_(x)
-        for layer in layers * 12:
+        for layer in layers * repeats(12):
             w, o, gate_up, down = layer
             gemv(h, norm, EPS, w[0], None, None, qkv, scale=w[1], pdl=pdl)
             gemv(qkv[:, :H], None, EPS, o[0], None, h, h, scale=o[1], pdl=pdl)
@@ -217,7 +217,7 @@ def test_same_bits_every_time_also_with_pdl(fp8, make, device):
     truth = chain(False).clone()
     assert truth.isfinite().all()
     assert torch.equal(chain(False), truth)
-    assert all(torch.equal(chain(True), truth) for _ in range(10))
+    assert all(torch.equal(chain(True), truth) for _ in range(repeats(10)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain(True)

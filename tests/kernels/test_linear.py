@@ -362,7 +362,7 @@ def test_weight_past_2_31_elements(make, agrees):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("T", [1, 16, 64, 72, 128, 129, 300])
-def test_same_bits_every_time_also_with_pdl(T, fp8, make, device):
+def test_same_bits_every_time_also_with_pdl(T, fp8, make, device, repeats):
     """A chain of kernels that overlap by PDL, share the workspace and each read what the one before wrote."""
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("PDL needs sm_90")
@@ -373,7 +373,7 @@ def test_same_bits_every_time_also_with_pdl(T, fp8, make, device):
 
     def chain(pdl):
         h, options = x, {"scale": scale, "workspace": workspace, "pdl": pdl}
-        for _ in range(50):
+        for _ in range(2 * repeats(25)):
             y = kernel.norm_linear(h, norm_weight, EPS, weight, bias, **options)
             h = kernel.linear_residual(y, weight, h, **options)
         return h

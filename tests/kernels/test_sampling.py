@@ -257,14 +257,10 @@ def test_compiles(cc):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 64, 256])
-def test_large(B, make, device):
-    """Of some 10⁴ draws in a real vocabulary hardly one may differ: exp and log round otherwise than PyTorch's.
-
-    With MINIRT_TEST_DRAWS=few every launch comes once: tools that follow it take minutes for more.
-    """
+def test_large(B, make, device, repeats):
+    """Of some 10⁴ draws in a real vocabulary hardly one may differ: exp and log round otherwise than PyTorch's."""
     V, different, total = 152064, 0, 0
-    few = os.environ.get("MINIRT_TEST_DRAWS") == "few"
-    rounds, each = (len(OPTIONS) if B == 1 else 3, 1) if few else (max(12, 10240 // B) if B > 1 else 200, 8)
+    rounds, each = max(len(OPTIONS) if B == 1 else 3, min(200, repeats(10240) // B)), repeats(8)
     workspace = garbage(kernel.SamplingWorkspace(B, V, device), 5)
     for i in range(rounds):
         if i % each == 0:
