@@ -420,11 +420,12 @@ def test_fused_on_pages_past_2_31_elements(dtype, make, device):
 
 @pytest.mark.gpu
 def test_partial_sums_past_2_31_values(make, device):
-    """One page again and again: the mean over all repetitions is that over one."""
-    count = 2**31 // (32 * 128) + 3
-    k, v = make(1, 64, 8, 128, dtype=torch.float16), make(1, 64, 8, 128, dtype=torch.float16)
-    q, table = make(1, 32, 128, dtype=torch.float16), torch.zeros(1, count, dtype=torch.int32, device=device)
-    workspace = Workspace(device, num_floats=kernel.workspace_floats(count, 32, 128))
+    """One page again and again: the mean over all repetitions is that over one. As many heads to a KV head as there may be, so
+    that the sums are many and the work is little."""
+    count = 2**31 // (16 * 128) + 3
+    k, v = make(1, 64, 1, 128, dtype=torch.float16), make(1, 64, 1, 128, dtype=torch.float16)
+    q, table = make(1, 16, 128, dtype=torch.float16), torch.zeros(1, count, dtype=torch.int32, device=device)
+    workspace = Workspace(device, num_floats=kernel.workspace_floats(count, 16, 128))
 
     def run(pages):
         lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([64 * pages], [0, pages]))
