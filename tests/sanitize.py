@@ -27,7 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_GPU = re.compile(r"test_compil|test_compiles|test_tuning|test_gemm_hopper_rule|test_sanitize")
 KINDS = {"huge": re.compile(r"2_31|two_to_the_31"), "large": re.compile(r"large"), "small": re.compile("")}  # the first that fits
-IN_A_PROCESS = {"huge": 6, "large": 12, "small": 24}  # tests: few, since none counts in a process that has a finding
+IN_A_PROCESS = {"huge": 1, "large": 4, "small": 24}  # tests: few, since none counts in a process that has a finding
 AT_ONCE = {"huge": 0, "large": 1 / 3, "small": 2 / 3}  # processes on a GPU, a share of all there, but one at least
 TO_END = 45  # seconds before the limit, after which no process begins a test
 FOLLOWED = {"memcheck": "_kernel$", "racecheck": "_kernel$|^nvjet"}  # our kernels' names end in _kernel, libraries' do not
