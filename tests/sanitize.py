@@ -4,8 +4,9 @@ python -P tests/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--li
 
 Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
 the work can be spread over several calls. The tools first have to find planted faults. Each tensor is an allocation of its own:
-in PyTorch's pools memcheck would miss an access just past the end of one. The tools follow our kernels only, and
-racecheck those of cuBLAS that have clusters of blocks, too: where these run and are not followed, it ends in hardware exceptions.
+in PyTorch's pools memcheck would miss an access just past the end of one. The tools follow our kernels only, and racecheck those
+of cuBLAS that have clusters of blocks, too: where these run and are not followed, it ends in hardware exceptions. racecheck takes
+up to 90 GB of GPU memory for a large test: those that had none are run again by a call with fewer --jobs.
 
 racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none,
 and kernels of cuBLAS. Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one

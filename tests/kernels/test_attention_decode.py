@@ -438,4 +438,3 @@ def test_partial_sums_past_2_31_values(make, device):
     alone = last_row([170], [0, 1])
     assert alone.isfinite().all()
     assert torch.equal(last_row([page * before, 170], [0, 2, 3]), alone)
-
