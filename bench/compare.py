@@ -24,7 +24,7 @@ from minirt.layers import Forward, has_implementation, implementation
 from minirt.quantize import FP8
 
 Row = dict[str, Any]
-KINDS = ("embedding", "attention", "mlp", "head")
+KINDS = ("embedding", "attention", "mlp", "head")  # that decode steps compute: there `Select` leaves every row
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,19 @@ def run(
     matmul: list[Row] = []
     with on_device(model.device):
         prompt = compare_layers.prefill(model, sequence, _cycled(tokens, 0, shape.prompt_len))
-        steps = [prompt, compare_layers.decode(model, sequence, texts)]
+        decode = compare_layers.decode(model, sequence, texts)
+        steps = [(step, [place for place in chosen if step.computes(place)]) for step in (prompt, decode)]
+        if not any(places for _, places in steps):
+            what = "nothing to compare: of a step all of whose rows need logits it returns its input"
+            raise UnsupportedError(what, where=chosen[0].layer.name, hint="take a --prompt-len above 1")
         if cuda:
-            compare_layers.compile_kernels(chosen, steps)
-        for step in steps:
-            for place in chosen:
+            compare_layers.compile_kernels(steps)
+        for step, places in steps:
+            for place in places:
                 row, broken = _compared(place, step, cuda)
                 rows.append(row)
                 faults += broken
-            progress(f"{step.name}: {len(chosen)} layers compared")
+            progress(f"{step.name}: {len(places)} layers compared")
         if layer is None:
             whole, broken = _over_text(model, sequence, list(tokens[: shape.text_len]))
             faults += broken
@@ -153,9 +157,9 @@ def run(
         if faults:
             return Result([row | _NO_TIME for row in rows], whole, skipped, faults)
         if cuda:
-            matmul = _time_layers(rows, sequence, chosen, steps, ceiling)
+            matmul = _time_layers(rows, sequence, steps, ceiling)
         if whole is not None:
-            whole |= _decode_on_gpu(sequence, steps[1]) if cuda else _decode_on_cpu(rows, sequence, steps[1])
+            whole |= _decode_on_gpu(sequence, decode) if cuda else _decode_on_cpu(rows, sequence, decode)
     return Result(rows, whole, skipped, faults, matmul)
 
 
@@ -185,9 +189,7 @@ def _compared(place: Place, step: Step, cuda: bool) -> tuple[Row, list[str]]:
         watched, eager, candidate = compare_time.timed(place)
         compared = compare_layers.compare(watched, step)
         time = _NO_TIME | _times(eager.seconds, candidate.seconds)
-    dtype = step.inputs[-1].dtype
-    kv = None if place.pages is None else step.cache.layers[place.pages]
-    needed = compare_layers.work(place.layer, step.batch, dtype, kv)
+    needed = compare_layers.work(place, step)
     row = {
         "step": step.name,
         "layer": place.layer.name,
@@ -226,24 +228,24 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _group(place: Place) -> tuple[str, str]:
-    return place.layer.kind, place.name
+def _group(place: Place, step: Step) -> tuple[str, str, int]:
+    return place.layer.kind, place.name, step.rows(place)
 
 
 def _time_layers(
-    rows: Sequence[Row], sequence: Sequence[Place], chosen: Sequence[Place], steps: Sequence[Step], ceiling: Ceiling | None
+    rows: Sequence[Row], sequence: Sequence[Place], steps: Sequence[tuple[Step, list[Place]]], ceiling: Ceiling | None
 ) -> list[Row]:
-    """Fill in the times of `rows`, on a GPU. Layers of one kind are timed together, all that the model has, whichever are shown:
-    see `compare_time.layer_times`. → the ceilings of matrix products that their limits come from."""
-    times: dict[tuple[str, str, str], LayerTime] = {}
+    """Fill in the times of `rows`, on a GPU. Layers of one kind with as many rows are timed together, all that the model has,
+    whichever are shown: see `compare_time.layer_times`. → the ceilings of matrix products that their limits come from."""
+    times: dict[tuple[Any, ...], LayerTime] = {}
     rates: dict[torch.dtype, MatmulCeiling] = {}
-    pairs = [(step, place) for step in steps for place in chosen]
+    pairs = [(step, place) for step, places in steps for place in places]
     for row, (step, place) in zip(rows, pairs, strict=True):
-        key = step.name, *_group(place)
+        key = step.name, *_group(place, step)
         if key not in times:
-            group = [p for p in sequence if _group(p) == _group(place)]
+            group = [p for p in sequence if _group(p, step) == _group(place, step)]
             times[key] = compare_time.layer_times(group, step, row["bytes"] * len(group))
-        dtype = FP8 if compare_layers.quantizes(place.layer, step.batch) else step.inputs[-1].dtype
+        dtype = FP8 if compare_layers.quantizes(place, step) else step.inputs[-1].dtype
         if dtype not in rates:
             rates[dtype] = matmul_ceiling(step.batch.flat.device, dtype)
         least = max(row["flops"] / rates[dtype].flops_per_s, row["bytes"] / ceiling.bytes_per_s if ceiling else 0.0)
@@ -260,7 +262,8 @@ def _times(eager: float, candidate: float) -> Row:
 def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
     """The model all eager, with the candidates, and with the candidates but for one kind of layer: a forward a place."""
     variants = {"eager": [p.eager for p in sequence], "candidate": [p.candidate for p in sequence]}
-    for kind in sorted({p.layer.kind for p in sequence if p.differs}, key=KINDS.index):
+    kinds = {place.layer.kind for place in sequence if place.differs}
+    for kind in (kind for kind in KINDS if kind in kinds):
         variants[kind] = [p.eager if p.layer.kind == kind else p.candidate for p in sequence]
     return variants
 

@@ -17,7 +17,7 @@ from minirt.batch import Batch, Chunk
 from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
 from minirt.graph import Model, on_device
 from minirt.kv_cache import PAGE_SIZE, KVCache, LayerKV
-from minirt.layers import Attention, Embedding, Forward, Head, Layer, implementation
+from minirt.layers import Attention, Embedding, Forward, Head, Layer, Select, implementation
 from minirt.linear import NormWeight, PackedLinear
 from minirt.quantize import FP8
 
@@ -47,13 +47,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the eager model on real tokens: `inputs[i]` [T, H] flows into place i; `cache` holds what was cached before it
-    (and, by now, what the step itself wrote: see `run`)."""
+    """One step of the eager model on real tokens: `inputs[i]` [T, H], behind `Select` [R, H], flows into place i; `cache` holds
+    what was cached before it (and, by now, what the step itself wrote: see `run`)."""
 
     name: str
     batch: Batch
     inputs: list[Tensor]
     cache: KVCache
+
+    def rows(self, place: Place) -> int:
+        """How many rows the layer at a place computes: as many as flow into the next."""
+        return self.inputs[min(place.index + 1, len(self.inputs) - 1)].shape[0]
+
+    def computes(self, place: Place) -> bool:
+        """Whether the layer at a place does anything: a `Select` of every row returns its input."""
+        return not (isinstance(place.layer, Select) and self.batch.every_row)
 
 
 class Outcome(NamedTuple):
@@ -204,15 +212,14 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
 
 
 @torch.inference_mode()
-def compile_kernels(chosen: Sequence[Place], steps: Sequence[Step]) -> None:
-    """On a GPU: compile what a candidate of each kind launches in each step, side by side."""
+def compile_kernels(steps: Sequence[tuple[Step, list[Place]]]) -> None:
+    """On a GPU: compile what a candidate of each kind and number of rows launches in each step, side by side."""
     from minirt.kernels.compiling import compile_ahead
 
-    firsts = {(place.layer.kind, place.name): place for place in chosen}.values()
-    device = steps[0].batch.flat.device
+    device = steps[0][0].batch.flat.device
     with on_device(device), compile_ahead(device):
-        for step in steps:
-            for place in firsts:
+        for step, places in steps:
+            for place in {(place.layer.kind, place.name, step.rows(place)): place for place in places}.values():
                 run(place, place.candidate, step)
 
 
@@ -281,15 +288,14 @@ def floors(place: Place, step: Step) -> dict[str, Floor]:
     pages = _pages(place, step.cache)
     coded = pages is not None and pages.k.dtype == FP8
     dtype = step.inputs[-1].dtype  # of the activations: logits are fp32
-    plain = floor(dtype, coded or quantizes(place.layer, step.batch))
+    plain = floor(dtype, coded or quantizes(place, step))
     written = Floor(plain.worst_row, plain.worst_row) if coded else plain
     return {"out": plain, "added": plain, "k": written, "v": written}
 
 
-def quantizes(layer: Layer, batch: Batch) -> bool:
-    """Whether the layer quantizes its activations: with fp8 weights, in steps of more than one token."""
-    rows = batch.logits_indices.shape[0] if isinstance(layer, Head) else batch.num_tokens
-    return rows > 1 and any(linear.format for linear in layer.linears())
+def quantizes(place: Place, step: Step) -> bool:
+    """Whether the layer quantizes its activations: with fp8 weights, where it computes more than one row."""
+    return step.rows(place) > 1 and any(linear.format for linear in place.layer.linears())
 
 
 class Work(NamedTuple):
@@ -299,19 +305,20 @@ class Work(NamedTuple):
     flops: int
 
 
-def work(layer: Layer, batch: Batch, dtype: torch.dtype, kv: LayerKV | None) -> Work:
+def work(place: Place, step: Step) -> Work:
     """Weights once, each cached token that is seen, x in and out; the products of the linears and of attention."""
-    T, H, item = batch.num_tokens, layer.config.hidden_size, dtype.itemsize
-    if isinstance(layer, Embedding):
-        return Work(2 * T * H * item, 0)
-    rows = batch.logits_indices.shape[0] if isinstance(layer, Head) else T
+    layer, batch, rows = place.layer, step.batch, step.rows(place)
+    dtype = step.inputs[-1].dtype  # of the activations: logits are fp32
+    row = layer.config.hidden_size * dtype.itemsize
+    if isinstance(layer, Embedding | Select):
+        return Work(2 * rows * row, 0)
     weights = sum(p.nbytes(dtype) for p in layer.parameters())
     flops = sum(2 * rows * linear.out_features * linear.in_features for linear in layer.linears())
-    activations = rows * (H * item + (layer.config.vocab_size * 4 if isinstance(layer, Head) else H * item))
+    nbytes = weights + rows * (row + (layer.config.vocab_size * 4 if isinstance(layer, Head) else row))
+    kv = _pages(place, step.cache)
     if kv is None:
-        return Work(weights + activations, flops)
+        return Work(nbytes, flops)
     token = sum(t[0, 0].nbytes for t in kv if t is not None)
     pairs = sum(n * (s - n) + n * (n + 1) // 2 for n, s in zip(batch.query_lens, batch.seq_lens, strict=True))
     flops += 4 * layer.config.num_heads * layer.config.head_dim * pairs
-    return Work(weights + activations + token * sum(batch.seq_lens), flops)
-
+    return Work(nbytes + token * sum(batch.seq_lens), flops)

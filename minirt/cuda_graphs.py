@@ -170,16 +170,17 @@ class StepGraphs:
         return [self._peaks[:, :parts] for parts in sorted({own.parts for own in self._graphs.values()} - {0})]
 
     def _layout(self, bucket: Bucket) -> Layout:
-        seqs = bucket.seqs
-        return Layout(bucket.tokens or seqs, seqs, seqs, self._cache.pages_for(self._max_seq_len))
+        """At most one row of a sequence wants logits."""
+        seqs, tokens = bucket.seqs, bucket.tokens or bucket.seqs
+        return Layout(tokens, min(tokens, seqs), seqs, self._cache.pages_for(self._max_seq_len))
 
     def _batch(self, bucket: Bucket) -> Batch:
         """The static batch over the device buffer."""
         longest = min(KV_SPLIT, self._max_seq_len) if bucket.short else self._max_seq_len
-        splits = max_splits(bucket.seqs, longest, self._cache)
+        layout, splits = self._layout(bucket), max_splits(bucket.seqs, longest, self._cache)
         return self.with_peaks(Batch.static(
-            self._staging.device, self._layout(bucket), longest, splits, decode=not bucket.tokens,
-            previous=self._previous, logits=self._logits[: bucket.seqs],
+            self._staging.device, layout, longest, splits, decode=not bucket.tokens, previous=self._previous,
+            logits=self._logits[: layout.logits],
         ))  # fmt: skip
 
     @torch.inference_mode()

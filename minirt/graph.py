@@ -13,7 +13,7 @@ from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.kv_cache import KVCache, LayerKV
-from minirt.layers import Attention, Embedding, Layer, Shared, has_implementation, implementation
+from minirt.layers import Attention, Embedding, Layer, Select, Shared, has_implementation, implementation
 from minirt.linear import PackedLinear, Parameter
 from minirt.quantize import Quantization
 
@@ -47,14 +47,14 @@ class Model:
     """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
 
     A layer object may stand in the list more than once: its weights exist once, its KV pages once for each place.
+    Behind the last attention no token looks at another: unless the list has a `Select` from there on, one is put there.
     `quantization` sets the format of the linears; a tied head that is quantized has a copy of its own.
     """
 
     def __init__(
         self, config: ModelConfig, layers: Sequence[Layer], quantization: Quantization | None = None
     ) -> None:
-        self.config, self.layers = config, list(layers)
-        self._check_order()
+        self.config, self.layers = config, _with_select(config, list(layers))
         if quantization is not None:
             for layer in self.layers if quantization.covers_head(config.tie_word_embeddings) else self.layers[:-1]:
                 for linear in layer.linears():
@@ -67,14 +67,6 @@ class Model:
                 layer.share(seen.setdefault((name, format), parameter))
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
         self.plan = Plan((), "meta")
-
-    def _check_order(self) -> None:
-        kinds = [layer.kind for layer in self.layers]
-        if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
-            raise ConfigError(
-                "a model is one embedding, any attention and mlp layers, one head",
-                found=", ".join(kinds) or "no layers",
-            )
 
     def unique_layers(self) -> Iterator[Layer]:
         yield from {id(layer): layer for layer in self.layers}.values()
@@ -183,12 +175,15 @@ class Model:
 
     @torch.inference_mode()
     def rehearse(self, batch: Batch, cache: KVCache) -> None:
-        """Run one layer of each form and implementation, which launch every kernel that the whole model does."""
+        """Run one layer of each form and implementation, which launch every kernel that the whole model does: of those behind
+        `Select`, which have another number of rows, one of each again."""
         firsts: dict[tuple[Any, ...], tuple[Layer, LayerKV | None]] = {}
+        selected = False
         for (layer, kv), row in zip(self._with_pages(cache), self.plan.rows, strict=True):
             # What others than ours look at is not known.
             key = (row.implementation, layer.form()) if row.implementation in ("triton", "eager") else (id(layer),)
-            firsts.setdefault(key, (layer, kv))
+            firsts.setdefault((selected, *key), (layer, kv))
+            selected = selected or isinstance(layer, Select)
         self._run(firsts.values(), batch)
 
     def _with_pages(self, cache: KVCache) -> list[tuple[Layer, LayerKV | None]]:
@@ -202,6 +197,23 @@ class Model:
             for layer, kv in layers:
                 x = layer(x, batch, kv)
         return x
+
+
+def _with_select(config: ModelConfig, layers: list[Layer]) -> list[Layer]:
+    """The layers, their order checked, with a `Select` right behind the last attention unless they have one from there on."""
+    kinds = [layer.kind for layer in layers]
+    found = ", ".join(kinds) or "no layers"
+    if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
+        raise ConfigError("a model is one embedding, any attention and mlp layers, one head", found=found)
+    behind = 1 + max(place for place, kind in enumerate(kinds) if kind in ("embedding", "attention"))
+    if "select" in kinds[:behind] or kinds.count("select") > 1:
+        raise ConfigError(
+            "a select layer leaves attention too few rows, or there are several",
+            expected="at most one, behind the last attention layer",
+            found=found,
+            hint="leave it out, and the model puts one there",
+        )
+    return layers if "select" in kinds else [*layers[:behind], Select(config), *layers[behind:]]
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

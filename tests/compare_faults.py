@@ -1,5 +1,6 @@
 """Implementations of layers with a planted fault each, by names for `--impl`: gate and up swapped, RoPE turned backwards, a mask
-off by one, a bias forgotten, a stale fp8 scale, K and V not written, a neighbour's page overwritten, NaN, too large a sum.
+off by one, a bias forgotten, a stale fp8 scale, K and V not written, a neighbour's page overwritten, the row before the one that
+is wanted, NaN, too large a sum.
 """
 
 import copy
@@ -98,6 +99,11 @@ def stray(layer):
 @layers.register("mlp", "compare-nan")
 def not_a_number(layer):
     return lambda x, batch, kv: torch.full_like(x, torch.nan)
+
+
+@layers.register("select", "compare-before")
+def before(layer):
+    return lambda x, batch, kv: x[batch.logits_indices - 1]
 
 
 @layers.register("head", "compare-doubled")

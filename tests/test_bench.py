@@ -257,10 +257,12 @@ def test_prefill():
 
 
 def test_prompt_flops():
-    """Of Qwen2.5-7B, by hand: 6.53 G weights in linear layers, 545 M in the head, 28 heads of 128 in 28 layers."""
-    linears = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584)
-    assert flops.prompt_flops(QWEN, 1) == 2 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128
-    assert flops.prompt_flops(QWEN, 3) == 6 * linears + 2 * 152064 * 3584 + 28 * 4 * 28 * 128 * 6
+    """Of Qwen2.5-7B, by hand: 6.53 G weights in linear layers, 204 M of them in the last MLP, which only the last token passes,
+    545 M in the head, 28 heads of 128 in 28 layers."""
+    attention, mlp, head = 4608 * 3584 + 3584 * 3584, 3 * 18944 * 3584, 152064 * 3584
+    assert flops.prompt_flops(QWEN, 1) == 2 * (28 * attention + 28 * mlp + head) + 28 * 4 * 28 * 128
+    assert flops.prompt_flops(QWEN, 3) == 6 * (28 * attention + 27 * mlp) + 2 * (mlp + head) + 28 * 4 * 28 * 128 * 6
+    assert flops.linear_flops(QWEN, 7, 7) == 14 * (28 * attention + 28 * mlp + head)
 
 
 @pytest.mark.parametrize(("budget", "largest"), [(8192, 8192), (108, 108)])

@@ -59,9 +59,9 @@ def sound(folder):
 def test_triton_holds_its_bounds(sound):
     _, result = sound
     assert result.faults == []
-    names = ["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp", "head"]
-    assert [row["layer"] for row in result.rows] == 2 * names
-    assert [row["step"] for row in result.rows] == 6 * ["prefill 9"] + 6 * ["decode b2 @ 5"]
+    first, last = ["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "head"]
+    assert [row["layer"] for row in result.rows] == [*first, "select", *last, *first, *last], "in decode every row is wanted"
+    assert [row["step"] for row in result.rows] == 7 * ["prefill 9"] + 6 * ["decode b2 @ 5"]
     for row in result.rows:
         assert row["within_bounds"]
         assert row["implementation"] == "triton"
@@ -89,7 +89,7 @@ def test_formats_say_the_same_and_that_nothing_is_a_speed(sound, tmp_path):
     lines = [json.loads(line) for line in texts["jsonl"].splitlines()]
     cells = list(csv.DictReader(io.StringIO(texts["csv"])))
     table = [line.split(" | ") for line in texts["md"].splitlines() if line.startswith(("| prefill", "| decode b"))]
-    assert len(record["results"]) == len(lines) == len(cells) == len(table) == 12
+    assert len(record["results"]) == len(lines) == len(cells) == len(table) == 13
     for row, line, cell, shown in zip(record["results"], lines, cells, table, strict=True):
         assert row["layer"] == line["layer"] == cell["layer"] == shown[1]
         assert cell["out.error.relative"] == str(row["out"]["error"]["relative"])
@@ -152,6 +152,8 @@ FAULTS = {
     "layers.1.attention=compare-unwritten": ("prefill 9: K in the pages: relative error nan", "V in the pages: relative error"),
     "layers.0.attention=compare-stray": ("prefill 9: 1 values in the pages", "decode b1 @ 5: 1 values in the pages"),
     "layers.0.mlp=compare-nan": ("layers.0.mlp, prefill 9: output: relative error nan",),
+    "layers.1.mlp=compare-swapped": ("layers.1.mlp, prefill 9: output: relative error", "layers.1.mlp, decode b1 @ 5: output"),
+    "select=compare-before": ("select, prefill 9: output: relative error",),
 }
 
 
@@ -258,8 +260,7 @@ def test_inputs_are_those_of_the_running_model(model):
 def test_bytes_and_operations(model):
     places = compare_layers.places(model)
     step = compare_layers.decode(model, places, [TOKENS[:11]] * 3)
-    kv = step.cache.layers[0]
-    works = [compare_layers.work(p.layer, step.batch, torch.float32, kv if p.pages is not None else None) for p in places]
+    works = [compare_layers.work(place, step) for place in places if step.computes(place)]
     h, i, v, context_len, rows = 128, 97, 211, 11, 3
     residual = 4 * 2 * rows * h
     cached = 2 * rows * context_len * 2 * 64 * 4  # two layers, K and V of one head
@@ -269,7 +270,13 @@ def test_bytes_and_operations(model):
     assert works[2].flops == 2 * rows * 3 * h * i
     assert works[1].flops == 2 * rows * (h * 256 + 128 * h) + 4 * 2 * 64 * rows * context_len
     prompt = compare_layers.prefill(model, places, TOKENS[:10])
-    assert compare_layers.work(places[1].layer, prompt.batch, torch.float32, kv).flops == 20 * 384 * h + 4 * 128 * 55
+    works = {place.layer.name: compare_layers.work(place, prompt) for place in places}
+    assert works["layers.0.attention"].flops == 20 * 384 * h + 4 * 128 * 55
+    assert works["embedding"] == (4 * 2 * 10 * h, 0)
+    assert works["select"] == (4 * 2 * h, 0)
+    assert works["layers.0.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * 10 * h, 20 * 3 * h * i)
+    assert works["layers.1.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * h, 2 * 3 * h * i), "the last of ten rows"
+    assert works["head"] == (4 * (h * v + h) + 4 * (h + v), 2 * h * v)
 
 
 def test_the_bounds():
@@ -310,6 +317,7 @@ def test_bad_input_is_refused(run, folder, tmp_path, monkeypatch):
     base = ("compare", "-m", folder, *CPU)
     refused(run(*base, "--layer", "layers.9.mlp", "-q"), "--layer layers.9.mlp matches no layer", "'layers.*.mlp'")
     refused(run(*base, "--impl", "eager", "-q"), "nothing to compare", "--impl says so")
+    refused(run(*base, "--layer", "select", "--prompt-len", 1, "-q"), "select: nothing to compare", "--prompt-len above 1")
     refused(run(*base, "--prompt-len", 257, "-q"), "--prompt-len", "at most 256", "found 257")
     refused(run(*base, "-c", 1000, "-q"), "--context-len", "at most 256")
     refused(run(*base, "--dtype", "bfloat16"), "--dtype bfloat16", "interpreter", "float16")

@@ -1,4 +1,4 @@
-"""Composing from Python: an implementation of one's own, and a model made of the four layers; README.md's examples.
+"""Composing from Python: an implementation of one's own, and a model made of layers; README.md's examples.
 
 The references are transformers models whose checkpoints were rewritten: blocks taken out, or doubled with a KV cache each.
 Catches layers that depend on their number, KV pages shared by the two places of one layer, and examples that do not run.
@@ -142,7 +142,7 @@ def test_blocks_skipped_shared_and_moved(case, tied, hf_folder, tmp_path):
         assert together[1].token_ids == tokens
         left_out = {f"model.layers.{i}." for i in range(5) if i not in order}
         assert {name[:15] for name in generator.unused_tensors} == left_out
-        assert len(generator.plan.rows) == 2 + 2 * len(order)
+        assert len(generator.plan.rows) == 3 + 2 * len(order)
 
 
 def test_a_shared_layer_has_its_weights_once(hf_folder):
@@ -227,7 +227,7 @@ def test_examples(smollm2, capsys):
     assert "\n Paris." in out
     own_model(smollm2)
     first, _, text = capsys.readouterr().out.partition("\n")
-    assert first.startswith("62 layers; not used: model.layers.20.")
+    assert first.startswith("63 layers; not used: model.layers.20.")
     assert text
 
 

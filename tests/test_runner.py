@@ -87,14 +87,14 @@ def test_one_layer_of_each_form_is_rehearsed(monkeypatch):
     def forward(layer):
         return lambda x, batch, kv: ran.append((layer.name, kv is not None)) or x
 
-    for layer in layers:
+    for layer in model.layers:
         layer._forward = forward(layer)
     cache = KVCache(model.kv_shapes, 4, page_size=4)
     model.rehearse(Batch.build([Chunk([1, 2], 0, [0])], 4), cache)
     attention = [f"layers.{i}.attention" for i in (0, 2)]
     mlp = [f"layers.{i}.mlp" for i in (0, 3, 4, 5, 6, 7)]
-    assert {name for name, _ in ran} == {"embedding", *attention, *mlp, "head"}
-    assert len(ran) == 10
+    assert {name for name, _ in ran} == {"embedding", *attention, *mlp, "select", "head"}
+    assert len(ran) == 11
     assert [name for name, pages in ran if pages] == attention
 
 

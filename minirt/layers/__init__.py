@@ -1,10 +1,11 @@
-"""The four layers that a decoder model is made of, and the registry of their implementations."""
+"""The five layers that a decoder model is made of, and the registry of their implementations."""
 
 from minirt.layers.attention import Attention
 from minirt.layers.base import Forward, Implementation, Layer, Shared, has_implementation, implementation, register
 from minirt.layers.embedding import Embedding
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
+from minirt.layers.select import Select
 
 __all__ = [
     "MLP",
@@ -14,6 +15,7 @@ __all__ = [
     "Head",
     "Implementation",
     "Layer",
+    "Select",
     "Shared",
     "has_implementation",
     "implementation",

@@ -1,8 +1,9 @@
-"""What the four layers share: the `Layer` contract and the registry of implementations.
+"""What the five layers share: the `Layer` contract and the registry of implementations.
 
 A layer maps the residual stream to the residual stream: `layer(x, batch, kv) -> x`, x [T, H]. (`Embedding` makes the stream,
-`Head` turns its last rows into logits.) What it computes is fixed by its kind; *how* is an implementation: a factory that gets
-the layer, weights in place, and returns `forward(x, batch, kv)`. The choice is made once, at load.
+`Select` leaves the R rows of it that need logits, and `Head` turns these into logits. R may be 0.) What a layer computes is fixed
+by its kind; *how* is an implementation: a factory that gets the layer, weights in place, and returns `forward(x, batch, kv)`. The
+choice is made once, at load.
 """
 
 import os
@@ -124,13 +125,13 @@ def register(
     """Decorator: make `factory(layer) -> forward(x, batch, kv)` available as `--impl 'layers.*.<kind>=<name>'`.
 
     Args:
-        kind: "embedding", "attention", "mlp" or "head".
+        kind: "embedding", "attention", "mlp", "select" or "head".
         name: the implementation's name; "eager" and "triton" are taken, "auto" is reserved.
         unsupported: called with the layer and the device; returns the reason why this layer cannot run so, or None.
     """
-    if kind not in ("embedding", "attention", "mlp", "head"):
+    if kind not in ("embedding", "attention", "mlp", "select", "head"):
         raise UnsupportedError(
-            "unknown layer kind", where="register", expected="embedding, attention, mlp or head", found=kind
+            "unknown layer kind", where="register", expected="embedding, attention, mlp, select or head", found=kind
         )
     if name == "auto" or (kind, name) in _REGISTRY:
         raise UnsupportedError("this implementation name is taken", where=f"register({kind!r}, {name!r})")

@@ -1,4 +1,4 @@
-"""`Head`: the final norm and the LM head, for the rows that need logits."""
+"""`Head`: the final norm and the LM head, of the rows that `Select` has left."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from minirt.linear import NormWeight, PackedLinear, Part
 
 
 class Head(Layer):
-    """lm_head(norm(x[batch.logits_indices])): x [T, H] → logits [R, V] fp32."""
+    """lm_head(norm(x)): x [R, H] → logits [R, V] fp32."""
 
     kind = "head"
 
@@ -29,27 +29,22 @@ def eager(layer: Head) -> Forward:
     eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        rows = x[batch.logits_indices]
-        return reference.linear(reference.rms_norm(rows, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
+        return reference.linear(reference.rms_norm(x, norm.weight, eps), lm_head.weight, scale=lm_head.scale).float()
 
     return forward
 
 
 @register("head", "triton", unsupported=triton_unsupported)
 def triton(layer: Head) -> Forward:
-    """Norm + LM head, after a gather of the rows unless all are wanted."""
-    from minirt.kernels.embedding import embedding
+    """Norm + LM head."""
     from minirt.kernels.linear import norm_linear
 
     eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
     workspace, pdl = layer.shared.workspace, layer.shared.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        rows = x
-        if not batch.every_row:
-            rows = embedding(batch.logits_indices, x, check=False)
         return norm_linear(
-            rows, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
+            x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
             out_dtype=torch.float32, peaks=batch.peaks, pdl=pdl, check=False,
         )  # fmt: skip
 

@@ -11,7 +11,8 @@ from minirt.linear import NormWeight, PackedLinear, Part
 
 
 class MLP(Layer):
-    """x + down(act(gate(norm(x))) · up(norm(x))), x [T, H]. Gate and up are packed in one matrix, gate first."""
+    """x + down(act(gate(norm(x))) · up(norm(x))), x [T, H], or [R, H] behind `Select`. Gate and up are packed in one
+    matrix, gate first."""
 
     kind = "mlp"
 

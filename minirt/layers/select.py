@@ -1,0 +1,36 @@
+"""`Select`: of the residual stream the rows that need logits, once no token looks at another."""
+
+from torch import Tensor
+
+from minirt.batch import Batch
+from minirt.config import ModelConfig
+from minirt.kv_cache import LayerKV
+from minirt.layers.base import Forward, Layer, register, triton_unsupported
+
+
+class Select(Layer):
+    """x[batch.logits_indices]: x [T, H] → [R, H]; x itself where that is every row in order. It has no weights."""
+
+    kind = "select"
+
+    def __init__(self, config: ModelConfig, *, name: str = "select") -> None:
+        super().__init__(config, name)
+
+
+@register("select", "eager")
+def eager(layer: Select) -> Forward:
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        return x if batch.every_row else x[batch.logits_indices]
+
+    return forward
+
+
+@register("select", "triton", unsupported=triton_unsupported)
+def triton(layer: Select) -> Forward:
+    """The embedding's kernel, with the residual stream for its table."""
+    from minirt.kernels.embedding import embedding
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        return x if batch.every_row else embedding(batch.logits_indices, x, check=False)
+
+    return forward
