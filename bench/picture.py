@@ -23,8 +23,8 @@ def require_matplotlib() -> None:
 def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:
     """Write the picture of a report's context and rows; the format follows the suffix of `target`. `note`: see `save`.
 
-    Above: relative error of what each layer adds (embedding and head: of the output), beside PyTorch's in the same dtype and the
-    limit. Below, unless nothing was timed: the time of both forms. Raises MinirtError if the file cannot be written.
+    Above: relative error of what each layer adds (embedding, select and head: of the output), beside PyTorch's in the same dtype
+    and the limit. Below, unless nothing was timed: the time of both forms. Raises MinirtError if the file cannot be written.
     """
     from matplotlib.figure import Figure  # not pyplot: no window, no state
 

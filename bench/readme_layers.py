@@ -66,7 +66,7 @@ def _layer(rows: list[Result]) -> list[str]:
         cells = [f"{statistics.median(row[name] for row in timed) * 1e6:,.1f}" for name in ("eager_s", "candidate_s")]
         shares = [row["share_of_limit"] for row in timed if row["share_of_limit"] is not None]
         cells.append(percent(statistics.median(shares) if shares else None))
-    # What a layer adds to the residual stream; of the embedding and the head, which add nothing, the output.
+    # What a layer adds to the residual stream; of those that add nothing, the output.
     parts = [row["out"] if row["added"]["error"]["relative"] is None else row["added"] for row in rows]
     errors = [max(part[whose]["relative"] for part in parts) for whose in ("error", "torch") if parts]
     return [*cells, " / ".join(f"{error:.1e}" for error in errors) or NONE]

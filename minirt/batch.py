@@ -72,11 +72,11 @@ class Batch:
     """T tokens of B sequences, sequence after sequence.
 
     Tensors: `tokens` [T] int64 (see `input_ids`), `positions` [T] int64, `slots` [T] int64 (page · page_size + offset: where
-    a token's K and V go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits), `query_starts_device`
-    [B + 1] int32, `seq_lens_device` [B] int32 (cached tokens, the new ones included), `split_starts_device` [B + 1] int32
-    (number of the first KV_SPLIT tokens of each sequence among those of all), `block_tables` [B, pages] int32. They are
-    views of `flat`, so that a batch built on the host reaches the device in one copy. `previous` [≥ R] int64: what the step
-    before sampled.
+    a token's K and V go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits, maybe none: what `Select`
+    leaves to the layers behind it), `query_starts_device` [B + 1] int32, `seq_lens_device` [B] int32 (cached tokens, the new
+    ones included), `split_starts_device` [B + 1] int32 (number of the first KV_SPLIT tokens of each sequence among those of
+    all), `block_tables` [B, pages] int32. They are views of `flat`, so that a batch built on the host reaches the device in one
+    copy. `previous` [≥ R] int64: what the step before sampled.
     Host values: `query_lens`, `seq_lens`; bounds that size the kernels' grids, `max_seq_len` and `max_splits`; `every_row`:
     logits_indices is 0 … T − 1. In a static batch the first two are bounds as well. `logits` [R, V]: where the head leaves
     its result; None: in a new tensor. `peaks`: where it may leave the largest logits, and then only these unless `logits_needed`

@@ -111,7 +111,7 @@ def test_a_mixed_batch_in_a_static_buffer():
 
 
 def test_as_many_rows_as_tokens_are_not_every_row():
-    """Of a static batch the sizes say nothing: a head that took equal sizes for "all rows in order" would skip its gather."""
+    """Of a static batch the sizes say nothing: a `Select` that took equal sizes for "all rows in order" would skip its gather."""
     layout = Layout(16, 16, 16, 4)
     flat = torch.zeros(layout.words, dtype=torch.int32)
     write(layout, flat, [Chunk([5, 6, 7], 0, [1])], PAGE)

@@ -268,7 +268,8 @@ def test_plan(run, folder):
         assert word in out
     impl = ("--impl", "layers.1.*=eager", "--impl", "auto")
     record = json.loads(run("plan", "-m", folder, "--device", "cpu", "--json", *impl)[1])
-    assert len(record["layers"]) == 8
+    assert [row["layer"] for row in record["layers"]][-4:] == ["layers.2.attention", "select", "layers.2.mlp", "head"]
+    assert len(record["layers"]) == 9
     assert record["weight_bytes"] == sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
     reasons = {row["layer"]: row["reason"] for row in record["layers"]}
     assert reasons["layers.1.mlp"] == "--impl layers.1.*=eager"

@@ -190,7 +190,9 @@ def test_a_stale_scale_is_refused(run, folder):
     options = ("--fp8", "--impl", "layers.1.mlp=compare-stale", "-q", "-o", "json")
     code, out, err = run("compare", "-m", folder, *CPU, *SHORT, "--layer", "layers.1.mlp", *options)
     assert code == 1
-    assert any(fault.startswith("layers.1.mlp, decode b1 @ 5: output") for fault in json.loads(out)["faults"])
+    record = json.loads(out)
+    assert any(fault.startswith("layers.1.mlp, decode b1 @ 5: output") for fault in record["faults"])
+    assert all(row["out"]["limit"]["relative"] < 1e-4 for row in record["results"]), "one row is not quantized, also of a prompt"
     assert "limit" in err
 
 
