@@ -19,7 +19,7 @@ from minirt.bench.compare_layers import Comparison, Place, Step
 from minirt.bench.compare_model import compare_text
 from minirt.bench.compare_time import LayerTime
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
-from minirt.graph import Model, on_device
+from minirt.graph import Model, on_device, some_names
 from minirt.layers import Forward, has_implementation, implementation
 from minirt.quantize import FP8
 
@@ -95,8 +95,7 @@ def select(sequence: Sequence[Place], pattern: str | None, skipped: dict[str, st
     """
     named = [place for place in sequence if pattern is None or fnmatchcase(place.layer.name, pattern)]
     if not named:
-        found = ", ".join(place.layer.name for place in sequence[:4]) + ", …"
-        expected = "a name or glob such as 'layers.*.mlp'"
+        found, expected = some_names([place.layer for place in sequence]), "a name or glob such as 'layers.*.mlp'"
         raise UnsupportedError(f"--layer {pattern} matches no layer", expected=expected, found=found)
     chosen = [place for place in named if place.differs]
     if not chosen:
@@ -158,7 +157,7 @@ def run(
             return Result([row | _NO_TIME for row in rows], whole, skipped, faults)
         if cuda:
             matmul = _time_layers(rows, sequence, steps, ceiling)
-        if whole is not None:
+        if whole is not None and steps[-1][1]:  # else every layer of the decode step is as it was
             whole |= _decode_on_gpu(sequence, decode) if cuda else _decode_on_cpu(rows, sequence, decode)
     return Result(rows, whole, skipped, faults, matmul)
 
@@ -196,6 +195,7 @@ def _compared(place: Place, step: Step, cuda: bool) -> tuple[Row, list[str]]:
         "kind": place.layer.kind,
         "implementation": place.name,
         "tokens": step.batch.num_tokens,
+        "rows": step.rows(place),
         "within_bounds": not compared.faults,
         "faults": compared.faults,
         **_error_columns(compared),

@@ -17,7 +17,7 @@ from minirt.batch import Batch, Chunk
 from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
 from minirt.graph import Model, on_device
 from minirt.kv_cache import PAGE_SIZE, KVCache, LayerKV
-from minirt.layers import Attention, Embedding, Forward, Head, Layer, Select, implementation
+from minirt.layers import Attention, Embedding, Forward, Head, Layer, implementation
 from minirt.linear import NormWeight, PackedLinear
 from minirt.quantize import FP8
 
@@ -60,8 +60,8 @@ class Step:
         return self.inputs[min(place.index + 1, len(self.inputs) - 1)].shape[0]
 
     def computes(self, place: Place) -> bool:
-        """Whether the layer at a place does anything: a `Select` of every row returns its input."""
-        return not (isinstance(place.layer, Select) and self.batch.every_row)
+        """Whether the layer at a place does anything: our forms of `Select` return their input where that is every row."""
+        return not (place.layer.kind == "select" and place.name in ("eager", "triton") and self.batch.every_row)
 
 
 class Outcome(NamedTuple):
@@ -310,7 +310,7 @@ def work(place: Place, step: Step) -> Work:
     layer, batch, rows = place.layer, step.batch, step.rows(place)
     dtype = step.inputs[-1].dtype  # of the activations: logits are fp32
     row = layer.config.hidden_size * dtype.itemsize
-    if isinstance(layer, Embedding | Select):
+    if layer.kind in ("embedding", "select"):
         return Work(2 * rows * row, 0)
     weights = sum(p.nbytes(dtype) for p in layer.parameters())
     flops = sum(2 * rows * linear.out_features * linear.in_features for linear in layer.linears())

@@ -120,6 +120,7 @@ _LAYER_COLUMNS: list[Column] = [
     ("step", lambda r: r["step"]),
     ("layer", lambda r: r["layer"]),
     ("runs", lambda r: r["implementation"]),
+    ("rows", lambda r: f"{r['rows']:,}"),
     ("error / eager's / limit", _pair("out", "relative", limit=True)),
     ("worst row", _pair("out", "worst_row", limit=True)),
     ("of what it adds", _pair("added", "relative", limit=True)),

@@ -125,7 +125,8 @@ class Generator:
             random_weights: skip the weights (and for a preset any download); `seed` fixes them.
             check_weights: refuse NaN and Inf in the checkpoint.
             layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`, to which the
-                model adds a `Select`. Checkpoint tensors that it leaves out are listed in `unused_tensors` instead of refused.
+                model adds a `Select` unless there is one. Checkpoint tensors that it leaves out are listed in `unused_tensors`
+                instead of refused.
             kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
             max_num_seqs: requests computed in one step at most; more wait.
             max_num_batched_tokens: tokens computed in one step at most: longer prompts are computed in chunks, beside which

@@ -13,7 +13,7 @@ from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.kv_cache import KVCache, LayerKV
-from minirt.layers import Attention, Embedding, Layer, Select, Shared, has_implementation, implementation
+from minirt.layers import KINDS, Attention, Embedding, Layer, Select, Shared, has_implementation, implementation
 from minirt.linear import PackedLinear, Parameter
 from minirt.quantize import Quantization
 
@@ -54,7 +54,7 @@ class Model:
     def __init__(
         self, config: ModelConfig, layers: Sequence[Layer], quantization: Quantization | None = None
     ) -> None:
-        self.config, self.layers = config, _with_select(config, list(layers))
+        self.config, self.layers = config, _in_order(config, layers)
         if quantization is not None:
             for layer in self.layers if quantization.covers_head(config.tie_word_embeddings) else self.layers[:-1]:
                 for linear in layer.linears():
@@ -146,7 +146,7 @@ class Model:
                 raise UnsupportedError(
                     f"--impl {pattern}={name} matches no layer",
                     expected="a name or glob such as 'layers.*.mlp'",
-                    found=", ".join(layer.name for layer in self.layers[:4]) + ", …",
+                    found=some_names(self.layers),
                 )
         self.plan = Plan(tuple(rows), str(self.device))
         return self.plan
@@ -183,7 +183,7 @@ class Model:
             # What others than ours look at is not known.
             key = (row.implementation, layer.form()) if row.implementation in ("triton", "eager") else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
-            selected = selected or isinstance(layer, Select)
+            selected = selected or layer.kind == "select"
         self._run(firsts.values(), batch)
 
     def _with_pages(self, cache: KVCache) -> list[tuple[Layer, LayerKV | None]]:
@@ -199,21 +199,40 @@ class Model:
         return x
 
 
-def _with_select(config: ModelConfig, layers: list[Layer]) -> list[Layer]:
-    """The layers, their order checked, with a `Select` right behind the last attention unless they have one from there on."""
+def _in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
+    """The layers, checked, with a `Select` right behind the last attention unless they have one from there on."""
+    if not isinstance(layers, Iterable):
+        raise ConfigError("a model is made of layers", expected="a sequence of them", found=type(layers).__name__)
+    layers = list(layers)
+    for place, layer in enumerate(layers):
+        if not isinstance(layer, Layer) or layer.kind not in KINDS:
+            found = f"kind {layer.kind!r}" if isinstance(layer, Layer) else type(layer).__name__
+            raise ConfigError("not a layer", where=f"layers[{place}]", expected=f"one of kind {', '.join(KINDS)}", found=found)
+        if layer.shared.device.type != "meta":
+            what = "this layer belongs to a model already, with its weights"
+            raise ConfigError(what, where=f"layers[{place}], {layer.name}", hint="make new layers for each model")
     kinds = [layer.kind for layer in layers]
-    found = ", ".join(kinds) or "no layers"
     if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
-        raise ConfigError("a model is one embedding, any attention and mlp layers, one head", found=found)
-    behind = 1 + max(place for place, kind in enumerate(kinds) if kind in ("embedding", "attention"))
-    if "select" in kinds[:behind] or kinds.count("select") > 1:
         raise ConfigError(
-            "a select layer leaves attention too few rows, or there are several",
-            expected="at most one, behind the last attention layer",
-            found=found,
-            hint="leave it out, and the model puts one there",
+            "a model is one embedding, any attention and mlp layers, at most one select behind the last attention, one head",
+            found=", ".join(kinds) or "no layers",
         )
-    return layers if "select" in kinds else [*layers[:behind], Select(config), *layers[behind:]]
+    behind = 1 + max(place for place, kind in enumerate(kinds) if kind in ("embedding", "attention"))
+    selects = [place for place, kind in enumerate(kinds) if kind == "select"]
+    hint = "leave it out, and the model puts one behind the last attention"
+    if len(selects) > 1:
+        where, first = f"layers[{selects[1]}]", f"layers[{selects[0]}]"
+        raise ConfigError(f"a second select layer has no rows to choose from: {first} is one", where=where, hint=hint)
+    if selects and selects[0] < behind:
+        what = "attention behind a select layer would have too few rows"
+        raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"one behind layers[{behind - 1}]", hint=hint)
+    return layers if selects else [*layers[:behind], Select(config), *layers[behind:]]
+
+
+def some_names(layers: Sequence[Layer]) -> str:
+    """What layers are called, for a message: the first and the last of them."""
+    names = [layer.name for layer in layers]
+    return ", ".join(names if len(names) <= 8 else [*names[:3], "…", *names[-3:]])
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

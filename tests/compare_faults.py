@@ -106,6 +106,11 @@ def before(layer):
     return lambda x, batch, kv: x[batch.logits_indices - 1]
 
 
+@layers.register("select", "compare-half")
+def half(layer):
+    return lambda x, batch, kv: x / 2 if batch.every_row else x[batch.logits_indices]
+
+
 @layers.register("head", "compare-doubled")
 def doubled(layer):
     forward = implementation("head", "eager").factory(layer)

@@ -93,7 +93,8 @@ def test_formats_say_the_same_and_that_nothing_is_a_speed(sound, tmp_path):
     for row, line, cell, shown in zip(record["results"], lines, cells, table, strict=True):
         assert row["layer"] == line["layer"] == cell["layer"] == shown[1]
         assert cell["out.error.relative"] == str(row["out"]["error"]["relative"])
-        assert f"{row['out']['error']['relative']:.1e} / " in shown[3]
+        assert shown[3] == str(row["rows"])
+        assert f"{row['out']['error']['relative']:.1e} / " in shown[4]
     assert record["no_speed"] == lines[0]["no_speed"] == cells[0]["no_speed"] == compare_report.NO_SPEED
     assert f"**{compare_report.NO_SPEED}.**" in texts["md"]
     assert texts["md"].startswith("**CPU figures, no GPU:** ")
@@ -184,6 +185,20 @@ def test_a_fault_is_not_lost_in_a_large_residual_stream(model):
     assert [fault.split(": ")[:2] for fault in result.faults] == [
         ["layers.0.mlp, prefill 9", "what it adds"], ["layers.0.mlp, decode b1 @ 5", "what it adds"]
     ]  # fmt: skip
+
+
+def test_select_alone(model):
+    """In a decode step it does nothing, so there is no step to time; but a form of one's own may do anything there."""
+    shape = compare.Shape(9, 2, 5, 20)
+    result = compare.run(model, TOKENS, shape, impl=["eager", "select=triton"])
+    assert [(row["layer"], row["tokens"], row["rows"]) for row in result.rows] == [("select", 9, 1)]
+    assert result.faults == []
+    assert result.model["text"]["agree"] == 20
+    assert result.model["decode"] is None
+    result = compare.run(model, TOKENS, shape, impl=["eager", "select=compare-half"], layer="select")
+    assert [row["step"] for row in result.rows] == ["prefill 9", "decode b2 @ 5"]
+    assert len(result.faults) > 0
+    assert all(fault.startswith("select, decode b2 @ 5: output") for fault in result.faults)
 
 
 def test_a_stale_scale_is_refused(run, folder):

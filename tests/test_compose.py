@@ -203,6 +203,50 @@ def test_own_implementation_runs_where_it_was_asked_for(hf_folder):
             register(kind, name)
 
 
+RETURNS = {  # of an implementation of one's own, from what ours returns
+    "strides": lambda out: out.t().contiguous().t(),
+    "a row less": lambda out: out[1:],
+    "more columns": lambda out: torch.cat((out, out), 1),
+    "dtype": lambda out: out.half(),
+    "none": lambda out: None,
+}
+
+
+@pytest.mark.parametrize("kind", ["embedding", "attention", "mlp", "select", "head"])
+@pytest.mark.parametrize("wrong", RETURNS)
+def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
+    """Kernels look at addresses alone: other strides would be other numbers to them, with no error."""
+    from minirt.layers import has_implementation, implementation, register
+
+    name = f"returns {wrong}"
+    if not has_implementation(kind, name):
+        register(kind, name)(lambda layer: lambda x, batch, kv: RETURNS[wrong](
+            implementation(kind, "eager").factory(layer)(x, batch, kv)
+        ))  # fmt: skip
+    pattern = {"attention": "layers.1.attention", "mlp": "layers.1.mlp"}.get(kind, kind)
+    with load(hf_folder("Qwen2"), impl=["eager", f"{pattern}={name}"]) as generator:
+        returns = rf"{pattern}: implementation '{name}' returns .*; expected a contiguous torch.float32 .* \(7, \d+\); found "
+        with pytest.raises(UnsupportedError, match=returns):
+            generator.logits(PROMPT)
+
+
+def test_layers_are_of_one_model(hf_folder):
+    """Else the first model would compute with the weights of the second."""
+    from minirt import models
+
+    folder, kept = hf_folder("Llama"), []
+
+    def keep(config):
+        kept[:] = kept or models.build(config)
+        return kept
+
+    with load(folder, layers=keep) as generator:
+        expected = generator.logits(PROMPT)
+        with pytest.raises(ConfigError, match=r"layers\[0\], embedding: this layer belongs to a model already.*make new layers"):
+            load(folder, layers=keep, quantization="fp8")
+        assert torch.equal(generator.logits(PROMPT), expected)
+
+
 def test_impossible_compositions(hf_folder):
     from minirt import models
     from minirt.layers import MLP
@@ -216,6 +260,12 @@ def test_impossible_compositions(hf_folder):
 
     with pytest.raises(CheckpointError, match=r"4 of .* missing.*model\.extra_norm\.weight"):
         load(folder, layers=stranger)
+    for wrong in (lambda c: None, lambda c: 3):
+        with pytest.raises(ConfigError, match=r"made of layers; expected a sequence of them; found (NoneType|int)"):
+            load(folder, layers=wrong)
+    for place, wrong in enumerate((None, MLP, stranger)):
+        with pytest.raises(ConfigError, match=rf"layers\[{place}\]: not a layer; expected one of kind .*; found (NoneT|t|f)"):
+            load(folder, layers=lambda c, place=place, wrong=wrong: [*models.build(c)[:place], wrong])
     for wrong in (lambda c: [], lambda c: models.build(c)[1:], lambda c: models.build(c)[::-1], lambda c: models.build(c)[:1]):
         with pytest.raises(ConfigError, match="one embedding"):
             load(folder, layers=wrong)

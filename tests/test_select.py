@@ -14,7 +14,7 @@ from minirt.engine import Engine
 from minirt.errors import ConfigError
 from minirt.graph import Model
 from minirt.kv_cache import PAGE_SIZE, KVCache
-from minirt.layers import MLP, Attention, Select, implementation
+from minirt.layers import MLP, Attention, Layer, Select, implementation
 from minirt.quantize import Quantization
 from minirt.sampling import SamplingParams, resolve
 
@@ -120,14 +120,11 @@ def test_a_place_of_ones_own():
 def test_a_wrong_place_is_refused():
     embedding, a0, m0, a1, m1, head = models.build(CONFIG)
     own = Select(CONFIG)
-    for wrong in (
-        [embedding, a0, own, m0, a1, m1, head],
-        [embedding, own, a0, m0, a0, head],
-        [embedding, a0, own, m0, own, head],
-        [embedding, a0, own, m0, a0, Select(CONFIG), head],
-    ):
-        found = ", ".join(layer.kind for layer in wrong)
-        with pytest.raises(ConfigError, match=f"select.*; expected at most one, behind the last.*; found {found} .leave it out"):
+    for wrong, last in (([embedding, a0, own, m0, a1, m1, head], 4), ([embedding, a0, own, a0, m0, head], 3)):
+        with pytest.raises(ConfigError, match=rf"layers\[2\]: attention .* few rows; expected one behind layers\[{last}\] .lea"):
+            Model(CONFIG, wrong)
+    for wrong in ([embedding, a0, m0, own, own, head], [embedding, a0, m0, own, Select(CONFIG), a0, head]):
+        with pytest.raises(ConfigError, match=r"layers\[4\]: a second select layer .*: layers\[3\] is one .leave"):
             Model(CONFIG, wrong)
     for wrong in ([own, embedding, head], [embedding, a0, head, own]):
         with pytest.raises(ConfigError, match="one embedding"):
@@ -231,11 +228,20 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
     assert [len(own) for own in results[0].values()] == [6, 6]
 
 
-def test_a_layer_on_both_sides_is_rehearsed_on_both():
+class Gather(Layer):
+    """A class of one's own for the same kind."""
+
+    kind = "select"
+    returns = Select.returns
+
+
+@pytest.mark.parametrize("own", [[], [Gather(CONFIG, "gather")]], ids=["ours", "own"])
+def test_a_layer_on_both_sides_is_rehearsed_on_both(own):
     """Else what it launches for few rows is compiled in the middle of a step, or while a graph is captured."""
     embedding, attention, mlp, *_, head = models.build(CONFIG)
-    model = build(layers=[embedding, attention, mlp, attention, mlp, mlp, head])
-    rows = {kind: watch(next(layer for layer in model.layers if isinstance(layer, kind))) for kind in (Attention, MLP, Select)}
+    model = build(layers=[embedding, attention, mlp, attention, *own, mlp, mlp, head])
+    kinds = {Attention: "attention", MLP: "mlp", Select: "select"}
+    rows = {kind: watch(next(layer for layer in model.layers if layer.kind == name)) for kind, name in kinds.items()}
     rows["head"] = watch(head)
     model.rehearse(Batch.build([Chunk(TOKENS[:5], 0, [0])], PAGE_SIZE), KVCache(model.kv_shapes, 1, DEVICE))
     assert rows == {Attention: [5], MLP: [5, 1], Select: [5], "head": [1]}

@@ -1,13 +1,23 @@
 """The five layers that a decoder model is made of, and the registry of their implementations."""
 
 from minirt.layers.attention import Attention
-from minirt.layers.base import Forward, Implementation, Layer, Shared, has_implementation, implementation, register
+from minirt.layers.base import (
+    KINDS,
+    Forward,
+    Implementation,
+    Layer,
+    Shared,
+    has_implementation,
+    implementation,
+    register,
+)
 from minirt.layers.embedding import Embedding
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
 from minirt.layers.select import Select
 
 __all__ = [
+    "KINDS",
     "MLP",
     "Attention",
     "Embedding",

@@ -26,6 +26,7 @@ from minirt.rope import rope_table
 if TYPE_CHECKING:
     from minirt.kernels.common import Workspace
 
+KINDS = ("embedding", "attention", "mlp", "select", "head")
 Forward = Callable[[Tensor, Batch, LayerKV | None], Tensor]
 Factory = Callable[[Any], Forward]  # of the registered kind of layer
 
@@ -95,8 +96,30 @@ class Layer:
             (name, value if isinstance(value, Hashable) else id(value)) for name, value in facts.items()
         )
 
+    def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the output for an input x."""
+        return tuple(x.shape), x.dtype
+
     def bind(self, implementation: "Implementation") -> None:
-        self._forward = implementation.factory(self)
+        """Run so from now on. What an implementation that is not ours returns is checked at each call."""
+        forward = implementation.factory(self)
+        self._forward = forward if implementation.name in _OWN else self._checked(forward, implementation.name)
+
+    def _checked(self, forward: Forward, name: str) -> Forward:
+        """`forward`, which refuses what kernels behind it would misread, since they look at nothing but addresses."""
+
+        def checked(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+            out = forward(x, batch, kv)
+            shape, dtype = self.returns(x, batch)
+            found = type(out).__name__
+            if isinstance(out, Tensor):
+                if tuple(out.shape) == shape and out.dtype == dtype and out.is_contiguous():
+                    return out
+                found = f"{out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
+            what, expected = f"implementation {name!r} returns what the next layer cannot take", f"a contiguous {dtype} tensor"
+            raise UnsupportedError(what, where=self.name, expected=f"{expected} of shape {shape}", found=found)
+
+        return checked
 
     def __call__(self, x: Tensor, batch: Batch, kv: LayerKV | None = None) -> Tensor:
         if self._forward is None:
@@ -116,23 +139,23 @@ class Implementation:
     unsupported: Callable[[Layer, torch.device], str | None]
 
 
+_OWN = ("eager", "triton")
 _REGISTRY: dict[tuple[str, str], Implementation] = {}
 
 
 def register(
     kind: str, name: str, *, unsupported: Callable[[Layer, torch.device], str | None] | None = None
 ) -> Callable[[Factory], Factory]:
-    """Decorator: make `factory(layer) -> forward(x, batch, kv)` available as `--impl 'layers.*.<kind>=<name>'`.
+    """Decorator: make `factory(layer) -> forward(x, batch, kv)` available by `name` to the layers of a kind, as in
+    `--impl 'layers.*.mlp=<name>'` or `--impl head=<name>`. What it returns has to be contiguous, of the layer's shape and dtype.
 
     Args:
         kind: "embedding", "attention", "mlp", "select" or "head".
         name: the implementation's name; "eager" and "triton" are taken, "auto" is reserved.
         unsupported: called with the layer and the device; returns the reason why this layer cannot run so, or None.
     """
-    if kind not in ("embedding", "attention", "mlp", "select", "head"):
-        raise UnsupportedError(
-            "unknown layer kind", where="register", expected="embedding, attention, mlp, select or head", found=kind
-        )
+    if kind not in KINDS:
+        raise UnsupportedError("unknown layer kind", where="register", expected=f"one of {', '.join(KINDS)}", found=kind)
     if name == "auto" or (kind, name) in _REGISTRY:
         raise UnsupportedError("this implementation name is taken", where=f"register({kind!r}, {name!r})")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from minirt.batch import Batch
@@ -24,6 +25,9 @@ class Embedding(Layer):
     def linears(self) -> Iterator[PackedLinear]:
         """None: the table is looked up, not multiplied."""
         return iter(())
+
+    def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+        return (batch.num_tokens, self.config.hidden_size), self.table.weight.dtype
 
 
 @register("embedding", "eager")

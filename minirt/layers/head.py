@@ -23,6 +23,9 @@ class Head(Layer):
         self.norm = NormWeight(norm, config.hidden_size)
         self.lm_head = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
 
+    def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+        return (x.shape[0], self.config.vocab_size), torch.float32
+
 
 @register("head", "eager")
 def eager(layer: Head) -> Forward:

@@ -1,5 +1,6 @@
 """`Select`: of the residual stream the rows that need logits, once no token looks at another."""
 
+import torch
 from torch import Tensor
 
 from minirt.batch import Batch
@@ -15,6 +16,9 @@ class Select(Layer):
 
     def __init__(self, config: ModelConfig, *, name: str = "select") -> None:
         super().__init__(config, name)
+
+    def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+        return (batch.logits_indices.shape[0], x.shape[1]), x.dtype
 
 
 @register("select", "eager")
