@@ -20,11 +20,11 @@ from minirt.bench.compare_model import compare_text
 from minirt.bench.compare_time import LayerTime
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
 from minirt.graph import Model, on_device, some_names
-from minirt.layers import Forward, has_implementation, implementation
+from minirt.layers import KINDS, Forward, has_implementation, implementation
 from minirt.quantize import FP8
 
 Row = dict[str, Any]
-KINDS = ("embedding", "attention", "mlp", "head")  # that decode steps compute: there `Select` leaves every row
+DECODED = tuple(kind for kind in KINDS if kind != "select")  # kinds that decode steps compute: there `Select` leaves every row
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
     """The model all eager, with the candidates, and with the candidates but for one kind of layer: a forward a place."""
     variants = {"eager": [p.eager for p in sequence], "candidate": [p.candidate for p in sequence]}
     kinds = {place.layer.kind for place in sequence if place.differs}
-    for kind in (kind for kind in KINDS if kind in kinds):
+    for kind in (kind for kind in DECODED if kind in kinds):
         variants[kind] = [p.eager if p.layer.kind == kind else p.candidate for p in sequence]
     return variants
 
@@ -303,6 +303,6 @@ def _decode(step: Step, seconds: dict[str, float], launched: float | None) -> Ro
     fusion = {
         kind: {"step_s": seconds[kind], "brings_s": seconds[kind] - best, "speedup": seconds[kind] / best}
         for kind in seconds
-        if kind in KINDS
+        if kind in DECODED
     }
     return {"decode": decode, "fusion": fusion}

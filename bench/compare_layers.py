@@ -17,7 +17,7 @@ from minirt.batch import Batch, Chunk
 from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
 from minirt.graph import Model, on_device
 from minirt.kv_cache import PAGE_SIZE, KVCache, LayerKV
-from minirt.layers import Attention, Embedding, Forward, Head, Layer, implementation
+from minirt.layers import BUILT_IN, Attention, Embedding, Forward, Head, Layer, implementation
 from minirt.linear import NormWeight, PackedLinear
 from minirt.quantize import FP8
 
@@ -61,7 +61,7 @@ class Step:
 
     def computes(self, place: Place) -> bool:
         """Whether the layer at a place does anything: our forms of `Select` return their input where that is every row."""
-        return not (place.layer.kind == "select" and place.name in ("eager", "triton") and self.batch.every_row)
+        return not (place.layer.kind == "select" and place.name in BUILT_IN and self.batch.every_row)
 
 
 class Outcome(NamedTuple):

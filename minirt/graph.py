@@ -13,7 +13,17 @@ from minirt.batch import Batch
 from minirt.config import ModelConfig
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.kv_cache import KVCache, LayerKV
-from minirt.layers import KINDS, Attention, Embedding, Layer, Select, Shared, has_implementation, implementation
+from minirt.layers import (
+    BUILT_IN,
+    KINDS,
+    Attention,
+    Embedding,
+    Layer,
+    Select,
+    Shared,
+    has_implementation,
+    implementation,
+)
 from minirt.linear import PackedLinear, Parameter
 from minirt.quantize import Quantization
 
@@ -181,7 +191,7 @@ class Model:
         selected = False
         for (layer, kv), row in zip(self._with_pages(cache), self.plan.rows, strict=True):
             # What others than ours look at is not known.
-            key = (row.implementation, layer.form()) if row.implementation in ("triton", "eager") else (id(layer),)
+            key = (row.implementation, layer.form()) if row.implementation in BUILT_IN else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
             selected = selected or layer.kind == "select"
         self._run(firsts.values(), batch)

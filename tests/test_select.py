@@ -14,7 +14,7 @@ from minirt.engine import Engine
 from minirt.errors import ConfigError
 from minirt.graph import Model
 from minirt.kv_cache import PAGE_SIZE, KVCache
-from minirt.layers import MLP, Attention, Layer, Select, implementation
+from minirt.layers import Layer, Select, implementation
 from minirt.quantize import Quantization
 from minirt.sampling import SamplingParams, resolve
 
@@ -135,8 +135,8 @@ def test_a_wrong_place_is_refused():
 
 
 def steps(model):
-    """The logits of three steps: a chunk that ends no prompt, which has none; prompts and single tokens, some of which want none,
-    one all; single tokens. On pages in no order, NaN where nothing was written. The third sequence is cached alone before."""
+    """The logits of five steps: a prompt; a chunk that ends none, which has no logits; a prompt, a chunk that wants none and a
+    single token, beside a prompt that wants all; single tokens. On pages in no order, NaN where nothing was written."""
     cache = KVCache(model.kv_shapes, 6, DEVICE)
     for layer in cache.layers:
         layer.k.fill_(torch.nan), layer.v.fill_(torch.nan)
@@ -158,9 +158,9 @@ def steps(model):
     ]
 
 
-def expected(impl="eager"):
+def expected():
     """The same rows from models that are given one sequence each and leave logits for every token: nothing is gathered."""
-    model = build(impl)
+    model = build()
 
     def rows(tokens, *wanted):
         cache = KVCache(model.kv_shapes, 1, DEVICE)
@@ -235,16 +235,14 @@ class Gather(Layer):
     returns = Select.returns
 
 
-@pytest.mark.parametrize("own", [[], [Gather(CONFIG, "gather")]], ids=["ours", "own"])
-def test_a_layer_on_both_sides_is_rehearsed_on_both(own):
+@pytest.mark.parametrize("kind", [Select, Gather])
+def test_a_layer_on_both_sides_is_rehearsed_on_both(kind):
     """Else what it launches for few rows is compiled in the middle of a step, or while a graph is captured."""
     embedding, attention, mlp, *_, head = models.build(CONFIG)
-    model = build(layers=[embedding, attention, mlp, attention, *own, mlp, mlp, head])
-    kinds = {Attention: "attention", MLP: "mlp", Select: "select"}
-    rows = {kind: watch(next(layer for layer in model.layers if layer.kind == name)) for kind, name in kinds.items()}
-    rows["head"] = watch(head)
+    model = build(layers=[embedding, attention, mlp, attention, kind(CONFIG, name="gather"), mlp, mlp, head])
+    rows = {layer.kind: watch(layer) for layer in model.unique_layers()}
     model.rehearse(Batch.build([Chunk(TOKENS[:5], 0, [0])], PAGE_SIZE), KVCache(model.kv_shapes, 1, DEVICE))
-    assert rows == {Attention: [5], MLP: [5, 1], Select: [5], "head": [1]}
+    assert rows == {"embedding": [0], "attention": [5], "mlp": [5, 1], "select": [5], "head": [1]}
 
 
 # ── in graphs ──

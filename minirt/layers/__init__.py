@@ -2,6 +2,7 @@
 
 from minirt.layers.attention import Attention
 from minirt.layers.base import (
+    BUILT_IN,
     KINDS,
     Forward,
     Implementation,
@@ -17,6 +18,7 @@ from minirt.layers.mlp import MLP
 from minirt.layers.select import Select
 
 __all__ = [
+    "BUILT_IN",
     "KINDS",
     "MLP",
     "Attention",

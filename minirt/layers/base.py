@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minirt.kernels.common import Workspace
 
 KINDS = ("embedding", "attention", "mlp", "select", "head")
+BUILT_IN = ("eager", "triton")  # the implementations that are ours
 Forward = Callable[[Tensor, Batch, LayerKV | None], Tensor]
 Factory = Callable[[Any], Forward]  # of the registered kind of layer
 
@@ -103,7 +104,7 @@ class Layer:
     def bind(self, implementation: "Implementation") -> None:
         """Run so from now on. What an implementation that is not ours returns is checked at each call."""
         forward = implementation.factory(self)
-        self._forward = forward if implementation.name in _OWN else self._checked(forward, implementation.name)
+        self._forward = forward if implementation.name in BUILT_IN else self._checked(forward, implementation.name)
 
     def _checked(self, forward: Forward, name: str) -> Forward:
         """`forward`, which refuses what kernels behind it would misread, since they look at nothing but addresses."""
@@ -139,7 +140,6 @@ class Implementation:
     unsupported: Callable[[Layer, torch.device], str | None]
 
 
-_OWN = ("eager", "triton")
 _REGISTRY: dict[tuple[str, str], Implementation] = {}
 
 
