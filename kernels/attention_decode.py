@@ -380,7 +380,7 @@ def rope_paged_attention_decode(
 
 
 def _launch(
-    inputs: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
     out: Tensor,
     max_splits: int,
@@ -407,7 +407,7 @@ def _launch(
     elif (
         on_hopper
         and (k_scales is not None and v_scales is not None)
-        and hopper_fp8.suits(out, k_pages, v_pages, k_scales, v_scales, B, split)
+        and hopper_fp8.suits(inputs[0], Nq, k_pages, v_pages, k_scales, v_scales, B, split)
     ):
         hopper_fp8.decode(inputs, k_pages, v_pages, k_scales, v_scales, *batch)
     else:

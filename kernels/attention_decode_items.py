@@ -19,7 +19,7 @@ MOST_SEQUENCES = 1024  # that two looks find
 
 
 @gluon.jit
-def _lanes():
+def lanes():
     """The numbers from 0 to 31, which every warp has."""
     return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
@@ -27,7 +27,7 @@ def _lanes():
 @gluon.jit
 def find_firsts(starts_ptr, B, STRIDE: gl.constexpr):
     """First items of every so many-th sequence."""
-    index = _lanes() * STRIDE
+    index = lanes() * STRIDE
     return gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
 
 
@@ -40,7 +40,7 @@ def find_candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr)
     base = 0
     if STRIDE > 1:  # else one look finds it, and waits for nothing
         base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
-    index = base + _lanes()
+    index = base + lanes()
     starts = gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
     return base, starts, gl.load(lens_ptr + index, mask=index < B, other=0)
 
@@ -50,7 +50,7 @@ def find_place(item, candidates):
     """Of a work item: its sequence, that one's length, and the number of the split in it; see `attention_decode._look_up`."""
     base, starts, lens = candidates
     index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last that starts at or before the item
-    found = _lanes() == index
+    found = lanes() == index
     length, first = gl.sum(gl.where(found, lens, 0), 0), gl.sum(gl.where(found, starts, 0), 0)
     return (base + index).to(gl.int64), length, item - first
 

@@ -20,12 +20,15 @@ LARGE = [
     {"Nq": 32, "Nkv": 32, "D": 64, "page_size": 64, "seq_lens": (3000,) * 24, "split": 256},
     {"Nq": 32, "Nkv": 32, "D": 128, "page_size": 64, "seq_lens": (128,) * 100, "split": 256},
 ]
-PAIRED = [  # on Hopper two KV heads of 64 are read together, and a last one alone; every length around blocks and splits
+BESIDE = [  # on Hopper KV heads are read by pairs of 64, and by four pairs or heads of 128; every length around blocks and splits
     {"Nq": 9, "Nkv": 3, "D": 64, "page_size": 16, "seq_lens": (0, 63, 64, 65, 0, 1, 66), "split": 64},
     {"Nq": 21, "Nkv": 3, "D": 64, "page_size": 32, "seq_lens": (255, 256, 257, 258, 513, 0), "split": 256},
     {"Nq": 5, "Nkv": 5, "D": 64, "page_size": 128, "seq_lens": (130, 1, 2, 200), "split": 128},
     {"Nq": 32, "Nkv": 2, "D": 64, "page_size": 64, "seq_lens": (70, 300), "split": 256},
     {"Nq": 16, "Nkv": 1, "D": 128, "page_size": 16, "seq_lens": (64, 65, 256, 257, 513), "split": 256},
+    {"Nq": 9, "Nkv": 9, "D": 64, "page_size": 32, "seq_lens": (0, 63, 64, 65, 257, 1, 66), "split": 64},
+    {"Nq": 8, "Nkv": 8, "D": 64, "page_size": 64, "seq_lens": (255, 256, 257, 258, 513, 0), "split": 256},
+    {"Nq": 6, "Nkv": 3, "D": 128, "page_size": 16, "seq_lens": (130, 1, 2, 200, 0), "split": 128},
 ]
 PROCESSORS = [1, 132]  # one: few programs, of which each has many items, and each one of the combination many heads
 
@@ -165,16 +168,17 @@ def test_decode_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
     check_fp8(case, dtype, make, cache8, nan, agrees, device)
 
 
-def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, config=None):
+def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, config=None, shift=0):
     """The same bytes and scales as the kernel that only writes, and attention on them, also on the new token's.
 
-    With a config it is not Hopper's kernel.
+    With a config it is not Hopper's kernel. `shift`: values by which qkv misses an aligned address.
     """
     Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
     lens, B = list(case["seq_lens"]), len(case["seq_lens"])
     scale = 0.02 if dtype != torch.float32 else 0.005  # where large scores show that the GPU's powers of two are fast ones
     kv = cache8(lens, Nkv, D, page_size)
     qkv, cos_sin = make(B, (Nq + 2 * Nkv) * D, dtype=dtype), make(max(lens), D, dtype=torch.float32)
+    qkv = torch.cat((nan(shift, dtype=dtype), qkv.flatten()))[shift:].view_as(qkv)
     if dtype == torch.bfloat16 and not normalize:  # more than fp16 holds, in which these pages are multiplied
         qkv[:, : Nq * D] *= 1e5
         scale /= 1e5
@@ -220,10 +224,16 @@ def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, c
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("case", kernel.CASES + PAIRED, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES + BESIDE, ids=str)
 def test_fused_on_fp8_pages(case, normalize, dtype, make, cache8, nan, agrees, device, monkeypatch):
     use_processors(PROCESSORS[not normalize], monkeypatch)
     check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device)
+
+
+def test_fused_on_fp8_pages_at_an_odd_address(half_dtype, make, cache8, nan, agrees, device):
+    """Hopper's kernel reads the new token's V by pairs."""
+    case = {"Nq": 8, "Nkv": 2, "D": 64, "page_size": 64, "seq_lens": (70, 1, 300, 0), "split": 256}
+    check_fused_fp8(case, True, half_dtype, make, cache8, nan, agrees, device, shift=1)
 
 
 def test_single_tokens_among_prompts(make, cache, nan, agrees, device):
@@ -327,18 +337,19 @@ def test_large_on_fp8_pages(case, half_dtype, make, cache8, nan, agrees, device)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_batch_changes_no_bit_on_the_gpu(fp8, make, cache, cache8, device):
-    """The kernel is compiled apart for batches of 1, of up to 32 and of more."""
+@pytest.mark.parametrize(("Nq", "Nkv", "D"), [(28, 4, 128), (9, 9, 64), (8, 4, 128)])
+def test_the_batch_changes_no_bit_on_the_gpu(fp8, Nq, Nkv, D, make, cache, cache8, device):
+    """The kernel is compiled apart for batches of 1, of up to 32 and of more, and items of fp8 pages are wider from 4 on."""
     lens = [3000, 17, 256, 257] + [100] * 296
-    pages = cache8(lens, 4, 128, 64) if fp8 else cache(lens, 4, 128, 64, torch.bfloat16)
+    pages = cache8(lens, Nkv, D, 64) if fp8 else cache(lens, Nkv, D, 64, torch.bfloat16)
     kv = pages.pages if fp8 else {"k_pages": pages.k, "v_pages": pages.v}
-    qkv, cos_sin = make(len(lens), 36 * 128, dtype=torch.bfloat16), make(3000, 128, dtype=torch.float32)
-    norms = (make(128, dtype=torch.bfloat16), make(128, dtype=torch.bfloat16))
+    qkv, cos_sin = make(len(lens), (Nq + 2 * Nkv) * D, dtype=torch.bfloat16), make(3000, D, dtype=torch.float32)
+    norms = (make(D, dtype=torch.bfloat16), make(D, dtype=torch.bfloat16))
 
     def run(rows):
-        starts, most, workspace = plan([lens[i] for i in rows], 256, 28, 128, device, spare=1000)
+        starts, most, workspace = plan([lens[i] for i in rows], 256, Nq, D, device, spare=1000)
         rest = {"block_tables": pages.tables[rows], "seq_lens": pages.lens[rows], "split_starts": starts, "max_splits": most}
-        rest |= {"scale": 0.1, "workspace": workspace, "Nq": 28, "q_norm": norms[0], "k_norm": norms[1]}
+        rest |= {"scale": 0.1, "workspace": workspace, "Nq": Nq, "q_norm": norms[0], "k_norm": norms[1]}
         return kernel.rope_paged_attention_decode(qkv[rows], cos_sin, **kv, **rest)
 
     together = run(list(range(300)))
