@@ -58,8 +58,10 @@ def _runs() -> dict[str, list[str]]:
         runs[f"kernels-{name}"] = ["bench", "kernels", *kernels, "--model", "Qwen2.5-7B"]
     runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
     others = [word for model in ("Qwen2.5-7B", *_OTHERS) for word in ("--model", model)]
-    decode = ["qkv*", "o", "o.fp8", "gate_up*", "down*", "lm_head*", "attention_decode*"]
-    runs["kernels-others"] = ["bench", "kernels", *decode, *others, "-t", "1,3,24,100", "-c", "128,3000", "--no-compile"]
+    linears = _KERNELS["linears"]
+    runs["kernels-others"] = ["bench", "kernels", *linears, *others, "-t", "1,3,24,100", "--no-compile"]
+    attention = ["attention_decode*", *others, "-t", "1,3,24,100", "-c", "128,3000", "--no-compile"]
+    runs["kernels-others-attention"] = ["bench", "kernels", *attention]
     return runs
 
 

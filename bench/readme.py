@@ -75,14 +75,15 @@ BLOCKS = {
         "(`bench/ablation.py`):",
     ),
     "kernels": Block(
-        tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others")), kernels.kernels,
+        tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others-attention", "others")),
+        kernels.kernels,
         "Kernel by kernel, with a cold L2 (`minirt bench kernels`). Speedups are those over eager PyTorch · torch.compile · "
         "PyTorch's own kernel (cuBLAS, SDPA); where one is marked \\*, that form computes less than the kernel. Tokens of "
         "attention are new ones @ those in the cache; in decode, sequences @ tokens of each. Every point, with its error and "
         "its spread, is in the results:",
     ),
     "shapes": Block(
-        ("h200-kernels-others",), kernels.shapes,
+        ("h200-kernels-others-attention", "h200-kernels-others"), kernels.shapes,
         "Microseconds by which the kernels of a decode step miss their limits, means over 1, 3, 24 and 100 tokens, attention "
         "over 128 and 3000 tokens of context each:",
     ),

@@ -32,9 +32,8 @@ def telling(kernel: str) -> Telling:
 
 def kernels(records: Records) -> str:
     """A row for each operation at two points, then how often it beats what over all of them."""
-    rows = [row for record in records.values() for row in record["results"]]
-    # Where two results have a point, the first counts.
-    own = {(row["kernel"], row["tokens"], row["context"]): row for row in reversed(rows) if row["model"] == _MODEL}
+    rows = _points(records)
+    own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == _MODEL}
     cells = []
     for kernel in dict.fromkeys(row["kernel"] for row in rows if row["model"] == _MODEL):
         cells.append([f"`{kernel}`"])
@@ -43,6 +42,14 @@ def kernels(records: Records) -> str:
     point = ["tokens", "µs", "of the limit", "speedups"]
     parts = [table([f"kernel, {_MODEL}", *point, *point], cells)] if cells else []
     return "\n\n".join([*parts, _summary(rows)])
+
+
+def _points(records: Records) -> list[Result]:
+    """The rows of all records. Where two have a point, the first counts."""
+    points: dict[tuple[str, str, int, int | None], Result] = {}
+    for row in (row for record in records.values() for row in record["results"]):
+        points.setdefault((row["kernel"], row["model"], row["tokens"], row["context"]), row)
+    return list(points.values())
 
 
 def _kernel(row: Result | None) -> list[str]:
@@ -84,7 +91,7 @@ def _summary(rows: list[Result]) -> str:
 
 def shapes(records: Records) -> str:
     """Microseconds that each kernel loses to its limit, a model's mean over its points, and the most beside Qwen2.5-7B's."""
-    rows = [row for record in records.values() for row in record["results"] if row["seconds"]]
+    rows = [row for row in _points(records) if row["seconds"]]
     models = list(dict.fromkeys(row["model"] for row in rows))
     cells = []
     for kernel in dict.fromkeys(row["kernel"] for row in rows):

@@ -317,14 +317,16 @@ def test_what_tuning_finds():
 
 
 def test_what_other_shapes_lose():
-    def row(kernel, model, lost, timed=True):
-        return {"kernel": kernel, "model": model, "lost_s": lost, "seconds": {"triton": {}} if timed else {}}
+    def row(kernel, model, lost, tokens=1, timed=True):
+        own = {"kernel": kernel, "model": model, "tokens": tokens, "context": None, "lost_s": lost}
+        return own | {"seconds": {"triton": {}} if timed else {}}
 
     found = [
-        row("o", "Qwen2.5-7B", 4e-6), row("o", "Qwen2.5-7B", 2e-6), row("o", "A", 6e-6), row("o", "B", 3e-6),
-        row("o", "A", None, timed=False), row("down", "A", 1e-6), row("qkv", "Qwen2.5-7B", 1e-6),
+        row("o", "Qwen2.5-7B", 4e-6), row("o", "Qwen2.5-7B", 2e-6, 3), row("o", "A", 6e-6), row("o", "B", 3e-6),
+        row("o", "A", None, 3, timed=False), row("down", "A", 1e-6), row("qkv", "Qwen2.5-7B", 1e-6),
     ]  # fmt: skip
-    text = readme_kernels.shapes({"a": {"results": found}})
+    older = [row("o", "Qwen2.5-7B", 99e-6), row("o", "B", 99e-6)]  # of two that have a point the first counts
+    text = readme_kernels.shapes({"a": {"results": found}, "b": {"results": older}})
     assert text.splitlines()[0] == "| µs lost | Qwen2.5-7B | A | B | the most, beside Qwen2.5-7B's |"
     assert rows(text) == [
         ["`o`", "3.0", "6.0", "3.0", "2.00 ×"],
