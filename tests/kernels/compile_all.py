@@ -162,6 +162,17 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
                 attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
             q = empty(100, Nq, D)
             attention_decode.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
+    if cc == 90:
+        wide_items(empty, ints, workspace)
+
+
+def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: common.Workspace) -> None:
+    """Decode attention on pages of fp8 with more heads of 64 than an item has, and with fewer of 128."""
+    for Nkv, D in ((32, 64), (3, 128)):
+        heads, cos_sin = empty(5, 3 * Nkv * D), empty(4096, D, like=torch.float32)
+        pages, scale = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn), empty(8, PAGE, Nkv, like=torch.float32)
+        rest = (pages, pages, ints(5, 40), ints(5), ints(6), 100, D**-0.5, workspace, Nkv)
+        attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, k_scales=scale, v_scales=scale, pdl=True)
 
 
 def three_groups(empty: Callable[..., torch.Tensor]) -> None:

@@ -70,8 +70,11 @@ def test_compiles_as_meant(target, compiled):
             assert r["transposed_loads"], r  # of V, by the instruction made for it
         if name.startswith("_hopper"):
             assert r["tma"], r
-            most = {"_hopper_prefill_kernel": 256, "_hopper_decode_kernel": 32, "_hopper_fp8_decode_kernel": 32}
-            assert r["stack"] <= most.get(name, 0), r  # nothing is spilled, or not in the loop
+            most = {"_hopper_prefill_kernel": 256, "_hopper_decode_kernel": 32, "_hopper_fp8_decode_kernel": 96}
+            assert r["stack"] <= most.get(name, 0), r  # nothing is spilled, or not in the loops of products
+        if name in ("_hopper_decode_kernel", "_hopper_fp8_decode_kernel"):
+            programs = 65536 // (256 * r["options"]["maxnreg"])  # as many as the registers let run at once
+            assert programs * (r["shared"] + 1024) <= 228 * 1024, r
         if name == "_hopper_kernel" and r["pdl"]:
             groups = r["options"]["GROUPS"]
             assert r["roles_read_ahead"] == [False] * groups + [True], r  # weights, by the warp that fetches
