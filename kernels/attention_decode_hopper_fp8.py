@@ -13,9 +13,9 @@ own in the MMA. A tile is multiplied with all columns' queries, of which those o
 channels, each one's queries are zeros in the channels of the other. Columns do not feel each other, so an item's width changes no
 bit. Beside an odd last head, TMA puts zeros.
 
-The code is loops, not copies: with cold caches fetching instructions takes as long as a short sequence's attention. So scores go
-through shared memory, where a loop finds them again. K's scales multiply the scores; V's enter as a term of the exponents, as in
-`attention.attend`.
+The code is loops, not copies, with which wide items took up to 1.7 times as long where sequences are few and short: presumably
+instructions that no cache has. So scores go through shared memory, where a loop finds them again. K's scales multiply the scores;
+V's enter as a term of the exponents, as in `attention.attend`.
 """
 
 import math
