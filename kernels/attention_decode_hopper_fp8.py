@@ -8,7 +8,7 @@ That is `mma.sync`, not Hopper's own instruction: ptxas before CUDA 13.3 may ove
 (triton#11781), and where memory is what takes the time the slower one will do.
 
 An item has one tile of 128 channels or, for several sequences and few queries a KV head, four: what an item costs beside its
-products is spent once for four times the bytes then, and all of a sector that holds scales is used. Each head has columns of its
+products is spent once for four times the bytes then, and sectors of scales are used better. Each head has columns of its
 own in the MMA. A tile is multiplied with all columns' queries, of which those of its heads are kept; where it has two heads of 64
 channels, each one's queries are zeros in the channels of the other. Columns do not feel each other, so an item's width changes no
 bit. Beside an odd last head, TMA puts zeros.

@@ -4,53 +4,12 @@ missing, doubled or in the wrong slot, a result that depends on the rest of the 
 
 import pytest
 import torch
+from decode_support import LARGE, PROCESSORS, decode64, plan, use_processors
 
 from minirt.errors import InputError
 from minirt.kernels import attention_decode as kernel
 from minirt.kernels import kv_write, reference
 from minirt.kernels.common import Workspace
-
-LARGE = [
-    {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "seq_lens": (128,), "split": 256},
-    {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "seq_lens": (8001,), "split": 256},
-    {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "seq_lens": tuple(range(0, 6400, 100)), "split": 512},
-    {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16, "seq_lens": (131072, 1, 5000), "split": 256},
-    {"Nq": 32, "Nkv": 8, "D": 128, "page_size": 32, "seq_lens": (256, 257, 0, 1) * 75, "split": 256},
-    # So much for each program that fetching runs far ahead: tiles must not be overwritten before they have been read.
-    {"Nq": 32, "Nkv": 32, "D": 64, "page_size": 64, "seq_lens": (3000,) * 24, "split": 256},
-    {"Nq": 32, "Nkv": 32, "D": 128, "page_size": 64, "seq_lens": (128,) * 100, "split": 256},
-]
-BESIDE = [  # on Hopper KV heads are read by pairs of 64, and by four pairs or heads of 128; every length around blocks and splits
-    {"Nq": 9, "Nkv": 3, "D": 64, "page_size": 16, "seq_lens": (0, 63, 64, 65, 0, 1, 66), "split": 64},
-    {"Nq": 21, "Nkv": 3, "D": 64, "page_size": 32, "seq_lens": (255, 256, 257, 258, 513, 0), "split": 256},
-    {"Nq": 5, "Nkv": 5, "D": 64, "page_size": 128, "seq_lens": (130, 1, 2, 200), "split": 128},
-    {"Nq": 32, "Nkv": 2, "D": 64, "page_size": 64, "seq_lens": (70, 300), "split": 256},
-    {"Nq": 16, "Nkv": 1, "D": 128, "page_size": 16, "seq_lens": (64, 65, 256, 257, 513), "split": 256},
-    {"Nq": 9, "Nkv": 9, "D": 64, "page_size": 32, "seq_lens": (0, 63, 64, 65, 257, 1, 66), "split": 64},
-    {"Nq": 8, "Nkv": 8, "D": 64, "page_size": 64, "seq_lens": (255, 256, 257, 258, 513, 0), "split": 256},
-    {"Nq": 6, "Nkv": 3, "D": 128, "page_size": 16, "seq_lens": (130, 1, 2, 200, 0), "split": 128},
-]
-PROCESSORS = [1, 132]  # one: few programs, of which each has many items, and each one of the combination many heads
-
-
-def use_processors(count, monkeypatch):
-    for module in (kernel, kernel.hopper, kernel.hopper_fp8):
-        monkeypatch.setattr(module, "processors", lambda device: count)
-
-
-def decode64(q, k, v, scale):
-    """One sequence: q [Nq, D], k, v [total, Nkv, D]."""
-    k, v = (x.double().repeat_interleave(q.shape[0] // x.shape[1], 1) for x in (k, v))
-    return torch.einsum("hk,khd->hd", (torch.einsum("hd,khd->hk", q.double(), k) * scale).softmax(-1), v)
-
-
-def plan(lens, split, Nq, D, device, spare=0):
-    """split_starts, max_splits and a workspace that shows what was not written."""
-    starts = kernel.splits_before(lens, split)
-    most = starts[-1] + spare
-    workspace = Workspace(device, num_floats=kernel.workspace_floats(most, Nq, D))
-    workspace.sums(0).fill_(float("nan"))
-    return torch.tensor(starts, dtype=torch.int32, device=device), most, workspace
 
 
 def check(case, dtype, make, cache, nan, agrees, device):
@@ -126,28 +85,6 @@ def test_fused_with_rope_and_write(case, normalize, dtype, make, cache, nan, agr
     check_fused(case, normalize, dtype, make, cache, nan, agrees, device)
 
 
-def check_fp8(case, dtype, make, cache8, nan, agrees, device):
-    Nq, Nkv, D, split = case["Nq"], case["Nkv"], case["D"], case["split"]
-    lens = list(case["seq_lens"])
-    kv = cache8(lens, Nkv, D, case["page_size"])
-    q, scale = make(len(lens), Nq, D, dtype=dtype), 0.02
-    if dtype == torch.bfloat16:
-        q[0] *= 1e5  # more than fp16 holds, in which these pages are multiplied
-    starts, most, workspace = plan(lens, split, Nq, D, device, spare=5)
-    out = kernel.paged_attention_decode(
-        q, block_tables=kv.tables, seq_lens=kv.lens, split_starts=starts, max_splits=most, scale=scale, workspace=workspace,
-        out=nan(*q.shape, dtype=dtype), split=split, **kv.pages,
-    )  # fmt: skip
-    k_clean, v_clean, *scales = kv.clean
-    for i, n in enumerate(lens):
-        if n == 0:
-            assert not out[i].any()
-            continue
-        row = slice(i, i + 1)
-        expected = reference.paged_attention(q[row], k_clean, v_clean, kv.tables[row], [1], [n], scale, *scales)
-        agrees(out[i], expected[0], decode64(q[i], kv.keys[i], kv.values[i], scale))
-
-
 def test_short_sequences_are_not_combined(dtype, make, cache, nan, device):
     """The same bits, where the bound says that each has one split; rows of padding stay as they are."""
     lens, Nq, Nkv, D = [1, 0, 64, 65, 63], 7, 1, 64
@@ -161,79 +98,6 @@ def test_short_sequences_are_not_combined(dtype, make, cache, nan, device):
     assert not combined[1].any()
     assert short[1].isnan().all()
     assert torch.equal(short[[0, 2, 3, 4]], combined[[0, 2, 3, 4]])
-
-
-@pytest.mark.parametrize("case", kernel.CASES, ids=str)
-def test_decode_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
-    check_fp8(case, dtype, make, cache8, nan, agrees, device)
-
-
-def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, config=None, shift=0):
-    """The same bytes and scales as the kernel that only writes, and attention on them, also on the new token's.
-
-    With a config it is not Hopper's kernel. `shift`: values by which qkv misses an aligned address.
-    """
-    Nq, Nkv, D, page_size, split = case["Nq"], case["Nkv"], case["D"], case["page_size"], case["split"]
-    lens, B = list(case["seq_lens"]), len(case["seq_lens"])
-    scale = 0.02 if dtype != torch.float32 else 0.005  # where large scores show that the GPU's powers of two are fast ones
-    kv = cache8(lens, Nkv, D, page_size)
-    qkv, cos_sin = make(B, (Nq + 2 * Nkv) * D, dtype=dtype), make(max(lens), D, dtype=torch.float32)
-    qkv = torch.cat((nan(shift, dtype=dtype), qkv.flatten()))[shift:].view_as(qkv)
-    if dtype == torch.bfloat16 and not normalize:  # more than fp16 holds, in which these pages are multiplied
-        qkv[:, : Nq * D] *= 1e5
-        scale /= 1e5
-    norms = (make(D, dtype=dtype), make(D, dtype=dtype)) if normalize else (None, None)
-    positions = (kv.lens.long() - 1).clamp_min(0)
-    where = kv.tables.gather(1, positions.unsqueeze(1) // page_size).squeeze(1) * page_size + positions % page_size
-    slots = where.where(kv.lens > 0, -1)
-    own = {name: x.clone() for name, x in kv.pages.items()}
-    k, v, k_scales, v_scales = own.values()
-    q = kv_write.qk_norm_rope_kv_write(
-        qkv, cos_sin, positions, slots, k, v, Nq, Nkv, *norms, 1e-5, k_scales=k_scales, v_scales=v_scales
-    )
-    starts, most, workspace = plan(lens, split, Nq, D, device)
-    rest = {"block_tables": kv.tables, "seq_lens": kv.lens, "split_starts": starts, "max_splits": most, "scale": scale}
-    rest |= {"workspace": workspace, "split": split}
-    names = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-5, "out": nan(B, Nq, D, dtype=dtype), "config": config}
-    new = slots[slots >= 0]
-    for name, x in kv.pages.items():
-        if "scales" in name:
-            x.view(-1, Nkv)[new] = torch.nan
-        else:
-            x.view(torch.uint8).view(-1, Nkv, D)[new] = 0x7F  # NaN
-    out = kernel.rope_paged_attention_decode(qkv, cos_sin, **kv.pages, **rest, Nq=Nq, **names)
-    clean = [x.float().nan_to_num(0).to(x.dtype) for x in kv.pages.values()]
-    wide = [x.double() * scales.double().unsqueeze(-1) for x, scales in zip(clean[:2], clean[2:], strict=True)]
-    for i, n in enumerate(lens):
-        if n == 0:
-            assert not out[i].any()
-            continue
-        row = slice(i, i + 1)
-        expected = reference.paged_attention(q[row], *clean[:2], kv.tables[row], [1], [n], scale, *clean[2:])
-        keys, values = (x[kv.tables[i].long()].flatten(0, 1)[:n] for x in wide)
-        agrees(out[i], expected[0], decode64(q[i], keys, values, scale))
-    eps = torch.finfo(dtype).eps
-    for name, written in own.items():
-        found = kv.pages[name]
-        if written.dtype == torch.float32:
-            torch.testing.assert_close(found, written, rtol=4 * eps, atol=0, equal_nan=True)
-        else:  # where the compiler fuses the rotation's products and sums otherwise, a value may round to its neighbour
-            found, written = (x.float().nan_to_num(1000) for x in (found, written))
-            assert ((found - written).abs() <= written.abs() / 8 + 2**-9).all()
-            assert (found != written).float().mean() < 0.01
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("case", kernel.CASES + BESIDE, ids=str)
-def test_fused_on_fp8_pages(case, normalize, dtype, make, cache8, nan, agrees, device, monkeypatch):
-    use_processors(PROCESSORS[not normalize], monkeypatch)
-    check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device)
-
-
-def test_fused_on_fp8_pages_at_an_odd_address(half_dtype, make, cache8, nan, agrees, device):
-    """Hopper's kernel reads the new token's V by pairs."""
-    case = {"Nq": 8, "Nkv": 2, "D": 64, "page_size": 64, "seq_lens": (70, 1, 300, 0), "split": 256}
-    check_fused_fp8(case, True, half_dtype, make, cache8, nan, agrees, device, shift=1)
 
 
 def test_single_tokens_among_prompts(make, cache, nan, agrees, device):
@@ -325,14 +189,6 @@ def test_large(case, half_dtype, make, cache, nan, agrees, device):
     check(case, half_dtype, make, cache, nan, agrees, device)
     for config in (None, kernel.choose_config(2, False, case["split"], len(case["seq_lens"]))):
         check_fused(case, True, half_dtype, make, cache, nan, agrees, device, config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE[:3] + LARGE[4:], ids=str)
-def test_large_on_fp8_pages(case, half_dtype, make, cache8, nan, agrees, device):
-    check_fp8(case, half_dtype, make, cache8, nan, agrees, device)
-    for config in (None, kernel.choose_config(2, True, case["split"], len(case["seq_lens"]))):
-        check_fused_fp8(case, True, half_dtype, make, cache8, nan, agrees, device, config)
 
 
 @pytest.mark.gpu
