@@ -8,10 +8,10 @@ That is `mma.sync`, not Hopper's own instruction: ptxas before CUDA 13.3 may ove
 (triton#11781), and where memory is what takes the time the slower one will do.
 
 An item has one tile of 128 channels or, for several sequences and few queries a KV head, four: what an item costs beside its
-products is spent once for four times the bytes then, and sectors of scales are used better. Each head has columns of its
-own in the MMA. A tile is multiplied with all columns' queries, of which those of its heads are kept; where it has two heads of 64
-channels, each one's queries are zeros in the channels of the other. Columns do not feel each other, so an item's width changes no
-bit. Beside an odd last head, TMA puts zeros.
+products is spent once for four times the bytes then, and all of a sector that holds scales is used. Each head has columns of
+its own in the MMA. A tile is multiplied with all columns' queries, of which those of its heads are kept; where it has two heads
+of 64 channels, each one's queries are zeros in the channels of the other. Columns do not feel each other, so an item's width
+changes no bit. Beside an odd last head, TMA puts zeros.
 
 The code is loops, not copies, with which wide items took up to 1.7 times as long where sequences are few and short: presumably
 instructions that no cache has. So scores go through shared memory, where a loop finds them again. K's scales multiply the scores;
@@ -34,13 +34,11 @@ from minirt.kernels.attention_decode_hopper_fp8_loads import (
     PAIRS,
     PRODUCTS,
     WIDE,
-    ask_page,
-    ask_scales,
     ask_token,
     ask_values,
     fetch_stages,
-    of_columns,
     take,
+    take_with_scales,
 )
 from minirt.kernels.attention_decode_items import (
     BLOCK_N,
@@ -63,21 +61,22 @@ from minirt.kernels.kv_write import as_integers
 
 _MOST_ROWS = 8  # queries of an item; with 16 products take more time than wider items save
 _BOX = 32  # tokens that are fetched at once
-_FEW = 3  # sequences, whose items are many programs' sooner than wide ones
+_FEW = 6  # sequences, whose items are many programs' sooner than wide ones
 
 
 class _Shape(NamedTuple):
-    """Tiles of an item and of a stage, stages, programs that share a processor, and registers of a thread of the warp that
-    fetches. What waits most, a narrow item, has the most programs beside it."""
+    """Tiles of an item and of a stage, stages, slots of scales, programs that share a processor, and registers of a thread of the
+    warp that fetches. What waits most, a narrow item, has the most programs beside it."""
 
     tiles: int
     side: int
     stages: int
+    slots: int
     programs: int
     registers: int
 
 
-_NARROW, _WIDE = _Shape(1, 1, 6, 3, 24), _Shape(4, 2, 5, 2, 64)
+_NARROW, _WIDE = _Shape(1, 1, 6, 4, 3, 24), _Shape(4, 2, 5, 2, 2, 64)
 
 
 @gluon.jit
@@ -107,6 +106,17 @@ def _store_queries(x, q_tiles, head, START: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _scores(scores, taken, q_even, q_odd, tile):
+    """K · Qᵀ [tokens, heads] of those heads whose `tile` is taken; of the others the scores so far."""
+    for j in gl.static_range(len(taken)):
+        even, odd = widen(taken[j], gl.float16)
+        zeros = gl.zeros_like(scores)
+        product = mma_v2(even, q_even, zeros) + mma_v2(odd, q_odd, zeros)  # two short chains, not a long one
+        scores = gl.where((tile == j)[None, :], product, scores)
+    return scores
+
+
+@gluon.jit
 def _times(pairs, dtype: gl.constexpr, weight, scale):
     """The new token's V, [pairs] of channels of 16 bits as int32, rounded to fp8, times each head's weight [heads] → of even and
     of odd channels [pairs, heads]."""
@@ -119,7 +129,7 @@ def _times(pairs, dtype: gl.constexpr, weight, scale):
 
 @gluon.jit
 def _attend_items(
-    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ring, q_tiles, score_tiles,
+    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ring, slots, q_tiles, score_tiles,
     tables_ptr, table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, scale, eps,
     NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr,
     STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
@@ -143,23 +153,19 @@ def _attend_items(
     second = n >= GROUP
     writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # the new token's K and V
     q_norm, k_norm = in_rows(norm_halves(q_norm_ptr, d, D)), in_rows(norm_halves(k_norm_ptr, d, D))
-    scale_ptrs = (k_scales_ptr, v_scales_ptr)
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(starts_ptr + B)
     firsts = find_firsts(starts_ptr, B, STRIDE)
     next_place = find_place(first // UNITS, find_candidates(first // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE))
     candidates = find_candidates((first + programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
     next_head = first % UNITS * HEADS
-    ahead = ask_page(next_place, 0, tables_ptr, table_width, m, PAGE_SIZE, SPLIT)
-    scales = ask_scales(next_place, 0, ahead, next_head, scale_ptrs, m, n, NKV, GROUP, HEADS, PAGE_SIZE, SPLIT)
-    ahead = ask_page(next_place, 1, tables_ptr, table_width, m, PAGE_SIZE, SPLIT)
     if PDL:
         gdc_wait()  # before anything of the kernel before is read, and before anything is written
     if PDL and EARLY:
         gdc_launch_dependents()  # as in `attention_decode_hopper`
     batch = (qkv_ptr, cos_sin_ptr, tables_ptr, table_width)
     asked = ask_token(next_place, next_head, batch, row, writes, d, m, NQ, NKV, D, PAGE_SIZE, SIDE)
-    step = 0
+    step, count = 0, 0
     for unit in range(first, items * UNITS, programs):
         item, head = unit // UNITS, unit % UNITS * HEADS
         place = next_place
@@ -195,33 +201,25 @@ def _attend_items(
         next_place = find_place((unit + programs) // UNITS, candidates)
         next_head = (unit + programs) % UNITS * HEADS
         asked = ask_token(next_place, next_head, batch, row, writes, d, m, NQ, NKV, D, PAGE_SIZE, SIDE)
-        next_page = ask_page(next_place, 0, tables_ptr, table_width, m, PAGE_SIZE, SPLIT)
         candidates = find_candidates((unit + 2 * programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
         # Scores [tokens, heads], in powers of two and with V's scales as a term; −inf where no token of the pages is.
         highest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         q_even = q_tiles.index(0).permute((1, 0)).load(NARROW)
         q_odd = q_tiles.index(1).permute((1, 0)).load(NARROW)
         for i in range(blocks):
-            k_scales, v_scales = scales
-            scales = ask_scales(place, i + 1, ahead, head, scale_ptrs, m, n, NKV, GROUP, HEADS, PAGE_SIZE, SPLIT)
-            ahead = ask_page(place, i + 2, tables_ptr, table_width, m, PAGE_SIZE, SPLIT)
-            zeros = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
-            s = zeros
-            for c in range(0, TILES, SIDE):
+            taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second, STAGES)
+            step, count = step + 1, count + 1
+            s = _scores(gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (GROUP * WITHIN))
+            for c in range(SIDE, TILES, SIDE):
                 taken = take(ring, step, False, STAGES)
-                for j in gl.static_range(SIDE):
-                    even, odd = widen(taken[j], gl.float16)
-                    product = mma_v2(even, q_even, zeros) + mma_v2(odd, q_odd, zeros)  # two short chains, not a long one
-                    s = gl.where((n // (GROUP * WITHIN) == c + j)[None, :], product, s)
+                s = _scores(s, taken, q_even, q_odd, n // (GROUP * WITHIN) - c)
                 step += 1
-            v_scale = of_columns(v_scales, second) + gl.zeros_like(s)
-            s = s * power[None, :] * of_columns(k_scales, second) + log2(v_scale)
-            s = gl.where((begin + i * BLOCK_N + m < limit)[:, None], s, float("-inf"))
+            inside = (begin + i * BLOCK_N + m < limit)[:, None]
+            v_scale = gl.where(inside, v_scale, 1.0) + gl.zeros_like(s)
+            s = gl.where(inside, s * power[None, :] * k_scale + log2(v_scale), float("-inf"))
             highest = gl.maximum(highest, s)
             s_tiles.index(i).store(s)
             inverse_tiles.index(i).store(inverse(v_scale))
-        scales = ask_scales(next_place, 0, next_page, next_head, scale_ptrs, m, n, NKV, GROUP, HEADS, PAGE_SIZE, SPLIT)
-        ahead = ask_page(next_place, 1, tables_ptr, table_width, m, PAGE_SIZE, SPLIT)
         # 2^15 times a probability is the most that occurs; they go to shared memory, where the next products take them from.
         peak = gl.maximum(gl.max(highest, 0), new_score) - 15
         weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
@@ -252,12 +250,12 @@ def _attend_items(
             for i in range(blocks):
                 taken = take(ring, step, True, STAGES)
                 p = p_tiles.index(i).load(NARROW)
-                inside = limit - begin - i * BLOCK_N
+                remaining = limit - begin - i * BLOCK_N
                 added = ()
                 for j in gl.static_range(SIDE):
                     v = taken[j]
-                    if inside < BLOCK_N:  # a page may hold NaN behind the last token, which a probability of zero would not stop
-                        v = gl.where((token < inside)[None, :], v, gl.zeros_like(v))
+                    if remaining < BLOCK_N:  # behind the last token may be NaN, which a weight of zero would not stop
+                        v = gl.where((token < remaining)[None, :], v, gl.zeros_like(v))
                     even, odd = widen(v, gl.float16)
                     added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
                 sums = added
@@ -283,33 +281,37 @@ def _hopper_fp8_decode_kernel(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_pages, v_pages, tables_ptr,
     lens_ptr, starts_ptr, out_ptr, sums_ptr, peaks_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr,
     D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
-    SIDE: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    SIDE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The KV heads of `TILES` tiles of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D/2]."""
     UNITS: gl.constexpr = (NKV * D + 2 * PAIRS * TILES - 1) // (2 * PAIRS * TILES)
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.int16)
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PAIRS], gl.float16)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    HEADS: gl.constexpr = 2 * PAIRS * TILES // D
     tiles = gl.allocate_shared_memory(gl.int16, [STAGES * SIDE, BLOCK_N, PAIRS], BLOCK)
     q_tiles = gl.allocate_shared_memory(gl.float16, [2, N, PAIRS], QUERIES)
     s_tiles = gl.allocate_shared_memory(gl.float32, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
     inverse_tiles = gl.allocate_shared_memory(gl.float32, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
     p_tiles = gl.allocate_shared_memory(gl.float16, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
+    slots = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, BLOCK_N, HEADS if HEADS <= 2 else N], LINES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=33)  # TMA's arrival, and that of each lane that copies scales
         mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
     ring = (tiles, full, empty)
+    fence_async_shared()
     score_tiles = (s_tiles, inverse_tiles, p_tiles)
     gl.warp_specialize(
         [
             (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ring,
-             q_tiles, score_tiles, tables_ptr, table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, scale, eps, NQ,
-             NKV, D, TILES, PAGE_SIZE, SPLIT, STRIDE, STAGES, EARLY, PDL)),
-            (fetch_stages, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, UNITS, TILES, PAGE_SIZE,
-             SPLIT, STRIDE, STAGES)),
+             slots, q_tiles, score_tiles, tables_ptr, table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, peaks_ptr, B, scale,
+             eps, NQ, NKV, D, TILES, PAGE_SIZE, SPLIT, STRIDE, STAGES, EARLY, PDL)),
+            (fetch_stages, (k_pages, v_pages, k_scales_ptr, v_scales_ptr, ring, slots, tables_ptr, table_width, starts_ptr,
+             lens_ptr, B, NKV, NQ // NKV, HEADS, UNITS, TILES, PAGE_SIZE, SPLIT, STRIDE, STAGES)),
         ],
         [1],
         [REGISTERS],
@@ -354,6 +356,6 @@ def decode(
         *inputs, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales, k, v, block_tables, seq_lens, split_starts, out,
         sums, peaks, B, block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
         SPLIT=split, STRIDE=max(1, block_b // 32), N=_MOST_ROWS, TILES=shape.tiles, SIDE=shape.side, STAGES=shape.stages,
-        REGISTERS=shape.registers, EARLY=B >= LEAST_TOKENS, maxnreg=65536 // (256 * shape.programs) // 8 * 8,
+        SLOTS=shape.slots, REGISTERS=shape.registers, EARLY=B >= LEAST_TOKENS, maxnreg=65536 // (256 * shape.programs) // 8 * 8,
         **launch_options(4, 1, pdl),
     )  # fmt: skip

@@ -169,9 +169,9 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
 def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: common.Workspace) -> None:
     """Decode attention on pages of fp8 with more heads of 64 than an item has, and with fewer of 128."""
     for Nkv, D in ((32, 64), (3, 128)):
-        heads, cos_sin = empty(5, 3 * Nkv * D), empty(4096, D, like=torch.float32)
+        heads, cos_sin = empty(8, 3 * Nkv * D), empty(4096, D, like=torch.float32)
         pages, scale = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn), empty(8, PAGE, Nkv, like=torch.float32)
-        rest = (pages, pages, ints(5, 40), ints(5), ints(6), 100, D**-0.5, workspace, Nkv)
+        rest = (pages, pages, ints(8, 40), ints(8), ints(9), 100, D**-0.5, workspace, Nkv)
         attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, k_scales=scale, v_scales=scale, pdl=True)
 
 

@@ -195,7 +195,7 @@ def test_large(case, half_dtype, make, cache, nan, agrees, device):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("Nq", "Nkv", "D"), [(28, 4, 128), (9, 9, 64), (8, 4, 128)])
 def test_the_batch_changes_no_bit_on_the_gpu(fp8, Nq, Nkv, D, make, cache, cache8, device):
-    """The kernel is compiled apart for batches of 1, of up to 32 and of more, and items of fp8 pages are wider from 4 on."""
+    """The kernel is compiled apart for batches of 1, of up to 32 and of more, and items of fp8 pages are wider from 7 on."""
     lens = [3000, 17, 256, 257] + [100] * 296
     pages = cache8(lens, Nkv, D, 64) if fp8 else cache(lens, Nkv, D, 64, torch.bfloat16)
     kv = pages.pages if fp8 else {"k_pages": pages.k, "v_pages": pages.v}

@@ -8,15 +8,15 @@ from decode_support import LARGE, PROCESSORS, decode64, plan, use_processors
 from minirt.kernels import attention_decode as kernel
 from minirt.kernels import kv_write, reference
 
-BESIDE = [  # on Hopper KV heads are read by pairs of 64, and by four pairs or heads of 128; every length around blocks and splits
+BESIDE = [  # on Hopper KV heads are read by pairs of 64 and, for seven sequences or more, by four pairs or heads of 128
     {"Nq": 9, "Nkv": 3, "D": 64, "page_size": 16, "seq_lens": (0, 63, 64, 65, 0, 1, 66), "split": 64},
     {"Nq": 21, "Nkv": 3, "D": 64, "page_size": 32, "seq_lens": (255, 256, 257, 258, 513, 0), "split": 256},
     {"Nq": 5, "Nkv": 5, "D": 64, "page_size": 128, "seq_lens": (130, 1, 2, 200), "split": 128},
     {"Nq": 32, "Nkv": 2, "D": 64, "page_size": 64, "seq_lens": (70, 300), "split": 256},
     {"Nq": 16, "Nkv": 1, "D": 128, "page_size": 16, "seq_lens": (64, 65, 256, 257, 513), "split": 256},
     {"Nq": 9, "Nkv": 9, "D": 64, "page_size": 32, "seq_lens": (0, 63, 64, 65, 257, 1, 66), "split": 64},
-    {"Nq": 8, "Nkv": 8, "D": 64, "page_size": 64, "seq_lens": (255, 256, 257, 258, 513, 0), "split": 256},
-    {"Nq": 6, "Nkv": 3, "D": 128, "page_size": 16, "seq_lens": (130, 1, 2, 200, 0), "split": 128},
+    {"Nq": 8, "Nkv": 8, "D": 64, "page_size": 64, "seq_lens": (255, 256, 257, 258, 513, 0, 1), "split": 256},
+    {"Nq": 6, "Nkv": 3, "D": 128, "page_size": 16, "seq_lens": (130, 1, 2, 200, 0, 64, 65, 66), "split": 128},
 ]
 
 
