@@ -1,17 +1,21 @@
-"""A program without a race of which racecheck reports one: why its reports on kernels with roles are no faults.
+"""Programs without a race of which racecheck may report one: why its reports on kernels with roles are no faults.
 
-compute-sanitizer --tool racecheck python -P tests/kernels/racecheck_probe.py
+compute-sanitizer --tool racecheck python -P tests/kernels/racecheck_probe.py [dispatch|copies FORM …]
 
-It is what Triton makes of `warp_specialize`, by hand: four warps write a table of roles to shared memory, the others read it, and
-barriers of all warps lie between each write and each read. Without the first four warps' own barrier and the mbarrier, which
-have nothing to do with that table, there is no report.
+`dispatch` is what Triton makes of `warp_specialize`, by hand: four warps write a table of roles to shared memory, the others read
+it, and barriers of all warps lie between each write and each read. Without the first four warps' own barrier and the mbarrier,
+which have nothing to do with that table, there is no report.
+
+`copies` is what the roles of `attention_decode_hopper_fp8` do with scales: one warp copies values to two slots by turns, another
+reads them, and an mbarrier for each slot and direction lies between. Its forms are alike but for how values arrive: stored, by
+cp.async that the warp waits for, or by cp.async whose end the mbarrier awaits.
 """
 
 import sys
 
 import torch
 
-SOURCE = r"""
+DISPATCH = r"""
 extern "C" __global__ void dispatch(int* out) {
   __shared__ unsigned long long roles, bar;
   int warp = threadIdx.x / 32;
@@ -46,9 +50,74 @@ extern "C" __global__ void dispatch(int* out) {
 }
 """
 
-for others in sys.argv[1:] or ("0", "1"):
+COPIES = r"""
+__device__ void wait(unsigned bar, int parity) {
+  asm volatile("{ .reg .pred p; W: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra W; }"
+               :: "r"(bar), "r"(parity) : "memory");
+}
+
+__device__ void arrive(unsigned bar) {
+  asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" :: "r"(bar) : "memory");
+}
+
+extern "C" __global__ void copies(const int* in, int* out, int rounds) {
+  __shared__ int slots[2][32];
+  __shared__ unsigned long long full[2], empty[2];
+  int lane = threadIdx.x % 32;
+  if (threadIdx.x < 2) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 32;" :: "r"((unsigned)__cvta_generic_to_shared(&full[threadIdx.x])));
+    asm volatile("mbarrier.init.shared.b64 [%0], 32;" :: "r"((unsigned)__cvta_generic_to_shared(&empty[threadIdx.x])));
+  }
+  __syncthreads();
+  int sum = 0;
+  for (int i = 0; i < rounds; i++) {
+    unsigned arrived = (unsigned)__cvta_generic_to_shared(&full[i % 2]);
+    unsigned taken = (unsigned)__cvta_generic_to_shared(&empty[i % 2]);
+    if (threadIdx.x < 32) {
+      wait(taken, (i / 2 & 1) ^ 1);
+      if (FORM == 0) {
+        *(volatile int*)&slots[i % 2][lane] = in[i * 32 + lane];
+        arrive(arrived);
+      } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                     :: "r"((unsigned)__cvta_generic_to_shared(&slots[i % 2][lane])), "l"(in + i * 32 + lane) : "memory");
+        if (FORM == 1) {
+          asm volatile("cp.async.wait_all;" ::: "memory");
+          arrive(arrived);
+        } else {
+          asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(arrived) : "memory");
+        }
+      }
+    } else {
+      wait(arrived, i / 2 & 1);
+      sum += *(volatile int*)&slots[i % 2][(lane + 1) % 32];
+      arrive(taken);
+    }
+  }
+  if (threadIdx.x >= 32) out[lane] = sum;
+}
+"""
+
+
+def dispatch(form: str) -> list[int]:
+    """Form 1 has barriers that have nothing to do with the table, 0 has not."""
     out = torch.full((384,), -1, dtype=torch.int32, device="cuda")
-    kernel = torch.cuda._compile_kernel(SOURCE.replace("OTHERS", others), "dispatch")
-    kernel((2, 1, 1), (384, 1, 1), (out,))
-    torch.cuda.synchronize()
-    print("with" if others == "1" else "without", "other barriers:", out.view(12, 32)[:, 0].tolist(), flush=True)
+    torch.cuda._compile_kernel(DISPATCH.replace("OTHERS", form), "dispatch")((2, 1, 1), (384, 1, 1), (out,))
+    return out.view(12, 32)[:, 0].tolist()
+
+
+def copies(form: str) -> bool:
+    """0: stored, 1: copied and waited for, 2: copied; → whether the sums are right."""
+    values = torch.randint(2**20, (100, 32), dtype=torch.int32, device="cuda")
+    out = torch.full((32,), -1, dtype=torch.int32, device="cuda")
+    torch.cuda._compile_kernel(COPIES.replace("FORM", form), "copies")((1, 1, 1), (64, 1, 1), (values, out, 100))
+    return torch.equal(out, values.sum(0).roll(-1).to(torch.int32))
+
+
+PROGRAMS = {"dispatch": (dispatch, "01"), "copies": (copies, "012")}
+names = sys.argv[1:2] or PROGRAMS
+for name in names:
+    program, forms = PROGRAMS[name]
+    for form in sys.argv[2:] or forms:
+        print(name, form, program(form), flush=True)
+torch.cuda.synchronize()
