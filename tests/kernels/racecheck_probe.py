@@ -6,9 +6,10 @@ compute-sanitizer --tool racecheck python -P tests/kernels/racecheck_probe.py [d
 it, and barriers of all warps lie between each write and each read. Without the first four warps' own barrier and the mbarrier,
 which have nothing to do with that table, there is no report.
 
-`copies` is what the roles of `attention_decode_hopper_fp8` do with scales: one warp copies values to two slots by turns, another
-reads them, and an mbarrier for each slot and direction lies between. Its forms are alike but for how values arrive: stored, by
-cp.async that the warp waits for, or by cp.async whose end the mbarrier awaits.
+`copies` is what the roles of `attention_decode_hopper_fp8` do with scales: one warp copies values to two slots by turns, four
+read them, and an mbarrier for each slot and direction lies between. Its forms are alike but for how values arrive: stored, by
+cp.async that the warp waits for, or by cp.async whose end the mbarrier awaits; each for as many rounds as there are slots, and
+for more.
 """
 
 import sys
@@ -60,13 +61,17 @@ __device__ void arrive(unsigned bar) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" :: "r"(bar) : "memory");
 }
 
+__device__ void init(void* bar, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((unsigned)__cvta_generic_to_shared(bar)), "r"(count) : "memory");
+}
+
 extern "C" __global__ void copies(const int* in, int* out, int rounds) {
   __shared__ int slots[2][32];
   __shared__ unsigned long long full[2], empty[2];
   int lane = threadIdx.x % 32;
   if (threadIdx.x < 2) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 32;" :: "r"((unsigned)__cvta_generic_to_shared(&full[threadIdx.x])));
-    asm volatile("mbarrier.init.shared.b64 [%0], 32;" :: "r"((unsigned)__cvta_generic_to_shared(&empty[threadIdx.x])));
+    init(&full[threadIdx.x], 33);  // one arrival for all, as of TMA, and one of each lane
+    init(&empty[threadIdx.x], 1);
   }
   __syncthreads();
   int sum = 0;
@@ -75,6 +80,7 @@ extern "C" __global__ void copies(const int* in, int* out, int rounds) {
     unsigned taken = (unsigned)__cvta_generic_to_shared(&empty[i % 2]);
     if (threadIdx.x < 32) {
       wait(taken, (i / 2 & 1) ^ 1);
+      if (lane == 0) arrive(arrived);
       if (FORM == 0) {
         *(volatile int*)&slots[i % 2][lane] = in[i * 32 + lane];
         arrive(arrived);
@@ -91,10 +97,11 @@ extern "C" __global__ void copies(const int* in, int* out, int rounds) {
     } else {
       wait(arrived, i / 2 & 1);
       sum += *(volatile int*)&slots[i % 2][(lane + 1) % 32];
-      arrive(taken);
+      asm volatile("barrier.sync 1, 128;" ::: "memory");
+      if (threadIdx.x == 32) arrive(taken);
     }
   }
-  if (threadIdx.x >= 32) out[lane] = sum;
+  if (threadIdx.x >= 32) out[threadIdx.x - 32] = sum;
 }
 """
 
@@ -107,14 +114,16 @@ def dispatch(form: str) -> list[int]:
 
 
 def copies(form: str) -> bool:
-    """0: stored, 1: copied and waited for, 2: copied; → whether the sums are right."""
-    values = torch.randint(2**20, (100, 32), dtype=torch.int32, device="cuda")
-    out = torch.full((32,), -1, dtype=torch.int32, device="cuda")
-    torch.cuda._compile_kernel(COPIES.replace("FORM", form), "copies")((1, 1, 1), (64, 1, 1), (values, out, 100))
-    return torch.equal(out, values.sum(0).roll(-1).to(torch.int32))
+    """0: stored, 1: copied and waited for, 2: copied, and 3 to 5 the same in many rounds; → whether the sums are right."""
+    rounds = 2 if int(form) < 3 else 100
+    values = torch.randint(2**20, (rounds, 32), dtype=torch.int32, device="cuda")
+    out = torch.full((4, 32), -1, dtype=torch.int32, device="cuda")
+    kernel = torch.cuda._compile_kernel(COPIES.replace("FORM", str(int(form) % 3)), "copies")
+    kernel((1, 1, 1), (160, 1, 1), (values, out, rounds))
+    return torch.equal(out, values.sum(0).roll(-1).to(torch.int32).expand(4, 32))
 
 
-PROGRAMS = {"dispatch": (dispatch, "01"), "copies": (copies, "012")}
+PROGRAMS = {"dispatch": (dispatch, "01"), "copies": (copies, "012345")}
 names = sys.argv[1:2] or PROGRAMS
 for name in names:
     program, forms = PROGRAMS[name]
