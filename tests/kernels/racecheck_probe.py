@@ -7,9 +7,10 @@ it, and barriers of all warps lie between each write and each read. Without the 
 which have nothing to do with that table, there is no report.
 
 `copies` is what the roles of `attention_decode_hopper_fp8` do with scales: one warp copies values to two slots by turns, four
-read them, and an mbarrier for each slot and direction lies between. Its forms are alike but for how values arrive: stored, by
-cp.async that the warp waits for, or by cp.async whose end the mbarrier awaits; each for as many rounds as there are slots, and
-for more.
+read them, and an mbarrier for each slot and direction lies between. Its forms differ in how values arrive (first digit: 0 stored,
+1 by cp.async that the warp waits for, 2 by cp.async whose end the mbarrier awaits), in who says that a slot may be overwritten
+(second: 0 one thread behind a barrier of all readers, as in Triton, 1 each reader) and in rounds (third: 0 as many as there are
+slots, which are not overwritten then, 1 a hundred).
 """
 
 import sys
@@ -71,7 +72,7 @@ extern "C" __global__ void copies(const int* in, int* out, int rounds) {
   int lane = threadIdx.x % 32;
   if (threadIdx.x < 2) {
     init(&full[threadIdx.x], 33);  // one arrival for all, as of TMA, and one of each lane
-    init(&empty[threadIdx.x], 1);
+    init(&empty[threadIdx.x], EACH ? 128 : 1);
   }
   __syncthreads();
   int sum = 0;
@@ -97,8 +98,8 @@ extern "C" __global__ void copies(const int* in, int* out, int rounds) {
     } else {
       wait(arrived, i / 2 & 1);
       sum += *(volatile int*)&slots[i % 2][(lane + 1) % 32];
-      asm volatile("barrier.sync 1, 128;" ::: "memory");
-      if (threadIdx.x == 32) arrive(taken);
+      if (!EACH) asm volatile("barrier.sync 1, 128;" ::: "memory");
+      if (EACH || threadIdx.x == 32) arrive(taken);
     }
   }
   if (threadIdx.x >= 32) out[threadIdx.x - 32] = sum;
@@ -114,16 +115,17 @@ def dispatch(form: str) -> list[int]:
 
 
 def copies(form: str) -> bool:
-    """0: stored, 1: copied and waited for, 2: copied, and 3 to 5 the same in many rounds; → whether the sums are right."""
-    rounds = 2 if int(form) < 3 else 100
+    """→ whether the sums are right."""
+    arrival, each, many = form
+    rounds = 100 if many == "1" else 2
     values = torch.randint(2**20, (rounds, 32), dtype=torch.int32, device="cuda")
     out = torch.full((4, 32), -1, dtype=torch.int32, device="cuda")
-    kernel = torch.cuda._compile_kernel(COPIES.replace("FORM", str(int(form) % 3)), "copies")
+    kernel = torch.cuda._compile_kernel(COPIES.replace("FORM", arrival).replace("EACH", each), "copies")
     kernel((1, 1, 1), (160, 1, 1), (values, out, rounds))
     return torch.equal(out, values.sum(0).roll(-1).to(torch.int32).expand(4, 32))
 
 
-PROGRAMS = {"dispatch": (dispatch, "01"), "copies": (copies, "012345")}
+PROGRAMS = {"dispatch": (dispatch, "01"), "copies": (copies, [a + b + c for a in "012" for b in "01" for c in "01"])}
 names = sys.argv[1:2] or PROGRAMS
 for name in names:
     program, forms = PROGRAMS[name]
