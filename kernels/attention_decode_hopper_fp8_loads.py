@@ -15,9 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from minirt.kernels.attention_decode_items import BLOCK_N, count_blocks, find_candidates, find_firsts, find_place, lanes
-from minirt.kernels.hopper import CHANNELS, fetch
+from minirt.kernels.hopper import CHANNELS, copy, fetch
 
-copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, and before
 PAIRS = CHANNELS  # of channels: what a tile has
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 WIDE = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))  # K and V
@@ -130,7 +129,7 @@ def fetch_stages(
     items = gl.load(starts_ptr + B)
     firsts = find_firsts(starts_ptr, B, STRIDE)
     candidates = find_candidates(gl.program_id(0) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
-    TURN: gl.constexpr = slots.shape[0] // 2 * (TILES // SIDE)  # steps, or fewer than have passed since a slot was written
+    TURN: gl.constexpr = slots.shape[0] // 2 * (TILES // SIDE)  # so many steps ago, or more, a slot was last written
     step, count = 0, 0
     for unit in range(gl.program_id(0), items * UNITS, programs):
         b, length, split = find_place(unit // UNITS, candidates)

@@ -5,11 +5,13 @@ import functools
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Renamed after Triton 3.6.
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 put = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 synchronize = getattr(gl, "barrier", None) or gl.thread_barrier
 

@@ -1,4 +1,4 @@
-"""Programs without a race of which racecheck may report one: why its reports on kernels with roles are no faults.
+"""Programs without a race: of which racecheck reports one, and so which of its reports on kernels with roles are no faults.
 
 compute-sanitizer --tool racecheck python -P tests/kernels/racecheck_probe.py [dispatch|copies FORM …]
 

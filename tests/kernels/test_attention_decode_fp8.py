@@ -16,6 +16,7 @@ BESIDE = [  # on Hopper KV heads are read by pairs of 64 and, for seven sequence
     {"Nq": 16, "Nkv": 1, "D": 128, "page_size": 16, "seq_lens": (64, 65, 256, 257, 513), "split": 256},
     {"Nq": 9, "Nkv": 9, "D": 64, "page_size": 32, "seq_lens": (0, 63, 64, 65, 257, 1, 66), "split": 64},
     {"Nq": 8, "Nkv": 8, "D": 64, "page_size": 64, "seq_lens": (255, 256, 257, 258, 513, 0, 1), "split": 256},
+    {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 64, "seq_lens": (513, 258, 0, 1300), "split": 256},
     {"Nq": 6, "Nkv": 3, "D": 128, "page_size": 16, "seq_lens": (130, 1, 2, 200, 0, 64, 65, 66), "split": 128},
 ]
 
