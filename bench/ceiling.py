@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from minirt.bench.measure import gpu_seconds
 from minirt.weights import require_memory
 
 BUFFER_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than the caches hold
@@ -105,21 +106,31 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, repeats: int = REPE
     """Median speed of PyTorch's product of two square matrices of normal values; of float8_e4m3fn with a scale for each row and
     column, and sums that are as exact as the library has them."""
     n = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    ones = torch.ones(n, 1, device=device)
-    seconds = []
-    for _ in range(repeats + 3):
-        started = time.perf_counter()
-        if dtype == torch.float8_e4m3fn:
-            torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=False)
-        else:
-            torch.mm(a, b.t())
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    del a, b
+    seconds = _multiply(n, device, dtype, repeats + 3)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or it would count as used when the KV cache is sized
     name = str(dtype).removeprefix("torch.")
     how = f"PyTorch's product of two {name} matrices of {n} × {n}, median of {repeats}"
     return MatmulCeiling(2 * n**3 / statistics.median(seconds[3:]), how)
+
+
+def _multiply(n: int, device: torch.device, dtype: torch.dtype, repeats: int) -> list[float]:
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    ones = torch.ones(n, 1, device=device)
+
+    def product() -> None:
+        if dtype == torch.float8_e4m3fn:
+            torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=False)
+        else:
+            torch.mm(a, b.t())
+
+    seconds = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                seconds.append(gpu_seconds(product))
+        else:
+            started = time.perf_counter()
+            product()
+            seconds.append(time.perf_counter() - started)
+    return seconds

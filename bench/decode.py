@@ -131,7 +131,7 @@ def run(
                     "limit_s": limit,
                     "share_of_limit": limit / statistics.median(steps),
                     "time_to_first_token_s": statistics.median(first_tokens),
-                    "peak_memory_bytes": peak_memory(),
+                    "peak_memory_bytes": peak_memory(generator.device),
                 }
             )
             progress(f"{results[-1]['test']}: {statistics.median(steps) * 1e3:.3f} ms a step")

@@ -44,6 +44,6 @@ def run(
             "latency_s": summarize(times) | {"mean": mean} | {f"p{p}": percentile(times, p) for p in PERCENTILES},
             "output_tokens_per_s": batch_size * output_len / mean,
             "time_to_first_token_s": statistics.median(first_tokens),
-            "peak_memory_bytes": peak_memory(),
+            "peak_memory_bytes": peak_memory(generator.device),
         }
     ]

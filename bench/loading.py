@@ -81,7 +81,7 @@ def measure(model: str, fp8: bool) -> dict:
             "model": model, "quantization": quantization, "commit": commit(), "bytes": generator.bytes_read,
             "seconds": seconds, "gb_per_s": generator.bytes_read / seconds / 1e9, "warm_up_s": generator.warm_up_time_s,
             "host_peak_gb": peak / 1e9, "host_before_gb": before / 1e9, "weights_gb": generator.plan.weight_bytes / 1e9,
-            "gpu_resident_gb": resident / 1e9, "gpu_peak_gb": peak_memory() / 1e9 if cuda else None,
+            "gpu_resident_gb": resident / 1e9, "gpu_peak_gb": peak_memory(generator.device) / 1e9 if cuda else None,
             "time_to_first_token_s": completion.time_to_first_token_s, "token_ids": completion.token_ids,
             "environment": environment(),
         }  # fmt: skip

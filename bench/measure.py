@@ -51,7 +51,13 @@ def check_room(generator: Generator, batch_size: int, length: int) -> None:
     Raises:
         InputError: more sequences than --max-num-seqs. ContextLengthError: too long, or more than the KV pages hold.
     """
-    what = f"a batch of {batch_size} sequences of {length} tokens"
+    check_rooms(generator, [(batch_size, length)])
+
+
+def check_rooms(generator: Generator, sequences: Sequence[tuple[int, int]]) -> None:
+    """`check_room` of sequences of several lengths: (how many, tokens of each)."""
+    batch_size, length = sum(count for count, _ in sequences), max(tokens for _, tokens in sequences)
+    what = "a batch of " + " and ".join(f"{count} sequences of {tokens} tokens" for count, tokens in sequences)
     if batch_size > generator.max_num_seqs:
         hint = f"raise --max-num-seqs to {batch_size}"
         expected = f"at most {generator.max_num_seqs} sequences"
@@ -61,7 +67,8 @@ def check_room(generator: Generator, batch_size: int, length: int) -> None:
         expected = f"at most {generator.max_len} tokens in a sequence"
         raise ContextLengthError(f"{what} is too long", expected=expected, found=length, hint=hint)
     page = generator.kv_bytes_per_token * PAGE_SIZE
-    needed, there = batch_size * math.ceil(length / PAGE_SIZE), generator.kv_cache_bytes // page if page else math.inf
+    needed = sum(count * math.ceil(tokens / PAGE_SIZE) for count, tokens in sequences)
+    there = generator.kv_cache_bytes // page if page else math.inf
     if needed > there:
         hint = f"--kv-cache-memory {needed * page} would do, or take a smaller batch"
         what += " does not fit the KV cache"

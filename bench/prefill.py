@@ -12,23 +12,29 @@ from typing import Any
 
 from minirt.bench.ceiling import MatmulCeiling
 from minirt.bench.flops import prompt_flops
-from minirt.bench.measure import Clock, check_room, percentile, random_prompts, summarize, timed_run
+from minirt.bench.measure import Clock, check_room, check_rooms, percentile, random_prompts, summarize, timed_run
 from minirt.errors import InputError
 from minirt.generator import Generator
 from minirt.sampling import SamplingParams
 from minirt.usage import peak_memory
 
 LONG_PROMPTS = 8  # that arrive beside the decoding requests, one after the other
+_CONTEXT = 128  # tokens of the decoding requests' own prompts
 
 
 def check(generator: Generator, input_lens: Sequence[int], beside: int) -> None:
-    """Refuse what cannot be measured; see `check_room`. Beside the decoding requests there is one prompt at a time."""
+    """Refuse what cannot be measured; see `check_rooms`. Beside the decoding requests there are the prompts of one step at a
+    time, and what is left of one."""
     check_room(generator, 1, max(input_lens) + 1)
     if not beside:
         return
     if beside + 1 > generator.max_num_seqs:
         what, expected = "no room for a prompt beside the others", f"--max-num-seqs {beside + 1} or more"
         raise InputError(what, where="--beside", expected=expected, found=generator.max_num_seqs)
+    for length in input_lens:
+        decoding = _CONTEXT + _steps(generator, length, beside)
+        most = min(LONG_PROMPTS, generator.max_num_seqs - beside, generator.max_num_batched_tokens // length + 2)
+        check_rooms(generator, [(beside, decoding), (most, length + 1)])
     if LONG_PROMPTS * min(input_lens) <= generator.max_num_batched_tokens:
         expected = f"more than --max-num-batched-tokens, {generator.max_num_batched_tokens}, for {LONG_PROMPTS} prompts together"
         raise InputError("too short to keep others waiting", where="--input-len", expected=expected, found=min(input_lens))
@@ -64,7 +70,7 @@ def run(
                 "flops_per_s": rate,
                 "share_of_matmul_ceiling": rate / ceiling.flops_per_s,
                 "inter_token_s": None,
-                "peak_memory_bytes": peak_memory(),
+                "peak_memory_bytes": peak_memory(generator.device),
             }
         )
         progress(f"pp{length}: {statistics.median(times) * 1e3:.3f} ms to the first token")
@@ -76,44 +82,53 @@ def beside(
     input_len: int,
     count: int,
     *,
+    repeats: int,
     sampling: dict[str, Any],
     seed: int,
-    context_len: int = 128,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """What LONG_PROMPTS prompts of `input_len` tokens that come at once do to `count` requests that decode all the while.
+    """What LONG_PROMPTS prompts of `input_len` tokens do to `count` requests that decode all the while, which come with them.
 
     Returns:
-        a result: the prompts' times to their first token, the waiting for each other included, from when the others decode;
-        and of those every time between two tokens while there are prompts: p50, p99 and the longest.
+        a result of `repeats` runs after one that is not counted: the prompts' times to their first token, the waiting for each
+        other and for the others' prompts included; of the median run the tokens of all prompts, those too, over the time until
+        the last one's first token; and of the decoding requests every time between two tokens while there are prompts: p50, p99
+        and the longest.
     """
-    rng = random.Random(seed)
-    chunks = -(-input_len // max(1, generator.max_num_batched_tokens - count))
-    steps = LONG_PROMPTS * (chunks + 1) + 16  # so that they decode to the end
-    params = [SamplingParams(max_tokens=steps, ignore_eos=True, **sampling)] * count
+    rng, firsts, gaps, rates = random.Random(seed), [], [], []
+    params = [SamplingParams(max_tokens=_steps(generator, input_len, count), ignore_eos=True, **sampling)] * count
     params += [SamplingParams(max_tokens=1, ignore_eos=True, **sampling)] * LONG_PROMPTS
-    for _ in range(2):  # the first run is not counted
-        lengths = [context_len] * count + [input_len] * LONG_PROMPTS
-        prompts = random_prompts(rng, lengths, generator.config.vocab_size)
+    for i in range(repeats + 1):
+        prompts = random_prompts(rng, [_CONTEXT] * count + [input_len] * LONG_PROMPTS, generator.config.vocab_size)
         _, completions = timed_run(generator, prompts, params, clock)
-    began = max(completion.token_times_s[0] for completion in completions[:count])
-    firsts = [completion.token_times_s[0] - began for completion in completions[count:]]
-    gaps = [
-        later - earlier
-        for completion in completions[:count]
-        for earlier, later in pairwise(completion.token_times_s)
-        if began < later <= began + max(firsts)
-    ]
+        if i == 0:
+            continue
+        began = max(completion.token_times_s[0] for completion in completions[:count])
+        own = [completion.token_times_s[0] for completion in completions[count:]]
+        firsts += own
+        rates.append(sum(map(len, prompts)) / max(own))
+        gaps += [
+            later - earlier
+            for completion in completions[:count]
+            for earlier, later in pairwise(completion.token_times_s)
+            if began < later <= max(own)
+        ]
     return {
         "test": f"{LONG_PROMPTS} × pp{input_len} beside {count}",
         "input_len": input_len,
         "decoding": count,
         "max_num_batched_tokens": generator.max_num_batched_tokens,
         "time_to_first_token_s": summarize(firsts),
-        "tokens_per_s": LONG_PROMPTS * input_len / max(firsts),
+        "tokens_per_s": statistics.median(rates),
         "flops": None,
         "flops_per_s": None,
         "share_of_matmul_ceiling": None,
         "inter_token_s": {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99), "max": max(gaps)} if gaps else None,
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": peak_memory(generator.device),
     }
+
+
+def _steps(generator: Generator, input_len: int, count: int) -> int:
+    """Tokens that `count` requests are asked for so that they decode until all prompts have been computed."""
+    chunks = -(-input_len // max(1, generator.max_num_batched_tokens - count))
+    return LONG_PROMPTS * (chunks + 1) + 16

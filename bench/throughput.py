@@ -56,7 +56,7 @@ def run(
             "output_tokens_per_s": sum(outputs) / median,
             "time_to_first_token_s": _ends([completion.time_to_first_token_s for completion in counted]),
             "time_per_output_token_s": _ends([1 / rate for rate in rates]) if rates else None,
-            "peak_memory_bytes": peak_memory(),
+            "peak_memory_bytes": peak_memory(generator.device),
         }
     ]
 

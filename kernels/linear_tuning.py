@@ -56,13 +56,13 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
 
 
 def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of more tokens, by regime, on Hopper."""
+    """Steps of more tokens, by regime, on Hopper, but for the LM head, which looks for no configuration."""
     if capability(device) != 90:
         return
     regimes = sorted({gemm_hopper.token_regime(T) for T in tokens if T >= gemm_hopper.LEAST_TOKENS})
     for regime, shape in itertools.product(regimes, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
-        if itemsize > 2:
+        if itemsize > 2 or shape.logits:
             continue
         facts = {"N": shape.N, "K": shape.K, "itemsize": itemsize, "gated": shape.gated, "residual": shape.residual}
         sizes = (regime, shape.N, shape.K, itemsize, shape.gated, shape.residual, _processors(device))
@@ -101,7 +101,8 @@ def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable
         weights.append(reference.quantize_fp8(weight) if shape.fp8 else (weight, None))
     activation = "silu" if shape.gated else None
     h, x_scale = quantize(x) if shape.fp8 and T > 1 else (x, None)
-    out, workspace = torch.empty(T, shape.N, device=device, dtype=shape.dtype), Workspace(device)
+    out_dtype = torch.float32 if shape.logits else shape.dtype
+    out, workspace = torch.empty(T, shape.N, device=device, dtype=out_dtype), Workspace(device)
     turn, pdl = itertools.count(), capability(device) >= 90
 
     def run(weight: Tensor, scale: Tensor | None, config: Any) -> None:

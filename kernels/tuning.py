@@ -5,10 +5,10 @@ A kernel family has a `Tunable`; a launch asks its `find` for the bucket of its 
 and one state of the kernel's source.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,7 +101,7 @@ def bucket(**facts: Any) -> str:
 @dataclass(frozen=True)
 class LinearShape:
     """A linear layer of a model: N outputs (gated: from 2N rows), K inputs, the dtype of activations, whether a residual is
-    added, and whether the weights are fp8."""
+    added, whether the weights are fp8, and whether outputs are fp32, as an LM head's."""
 
     N: int
     K: int
@@ -109,6 +109,7 @@ class LinearShape:
     residual: bool
     dtype: torch.dtype
     fp8: bool
+    logits: bool = False
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]
@@ -149,21 +150,36 @@ def source_hash(sources: tuple[str, ...]) -> str:
 
 
 def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
-    """Add configurations by bucket to the file, which is replaced as a whole; those of an older source are dropped."""
-    known = _read(file)
-    own = known.get(tunable.name, {})
-    kept = own.get("configs", {}) if own.get("source") == source_hash(tunable.sources) else {}
-    kept = kept | {bucket: asdict(config) for bucket, config in configs.items()}
-    known[tunable.name] = {"source": source_hash(tunable.sources), "configs": kept}
-    text = json.dumps({"schema": SCHEMA, "kernels": known}, indent=1)
+    """Add configurations by bucket to the file, which is replaced as a whole; those of an older source are dropped. Processes
+    take turns, so that none loses what another adds."""
+    temporary = file.with_suffix(".tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as temporary:
-            temporary.write(text)
-        os.replace(temporary.name, file)
+        with _locked(file.parent):
+            known = _read(file)
+            own = known.get(tunable.name, {})
+            kept = own.get("configs", {}) if own.get("source") == source_hash(tunable.sources) else {}
+            kept = kept | {bucket: asdict(config) for bucket, config in configs.items()}
+            known[tunable.name] = {"source": source_hash(tunable.sources), "configs": kept}
+            try:
+                temporary.write_text(json.dumps({"schema": SCHEMA, "kernels": known}, indent=1))
+                os.replace(temporary, file)
+            finally:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise MinirtError("cannot store tuned configurations", where=file, found=error, hint="set MINIRT_CACHE") from error
     forget()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone among the processes that ask for this."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def load(tunable: Tunable, file: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _INPUT_LENS = (128, 512, 2048)  # of `prefill`, unless told otherwise
 _measure_options = option_group(
     load_options,
     click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one more comes first."),
-    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="Of the draws."),
     click.option("--top-k", type=int, help="Keep the k most probable tokens."),
     click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
     click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
@@ -87,8 +87,9 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
     device = pick_device(options["device"])
     ceiling, products = read_ceiling(device), _products(options, device)
 
-    def check(generator: "Generator") -> None:
+    def check(generator: "Generator") -> int:
         benchmark.check(generator, batch_size, context_len)
+        return max(context_len)
 
     def measure(generator: "Generator") -> Rows:
         return benchmark.run(
@@ -126,14 +127,14 @@ def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, 
     def lengths(generator: "Generator") -> Sequence[int]:
         return input_len or [n for n in _INPUT_LENS if n < generator.max_len] or _INPUT_LENS[:1]
 
-    def check(generator: "Generator") -> None:
+    def check(generator: "Generator") -> int:
         benchmark.check(generator, lengths(generator), beside)
+        return max(lengths(generator))
 
     def measure(generator: "Generator") -> Rows:
         common = _common(options)
         rows = benchmark.run(generator, lengths(generator), **common, ceiling=ceiling, progress=progress)
-        sampling, seed = common["sampling"], common["seed"]
-        others = [benchmark.beside(generator, n, beside, sampling=sampling, seed=seed) for n in lengths(generator) if beside]
+        others = [benchmark.beside(generator, n, beside, **common) for n in lengths(generator) if beside]
         return rows + others
 
     _run(ctx, options, [1], check, measure, products=ceiling)
@@ -151,8 +152,9 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
     from minirt.bench import latency as benchmark
     from minirt.bench.measure import check_room
 
-    def check(generator: "Generator") -> None:
+    def check(generator: "Generator") -> int:
         check_room(generator, batch_size, input_len + output_len)
+        return input_len
 
     def measure(generator: "Generator") -> Rows:
         return benchmark.run(generator, batch_size, input_len, output_len, **_common(options))
@@ -177,8 +179,9 @@ def throughput(
     from minirt.bench import throughput as benchmark
     from minirt.bench.measure import check_room
 
-    def check(generator: "Generator") -> None:
+    def check(generator: "Generator") -> int:
         check_room(generator, 1, input_len_range[1] + output_len_range[1])
+        return input_len_range[1]
 
     def measure(generator: "Generator") -> Rows:
         return benchmark.run(generator, num_prompts, input_len_range, output_len_range, **_common(options))
@@ -190,12 +193,14 @@ def _run(
     ctx: click.Context,
     options: dict[str, Any],
     batch_sizes: Sequence[int],
-    check: "Callable[[Generator], None]",
+    check: "Callable[[Generator], int]",
     measure: "Callable[[Generator], Rows]",
     ceiling: "Ceiling | None" = None,
     products: "MatmulCeiling | None" = None,
 ) -> None:
-    """Load, refuse what cannot run, compare with the eager layers, measure, print."""
+    """Load, refuse what cannot run, compare with the eager layers, measure, print.
+
+    `check` refuses, and returns the most tokens of a prompt."""
     from minirt.bench import check as checking
     from minirt.bench.measure import forget_peak_memory
     from minirt.bench.report import Report, context
@@ -203,14 +208,13 @@ def _run(
 
     quiet, target = options["quiet"], options["output_file"]
     check_target(target, "--output-file")
-    _common(options)  # a bad sampling value
+    sampling = _common(options)["sampling"]  # before anything is loaded for a bad value
     options["model"] = model_name(options, quiet)
     why = _nothing_to_check(options)
     reference = None
     if why is None:
         with open_generator(options | {"impl": ("eager",), "enforce_eager": True}, quiet) as eager:
-            check(eager)
-            reference = checking.reference(eager)
+            reference = checking.reference(eager, check(eager))
     forget_peak_memory(pick_device(options["device"]))
     with open_generator(options, quiet) as generator:
         check(generator)
@@ -223,6 +227,7 @@ def _run(
             str(ctx.info_name), generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling,
             products=products,
         )  # fmt: skip
+        shared["sampling"] = {name: value for name, value in sampling.items() if value is not None}
     emit(Report(shared, rows).render(options["output_format"]), target, quiet)
 
 
@@ -252,6 +257,9 @@ def _common(options: dict[str, Any]) -> dict[str, Any]:
     from minirt.sampling import SamplingParams
 
     sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    if sampling["temperature"] is None:
+        filtered = any(sampling[name] is not None for name in ("top_k", "top_p", "min_p"))
+        sampling["temperature"] = 1.0 if filtered else 0.0
     try:
         SamplingParams(**sampling)
     except InputError as error:

@@ -139,7 +139,8 @@ def linear_shapes(graph: "Model") -> "list[LinearShape]":
             own = [(layer.lm_head, False, False)]
         for linear, gated, residual in own:
             rows = linear.out_features // 2 if gated else linear.out_features
-            shapes.append(LinearShape(rows, linear.in_features, gated, residual, dtype, linear.format is not None))
+            head, fp8 = isinstance(layer, Head), linear.format is not None
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, dtype, fp8, head))
     return list(dict.fromkeys(shapes))
 
 

@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from minirt.engine import TokenOutput
 from minirt.errors import MinirtError
 from minirt.sampling import EffectiveSampling
@@ -54,6 +56,7 @@ class Stream:
     completion: Completion
     decoder: IncrementalDecoder | None
     stops: StopStrings
+    device: torch.device
     started: float = 0.0
 
     def push(self, output: TokenOutput) -> Piece:
@@ -74,5 +77,5 @@ class Stream:
                 done.finish_reason = "stop"
         done.text += text
         if done.finish_reason is not None:
-            done.peak_memory_bytes = peak_memory()
+            done.peak_memory_bytes = peak_memory(self.device)
         return Piece(text, (output.token,), done.finish_reason)

@@ -27,7 +27,7 @@ from minirt.choose import (
 from minirt.completion import Completion, Piece, Stream
 from minirt.config import ModelConfig
 from minirt.engine import Engine, TokenOutput
-from minirt.errors import InputError, MinirtError, TokenizerError
+from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError
 from minirt.graph import Model
 from minirt.kv_cache import KVCache, page_bytes
 from minirt.layers import Layer
@@ -139,6 +139,11 @@ class Generator:
             OutOfMemoryError: each says what to do.
         """
         started = time.perf_counter()
+        if quantize_head is not None and quantization is None:
+            what = "there is nothing to quantize the head with"
+            raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=quantization)
+        if check_weights and random_weights:
+            raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
         target = pick_device(device)
         files, config = find(model, revision, need_weights=not random_weights, progress=progress is not None)
         length = pick_length(config, max_model_len)
@@ -346,7 +351,7 @@ class Generator:
         for prompt, own in zip(prompts, params, strict=True):
             tokens, sampling = self.encode(prompt), self.effective_sampling(own)
             decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
-            streams.append(Stream(Completion(tokens, [], "", None, sampling), decoder, StopStrings(sampling.stop)))
+            streams.append(Stream(Completion(tokens, [], "", None, sampling), decoder, StopStrings(sampling.stop), self.device))
         return streams
 
     def _run(self, streams: Sequence[Stream]) -> Generation[tuple[int, Piece], None, None]:

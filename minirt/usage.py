@@ -6,10 +6,10 @@ import sys
 import torch
 
 
-def peak_memory() -> int:
-    """Peak bytes: of the GPU allocator where CUDA is in use, else of the process (resident set)."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]  # flat, it takes 0.3 ms
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of a GPU's allocator, or of the process (resident set)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]  # flat, it takes 0.3 ms
     return host_peak_memory()
 
 

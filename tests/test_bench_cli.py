@@ -72,7 +72,7 @@ def test_decode_prints_a_table(run, folder):
 SHARED = {
     *("schema", "benchmark", "model", "model_type", "weight_bytes", "parameters", "dtype", "kv_bytes_per_token"),
     *("implementations", "backend", "device", "versions", "commit", "date", "command", "environment", "correctness"),
-    *("read_ceiling", "matmul_ceiling", "datasheet_bytes_per_s"),
+    *("read_ceiling", "matmul_ceiling", "datasheet_bytes_per_s", "sampling"),
 }
 
 
@@ -132,6 +132,24 @@ def test_a_model_as_random_weights_and_with_draws(run):
     code, out, _ = run(*base, "--temperature", 0.8, "--top-k", 9, "-o", "json")
     assert code == 0
     assert json.loads(out)["parameters"] == 134_515_008
+    assert json.loads(out)["sampling"] == {"temperature": 0.8, "top_k": 9, "seed": 0}
+
+
+@pytest.mark.parametrize(("options", "temperature"), [((), 0), (("--top-p", 0.5), 1), (("--top-p", 0.5, "--temperature", 0), 0)])
+def test_a_filter_alone_means_draws(run, folder, options, temperature, monkeypatch):
+    """As for `generate`: greedy decoding would be faster than what was asked for."""
+    asked, generate = [], Generator.generate
+
+    def noted(self, prompts, params):
+        asked.extend(params)
+        return generate(self, prompts, params)
+
+    monkeypatch.setattr(Generator, "generate", noted)
+    base = ("bench", "latency", "-m", folder, *CACHE, "-b", 1, "--input-len", 2, "--output-len", 2, "--repeats", 1)
+    code, out, _ = run(*base, *options, "-o", "json")
+    assert code == 0
+    assert {params.temperature for params in asked} == {temperature}
+    assert json.loads(out)["sampling"]["temperature"] == temperature
 
 
 def test_default_prompts_are_those_that_the_model_takes(run, folder):

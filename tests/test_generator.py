@@ -323,6 +323,20 @@ def test_nan_logits_are_reported_and_nothing_stays(copy):
 # Closing
 
 
+@pytest.mark.parametrize("options", [{"quantize_head": True}, {"check_weights": True, "random_weights": True}], ids=str)
+def test_options_that_would_be_ignored(folder, options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        load(folder, **options)
+
+
+def test_peak_memory_is_that_of_the_generators_device(folder, monkeypatch):
+    """Not of a GPU that the process uses beside it."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda *_: pytest.fail("it asks a GPU"))
+    with load(folder) as generator:
+        assert generator.generate("hello", params(2)).peak_memory_bytes > 1 << 20
+
+
 def test_close_frees_the_weights_and_the_cache(folder):
     gc.disable()  # so that a cycle that close leaves alone stays
     try:

@@ -15,7 +15,8 @@ from minirt.bench.report import machine
 from minirt.choose import plan_model
 from minirt.cli_tune import linear_shapes
 from minirt.errors import NumericsError
-from minirt.kernels.tuning import Case
+from minirt.kernels import linear_tuning
+from minirt.kernels.tuning import Case, LinearShape
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,17 @@ def test_shapes_of_a_model():
         (3584, 18944, False, True, False), (152064, 3584, False, False, False),
     }  # fmt: skip
     assert {s.dtype for s in linear_shapes(graph)} == {torch.bfloat16}
+    assert [s.N for s in linear_shapes(graph) if s.logits] == [152064]
     assert len(linear_shapes(graph)) == 5
+
+
+def test_the_head_has_no_bucket_that_nothing_looks_up(monkeypatch):
+    """Its outputs are fp32, for which `gemm_hopper.configured` takes the rule's."""
+    monkeypatch.setattr(linear_tuning, "capability", lambda device: 90)
+    monkeypatch.setattr(linear_tuning, "_processors", lambda device: 132)
+    shapes = [LinearShape(4096, 512, False, False, torch.bfloat16, False, logits) for logits in (False, True)]
+    buckets = [case.bucket for case in linear_tuning.gemm_cases(shapes, [128, 512], torch.device("cpu"))]
+    assert len(buckets) == len(set(buckets)) == 2
 
 
 @pytest.mark.parametrize(("tokens", "counts", "context"), [(1, [1], 128), (100, [1] * 100, 128), (257, [257], 257)])

@@ -2,7 +2,9 @@
 model from running, and a file that is half written."""
 
 import json
+import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -108,6 +110,20 @@ def test_storing_replaces_a_damaged_file(tunable, file):
         tuning.store(tunable, file, {"a": Config(64)})
     assert json.loads(file.read_text())["schema"] == tuning.SCHEMA
     assert tuning.load(tunable, file) == {"a": Config(64)}
+
+
+def test_who_stores_at_once_loses_nothing(tunable, file):
+    """And others can read it."""
+    names = [str(i) for i in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: tuning.store(tunable, file, {name: Config(64)}), names))
+    assert set(tuning.load(tunable, file)) == set(names)
+    umask = os.umask(0o022)
+    try:
+        tuning.store(tunable, file, {})
+    finally:
+        os.umask(umask)
+    assert file.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_folder_that_cannot_be_written(tunable, tmp_path):
