@@ -2,7 +2,7 @@
 
 `reference` holds what each must compute, in eager PyTorch. Triton is imported with the first kernel that is used, so that the
 eager layers work without it. Every function checks its arguments and names the one that is wrong (`check=False` skips that in a
-hot loop); `out=` takes the result's place; `cost(...)` in each file gives the bytes and operations that the work needs.
+hot loop); `out=` takes the result's place; `cost(...)`, where a file has it, gives the bytes and operations that the work needs.
 Those that share their file's name are imported from it: `from minirt.kernels.gemm import gemm`, `…embedding import embedding`,
 `…quantize import quantize`.
 """

@@ -6,6 +6,7 @@ until a command needs them. Options shared by commands are in cli_options.py, pr
 `eval` in cli_eval.py, `tune` in cli_tune.py.
 """
 
+import io
 import json
 import os
 import sys
@@ -32,9 +33,9 @@ from minirt.cli_options import (
     sampling_options,
     sampling_params,
 )
-from minirt.cli_output import completion_record, completion_summary, format_bytes, note, write
+from minirt.cli_output import completion_record, completion_summary, format_bytes, json_line, note, write
 from minirt.cli_tune import tune
-from minirt.errors import DeviceFailedError, InputError, MinirtError, OutOfMemoryError
+from minirt.errors import DeviceFailedError, InputError, MinirtError, OutOfMemoryError, inside
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -82,19 +83,22 @@ def generate(
         generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
         return
     texts = [*prompts, *(read_prompt(name) for name in files)]
+    places = [f"PROMPT {i}" for i in range(1, len(prompts) + 1)] + list(files) if len(texts) > 1 else [None]
     if not texts:
         raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")
     params = sampling_params(options)
     with open_generator(options, quiet) as generator:
-        inputs = [encode_prompt(generator, text, chat) for text in texts]
-        for tokens in inputs:
-            generator.check(tokens, params)  # all of them, before the first text is out
-        for text, tokens in zip(texts, inputs, strict=True):
-            for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (the last one counts)
-                if not as_json:
-                    write(piece.text if generator.tokenizer else f"{piece.token_ids[0]} ")
-            record = {"prompt": text, **completion_record(completion)}
-            write(json.dumps(record, ensure_ascii=False) + "\n" if as_json else "\n")
+        inputs = []
+        for place, text in zip(places, texts, strict=True):
+            with inside(place):
+                inputs.append(encode_prompt(generator, text, chat))
+                generator.check(inputs[-1], params)  # all of them, before the first text is out
+        for place, text, tokens in zip(places, texts, inputs, strict=True):
+            with inside(place):
+                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (the last one counts)
+                    if not as_json:
+                        write(piece.text if generator.tokenizer else f"{piece.token_ids[0]} ")
+            write(json_line({"prompt": text, **completion_record(completion)}) if as_json else "\n")
             if not quiet:
                 note(completion_summary(generator, completion))
 
@@ -179,10 +183,11 @@ def plan(as_json: bool, **options: Any) -> None:
     for row in model.plan.rows:
         table.add_row(row.layer, row.implementation, row.reason, row.dtype, format_bytes(row.bytes))
     table.add_row("total", "", "", "", format_bytes(model.plan.weight_bytes))
-    console = Console(width=None if sys.stdout.isatty() else 110, markup=False, emoji=False, highlight=False)
-    with console.capture() as printed:
-        console.print(table)
-    write(printed.get())
+    printed, terminal = io.StringIO(), sys.stdout.isatty()
+    width = None if terminal else 110
+    console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    write(printed.getvalue())
 
 
 @cli.command()
@@ -211,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale: `chat` says what is not
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's word on what nothing here needs
     try:
         cli.main(arguments, standalone_mode=False, obj=arguments)  # a benchmark records its command line

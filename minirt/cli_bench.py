@@ -37,7 +37,7 @@ _INPUT_LENS = (128, 512, 2048)  # of `prefill`, unless told otherwise
 
 _measure_options = option_group(
     load_options,
-    click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one more comes first."),
+    click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one or two come first."),
     click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="Of the draws."),
     click.option("--top-k", type=int, help="Keep the k most probable tokens."),
     click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
@@ -264,7 +264,7 @@ def _common(options: dict[str, Any]) -> dict[str, Any]:
         SamplingParams(**sampling)
     except InputError as error:
         flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
-        raise InputError(error.what, where=flag, expected=error.expected, found=error.found) from error
+        raise error.at(flag) from error
     return {"repeats": options["repeats"], "sampling": sampling, "seed": options["seed"]}
 
 

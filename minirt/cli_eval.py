@@ -10,6 +10,7 @@ import click
 
 from minirt.cli_options import debug_option, load_options, model_name, open_generator, quiet_option, read_prompt
 from minirt.cli_output import write
+from minirt.errors import InputError
 from minirt.progress import LoadProgress, load_bars
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ def perplexity_command(
     with open_generator(options, quiet) as generator:
         from minirt.evaluation import perplexity
 
-        with _bar(quiet) as progress:
-            result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
+        try:
+            with _bar(quiet) as progress:
+                result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
+        except InputError as error:  # name the options, not the arguments
+            raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
         write(_as_json(generator, result) if as_json else _as_text(result))
 
 
@@ -57,12 +61,13 @@ def perplexity_command(
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32.")
 @click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin.")
 @click.option(
-    "--num-tokens", "-n", type=click.IntRange(2), default=512, show_default=True, help="Tokens of it at most: its first.",
+    "--num-tokens", "-n", type=click.IntRange(2), show_default="512, or what the model holds if that is less",
+    help="Tokens of it at most: its first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a linear layer.")
 @quiet_option
 @debug_option
-def fp8_command(file: str, num_tokens: int, as_json: bool, quiet: bool, **options: Any) -> None:
+def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """What rounding to FP8 costs each linear layer: relative errors of its weights and, on real activations, of its outputs.
 
     The model is loaded twice, as it is and with every linear quantized, the LM head too; layers run eager. "1 token": weights
@@ -79,8 +84,11 @@ def fp8_command(file: str, num_tokens: int, as_json: bool, quiet: bool, **option
             impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, enforce_eager=True, progress=bars,
         )
         plain = stack.enter_context(load())
+        most = plain.model.max_model_len
+        if num_tokens is not None and num_tokens > most:
+            raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)
         quantized = stack.enter_context(load(quantization="fp8", quantize_head=True))
-        errors = format_errors(plain.model, quantized.model, plain.encode(text)[:num_tokens])
+        errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
     write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if as_json else table(errors))
 
 

@@ -1,6 +1,5 @@
 """`minirt generate --prompts`: many requests through the engine at once, results in the order of the input."""
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -8,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli_options import open_generator, read_file, sampling_params
-from minirt.cli_output import completion_record, format_bytes, load_summary, not_applied, note, write
+from minirt.cli_output import completion_record, format_bytes, json_line, load_summary, not_applied, note, write
 from minirt.progress import prompt_bar
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class _Results:
                 return
             completion = replace(completion, finish_reason="abort")
         if self._as_json:
-            write(json.dumps({**request.record(), **completion_record(completion)}, ensure_ascii=False) + "\n")
+            write(json_line({**request.record(), **completion_record(completion)}))
         else:
             write((completion.text if self._texts else " ".join(map(str, completion.token_ids))) + "\n")
 

@@ -139,7 +139,7 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
         return SamplingParams(stop=options["stop"] or None, **{name: options[name] for name in names})
     except InputError as error:  # name the flag, not the field
         flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
-        raise InputError(error.what, where=flag, expected=error.expected, found=error.found) from error
+        raise error.at(flag) from error
 
 
 def model_name(options: dict[str, Any], quiet: bool = False) -> str:

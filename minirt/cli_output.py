@@ -1,5 +1,6 @@
 """How the commands print: results to stdout at once, notes to stderr, and a completion as a record or a summary."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,16 @@ def write(text: str) -> None:
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
         raise MinirtError(f"cannot write the output: {error.strerror}", where="stdout") from error
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """A record as JSON, with characters as they are where stdout has them all, and escaped where it does not."""
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(record)
+    return text + "\n"
 
 
 def emit(text: str, target: str | None, quiet: bool) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli_options import encode_prompt
-from minirt.errors import InputError, MinirtError
+from minirt.errors import InputError, inside
 from minirt.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Request:
 
     def encode(self, generator: "Generator", chat: bool) -> list[int]:
         """Token ids, checked against the model; with `chat` a text is a user's message. Errors name file and line."""
-        try:
+        with inside(self.where):
             if self.kind == "messages":
                 tokens = generator.encode_chat(self.content)
             elif self.kind == "prompt_token_ids":
@@ -45,8 +45,6 @@ class Request:
             else:
                 tokens = encode_prompt(generator, self.content, chat)
             generator.check(tokens, self.params)
-        except MinirtError as error:
-            raise _within(self.where, error) from error
         return tokens
 
     def record(self) -> dict[str, Any]:
@@ -97,9 +95,7 @@ def _request(line: bytes, number: int, where: str, params: SamplingParams) -> Re
         own = replace(params, **{key: value[key] for key in SAMPLING_KEYS if key in value})
     except InputError as error:
         key = str(error.where).removeprefix("SamplingParams.")
-        raise InputError(
-            error.what, where=f'{where}, "{key}"', expected=error.expected, found=error.found, hint=error.hint
-        ) from error
+        raise error.at(f'{where}, "{key}"') from error
     return Request(number, where, kinds[0], content, own, identifier)
 
 
@@ -131,9 +127,3 @@ def _wrong(where: str, key: str, expected: str, found: object) -> InputError:
 
 def _shown(value: object) -> str:
     return json.dumps(value)[:80]
-
-
-def _within(where: str, error: MinirtError) -> MinirtError:
-    """The same error, with its place inside `where`."""
-    place = where if error.where is None else f"{where}, {error.where}"
-    return type(error)(error.what, where=place, expected=error.expected, found=error.found, hint=error.hint)

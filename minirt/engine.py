@@ -222,8 +222,9 @@ class Engine:
         pages = allocator.allocate(needed)
         try:
             rows = []
-            for start in range(0, len(tokens), EVALUATION_CHUNK):
-                chunk = Chunk(tokens[start : start + EVALUATION_CHUNK], start, pages, all_logits=True)
+            step = min(EVALUATION_CHUNK, self._scheduler.max_num_batched_tokens)
+            for start in range(0, len(tokens), step):
+                chunk = Chunk(tokens[start : start + step], start, pages, all_logits=True)
                 rows.append(self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu())
         finally:
             allocator.release(pages)

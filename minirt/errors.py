@@ -1,5 +1,8 @@
 """The exception tree. Every message says what is wrong, where, what was expected and found, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MinirtError(Exception):
     """Base of every error that minirt raises on purpose.
@@ -26,6 +29,14 @@ class MinirtError(Exception):
         if self.hint:
             text += f" ({self.hint})"
         return text
+
+    def at(self, where: object) -> "MinirtError":
+        """The same error at another place, as whoever gave the value calls it."""
+        return type(self)(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
+
+    def within(self, place: str) -> "MinirtError":
+        """The same error, with its place inside another."""
+        return self.at(place if self.where is None else f"{place}, {self.where}")
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.what, self.where, self.expected, self.found, self.hint)
@@ -77,3 +88,14 @@ class OutOfMemoryError(DeviceError):
 
 class NumericsError(MinirtError):
     """The model computed NaN or only infinities where numbers were needed."""
+
+
+@contextmanager
+def inside(place: str | None) -> Iterator[None]:
+    """Errors that are raised in here name the place, unless it is None."""
+    try:
+        yield
+    except MinirtError as error:
+        if place is None:
+            raise
+        raise error.within(place) from error

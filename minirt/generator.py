@@ -27,7 +27,7 @@ from minirt.choose import (
 from minirt.completion import Completion, Piece, Stream
 from minirt.config import ModelConfig
 from minirt.engine import Engine, TokenOutput
-from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError
+from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, inside
 from minirt.graph import Model
 from minirt.kv_cache import KVCache, page_bytes
 from minirt.layers import Layer
@@ -35,7 +35,7 @@ from minirt.progress import prompt_bar
 from minirt.quantize import Quantization
 from minirt.sampling import EffectiveSampling, SamplingParams
 from minirt.sampling import resolve as resolve_sampling
-from minirt.scheduler import MAX_NUM_BATCHED_TOKENS
+from minirt.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
 from minirt.tokenizer import IncrementalDecoder, StopStrings, Tokenizer, eos_token_ids
 
 Prompt = str | Sequence[int]
@@ -69,6 +69,7 @@ class Generator:
             kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
                 free memory at most, and never more than `max_num_seqs` sequences of full length need.
         """
+        check_limits(max_num_seqs, max_num_batched_tokens)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -144,6 +145,7 @@ class Generator:
             raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=quantization)
         if check_weights and random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
+        check_limits(max_num_seqs, max_num_batched_tokens)
         target = pick_device(device)
         files, config = find(model, revision, need_weights=not random_weights, progress=progress is not None)
         length = pick_length(config, max_model_len)
@@ -206,9 +208,9 @@ class Generator:
         with closing(running), prompt_bar(len(running.all), progress) as advance:
             for _, completion in running:
                 advance(n_finished=1, n_tokens=len(completion.token_ids))
-        for completion in running.all:
+        for i, completion in enumerate(running.all):
             if completion.error is not None:
-                raise completion.error
+                raise completion.error if single else completion.error.within(f"prompts[{i}]")
         return running.all[0] if single else running.all
 
     def completions(
@@ -250,7 +252,7 @@ class Generator:
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1."""
-        return self._live.logits(token_ids)
+        return self._live.logits(self.encode(token_ids))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through."""
@@ -267,11 +269,13 @@ class Generator:
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation through the chat template, up to where the answer begins."""
+        if not isinstance(messages, list | tuple):
+            raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
         return self._text().encode_chat(list(messages))
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
-        self._live.abort(self._add(token_ids, self.effective_sampling(params)))
+        self._live.abort(self._add(self.encode(token_ids), self.effective_sampling(params)))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
@@ -348,8 +352,9 @@ class Generator:
     def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[Stream]:
         """Encoded and checked requests, not in the engine yet."""
         streams = []
-        for prompt, own in zip(prompts, params, strict=True):
-            tokens, sampling = self.encode(prompt), self.effective_sampling(own)
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
+                tokens, sampling = self.encode(prompt), self.effective_sampling(own)
             decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
             streams.append(Stream(Completion(tokens, [], "", None, sampling), decoder, StopStrings(sampling.stop), self.device))
         return streams
@@ -360,7 +365,8 @@ class Generator:
         try:
             for index, stream in enumerate(streams):
                 stream.started = time.perf_counter()
-                request = self._add(stream.completion.prompt_token_ids, stream.completion.sampling)
+                with inside(f"prompts[{index}]" if len(streams) > 1 else None):
+                    request = self._add(stream.completion.prompt_token_ids, stream.completion.sampling)
                 running[request], self._inbox[request] = index, []
             while running:
                 for output in self._outputs(running):

@@ -96,6 +96,8 @@ def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str] | None
     if (folder / _SINGLE).is_file():
         return (folder / _SINGLE,), None
     index = _read_index(folder / _INDEX)
+    if index is None and os.path.lexists(folder / _SINGLE):
+        raise CheckpointError("is not a file, or a link to none", where=folder / _SINGLE, hint="get the file again")
     if index is None:
         hint = f"only safetensors files are read{_contents(folder)}"
         raise CheckpointError(f"there is neither {_SINGLE} nor {_INDEX}", where=folder, hint=hint)
@@ -126,9 +128,9 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def _contents(folder: Path) -> str:
-    """What a folder holds in the way of weights, as the end of a hint."""
+    """What a folder holds in the way of weights under other names, as the end of a hint."""
     files = sorted(os.listdir(folder)) if folder.is_dir() else []
-    other = [name for name in files if name.endswith(".safetensors")]
+    other = [name for name in files if name.endswith(".safetensors") and name != _SINGLE]
     if len(other) == 1:
         return f"; if {other[0]} is the whole model, rename it to {_SINGLE}"
     other = other or [name for name in files if name.endswith((".bin", ".pth", ".pt", ".gguf"))]

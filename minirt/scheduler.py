@@ -14,6 +14,7 @@ from minirt.errors import ContextLengthError, InputError
 from minirt.kv_cache import KVCache
 
 MAX_NUM_BATCHED_TOKENS = 8192  # of a step, unless told otherwise
+MOST = 1 << 20  # sequences, or tokens, of a step
 
 
 @dataclass(eq=False)
@@ -39,6 +40,13 @@ class Sequence:
         return self.length - self.prompt_len
 
 
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raise InputError unless a step can have so many sequences and tokens; kernels count both in 32 bits."""
+    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if type(value) is not int or not 1 <= value <= MOST:
+            raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
+
+
 class Scheduler:
     """First come, first served; running sequences before waiting ones; the youngest is preempted when pages run out.
 
@@ -49,9 +57,6 @@ class Scheduler:
     """
 
     def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-            if value < 1:
-                raise InputError("must be at least 1", where=name, found=value)
         self._cache = cache
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_len = min(max_model_len, cache.capacity)

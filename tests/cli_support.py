@@ -46,5 +46,5 @@ def start(*arguments, **options):
     command = [sys.executable, "-P", "-m", "minirt.cli", *map(str, arguments)]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     return subprocess.Popen(command, preexec_fn=default, env=environment, **{**streams, **options})

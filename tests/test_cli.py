@@ -90,6 +90,14 @@ def test_json(run, folder, expected):
         assert record["sampling_sources"]["max_tokens"] == "user"
 
 
+def test_json_is_whole_whatever_the_terminal_shows(folder):
+    """A character that the terminal's encoding lacks is escaped, not replaced."""
+    arguments = ("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, "日本 ß")
+    process = start(*arguments, env={"PYTHONIOENCODING": "ascii"})
+    out, _ = process.communicate()
+    assert json.loads(out)["prompt"] == "日本 ß"
+
+
 def test_stop_and_end_of_sequence(run, copy, expected):
     done = expected("hello", 20)
     stop = done.text[4:7]

@@ -94,6 +94,14 @@ def test_bad_prompts(run, folder, tmp_path):
     refused(run(*base, "--prompt-file", tmp_path), "directory")
     refused(run(*base, "lone \udce9 surrogate"), "surrogate")
     refused(run(*base, "a" * 1_000_000), "at most 255 tokens", "--max-model-len")
+    refused(run(*base, "a", ""), "PROMPT 2: the prompt is empty")
+    refused(run(*base, "a", "--prompt-file", tmp_path / "empty"), f"{tmp_path / 'empty'}: the prompt is empty")
+
+
+@pytest.mark.parametrize("value", [10**24, 2 << 20])
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--max-num-batched-tokens"])
+def test_sizes_that_no_step_has(flag, value, run, folder):
+    refused(run("generate", "-m", folder, *CACHE, flag, value, "hello"), flag[2:].replace("-", "_"), "from 1 to 1048576")
 
 
 def test_debug_shows_the_cause(folder, capsys):

@@ -141,6 +141,12 @@ def test_command(folder, generator, tmp_path):
     plain = CliRunner().invoke(evaluate, common, catch_exceptions=False).output
     assert plain.startswith(f"perplexity     {perplexity(generator, TEXT, window=64).perplexity:.6g}\n")
     assert "bits a byte" in plain
+    for options, flag in ((("--max-length", "1"), "--max-length"), (("--stride", "64"), "--stride")):
+        with pytest.raises(InputError, match=f"^{flag}: "):
+            CliRunner().invoke(evaluate, [*common, *options], catch_exceptions=False)
+    path.write_text("")
+    with pytest.raises(InputError, match=r"text\.txt: "):
+        CliRunner().invoke(evaluate, common, catch_exceptions=False)
 
 
 @pytest.mark.slow

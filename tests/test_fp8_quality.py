@@ -166,5 +166,7 @@ def test_format_errors_on_the_command_line(tmp_path, capfd, monkeypatch):
     assert out.startswith("| layer | linear |")
     assert "no --model" in err
     refused(run(*command, "--max-length", 5), "--max-length", code=2)
+    assert run(*command[:-2], "-q")[0] == 0  # as many as the model holds
+    refused(run(*command[:-1], 513, "-q"), "--num-tokens", "expected 512", "found 513")
     (tmp_path / "text").write_text("a")
     refused(run(*command, "-q"), "text", "from 2 to 512", "found 1")

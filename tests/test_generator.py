@@ -114,6 +114,32 @@ def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(generator):
     assert not generator._inbox
 
 
+@pytest.mark.parametrize("prompts", [["hello", ""], ["hello", [5, 211]], ["hello", [5] * 256]], ids=lambda p: ascii(p)[:30])
+def test_an_error_names_its_prompt(prompts, generator):
+    with pytest.raises(InputError, match=r"^prompts\[1\]"):
+        generator.generate(prompts, params())
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2.0}, {"max_num_seqs": -1}, {"max_num_batched_tokens": "8"}], ids=str)
+def test_limits_of_a_step(limits, folder):
+    with pytest.raises(InputError, match=f"{next(iter(limits))}.*an integer from 1 to"):
+        load(folder, **limits)
+
+
+@pytest.mark.parametrize("tokens", [None, 3, [1.5], "", [211]], ids=repr)
+def test_what_are_no_tokens(tokens, generator):
+    for ask in (generator.logits, generator.check, generator.chat):
+        with pytest.raises(InputError):
+            ask(tokens)
+
+
+def test_logits_of_chunks(folder, generator):
+    """No more tokens at once than a step may have."""
+    tokens = list(range(3, 60))
+    with load(folder, max_num_batched_tokens=7) as small:
+        torch.testing.assert_close(small.logits(tokens), generator.logits(tokens), rtol=0, atol=2e-4)
+
+
 def test_too_long_prompts(folder, generator):
     with pytest.raises(ContextLengthError, match=r"at most 255 tokens.*found 256 tokens.*--max-model-len"):
         generator.generate([5] * 256)

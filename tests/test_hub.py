@@ -166,6 +166,14 @@ def test_no_usable_weights(files: list[str], words: str, tmp_path: Path) -> None
     assert words in str(caught.value)
 
 
+def test_weights_that_are_no_file(tmp_path: Path) -> None:
+    """To rename them would not help."""
+    fill(tmp_path, {"config.json": "{}"})
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob that is gone")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a file"):
+        resolve(tmp_path)
+
+
 # --- the Hub's cache, offline ---
 
 
