@@ -97,9 +97,9 @@ def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
 def pick_length(config: ModelConfig, asked: int | None) -> int:
     """Positions to serve: those asked for, else all that the model has."""
     if asked is None:
-        return config.max_position_embeddings
-    if type(asked) is not int or not 1 <= asked <= config.max_position_embeddings:
-        expected = f"1 to {config.max_position_embeddings}"
+        return config.context_len
+    if type(asked) is not int or not 1 <= asked <= config.context_len:
+        expected = f"1 to {config.context_len}"
         raise ConfigError("outside the model's context", where="--max-model-len", expected=expected, found=asked)
     return asked
 

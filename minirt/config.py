@@ -77,6 +77,12 @@ class ModelConfig:
     rope: RopeConfig
 
     @property
+    def context_len(self) -> int:
+        """Positions that the model has; yarn stretches those that it was trained on to `factor` times as many."""
+        stretched = int(self.rope.factor * self.rope.original_max_position) if self.rope.kind == "yarn" else 0
+        return max(self.max_position_embeddings, min(stretched, MAX_POSITIONS))
+
+    @property
     def num_parameters(self) -> int:
         """Weights and biases of the whole model; a tied LM head is counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

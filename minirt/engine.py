@@ -170,7 +170,9 @@ class Engine:
         settings = [(self._requests[s.id].sampling, s.num_generated) for s in sampled]
         try:
             step = self._runner.start([chunk for _, chunk in work], settings)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # PyTorch's, or Triton's where a kernel cannot be loaded
+            if "out of memory" not in str(error):
+                raise
             tokens = sum(len(chunk.tokens) for _, chunk in work)
             failure = OutOfMemoryError(
                 f"no memory left for a step of {len(work)} sequences and {tokens} tokens",

@@ -124,9 +124,10 @@ def match(
             raise CheckpointError(
                 "wrong shape", where=f"{entry.file.name}: {name}", expected=list(shape), found=list(entry.shape)
             )
+    for entry in (entries[n] for n in entries if n in wanted or _tied_copy(model, n)):
         if entry.dtype not in FLOATS:
             raise CheckpointError(
-                "wrong dtype", where=f"{entry.file.name}: {name}", expected=" or ".join(FLOATS), found=entry.dtype
+                "wrong dtype", where=f"{entry.file.name}: {entry.name}", expected=" or ".join(FLOATS), found=entry.dtype
             )
     unused = tuple(
         sorted(n for n in entries if n not in wanted and not n.endswith(DERIVED) and not _tied_copy(model, n))

@@ -8,7 +8,9 @@ import torch
 from tiny import add_tokenizer
 
 from minirt import Generator, choose, weights
+from minirt.choose import pick_length
 from minirt.errors import ConfigError, DeviceError, InputError, ModelNotFoundError, OutOfMemoryError, UnsupportedError
+from minirt.models import parse_config
 
 
 def load(folder, **options):
@@ -52,6 +54,18 @@ def test_rope_tables_count_as_memory(copy, monkeypatch):
     monkeypatch.setattr(weights, "free_memory", lambda device: 4 << 30)
     with pytest.raises(OutOfMemoryError, match=r"16777216 positions.*--max-model-len"):
         load(copy)
+
+
+def test_yarn_stretches_the_context(copy):
+    """Qwen's documents add the scaling and leave max_position_embeddings what it was."""
+    path = copy / "config.json"
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": None, "rope_scaling": scaling}))
+    config = parse_config(json.loads(path.read_text()))
+    assert config.max_position_embeddings == 256
+    assert (pick_length(config, None), pick_length(config, 1024)) == (1024, 1024)
+    with pytest.raises(ConfigError, match=r"--max-model-len.*1 to 1024"):
+        pick_length(config, 1025)
 
 
 @pytest.mark.usefixtures("no_allocation")

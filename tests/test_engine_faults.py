@@ -30,9 +30,15 @@ def steps(it):
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_out_of_memory_ends_the_requests_of_that_step(at, lookahead):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nmore"),
+     RuntimeError("Triton Error [CUDA]: out of memory, 7.00 GiB")],  # of a kernel that cannot be loaded
+    ids=["allocator", "kernel"],
+)  # fmt: skip
+def test_out_of_memory_ends_the_requests_of_that_step(error, at, lookahead):
     it, cache = engine(lookahead=lookahead)
-    failing(it, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nmore"), at)
+    failing(it, error, at)
     ids = [it.add([50 + i] * 5, resolve(None, None)) for i in range(3)]
     errors = {}
     while it.has_work:

@@ -118,6 +118,9 @@ def test_tied_head_saved_twice(hf_folder):
     rewrite(folder, lambda t: t["lm_head.weight"].view(-1)[5].add_(1))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         load(folder)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].double()}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: wrong dtype.*F64"):
+        load(folder)
 
 
 def test_old_rotary_buffers_are_skipped(hf_folder):
