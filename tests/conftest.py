@@ -8,7 +8,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see tests/emulate
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it reads this once
 
 

@@ -17,11 +17,14 @@ from minirt.bench import bounds
 from minirt.kernels import reference
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
+EMULATES = "MINIRT_EMULATE" in os.environ  # see tests/emulate
+if EMULATES:
+    import emulate.launch  # noqa: F401 (takes the place of Triton's launches)
+elif not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported, so before any kernel is
 
 # The interpreter's bf16 tl.dot gives garbage (3.6 and 3.9): bf16 is for the GPU.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU or EMULATES else [])
 
 
 def _name(dtype: torch.dtype) -> str:

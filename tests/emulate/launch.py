@@ -1,0 +1,125 @@
+"""Triton's launches, emulated: `install` puts them in the place of a GPU's."""
+
+import ctypes
+import itertools
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from emulate.translate import Kernel
+from minirt.kernels import common
+
+HOPPER = 90
+COMPILER = ("g++", "-O1", "-w", "-std=c++17", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC")
+FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
+_folder = tempfile.TemporaryDirectory(prefix="emulate-")
+_count = itertools.count()
+
+
+class EmulationError(AssertionError):
+    """What a kernel must not do: each finding with the PTX line, in the file that the message names."""
+
+
+class _Hopper:
+    """As much of a Triton driver as a compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", HOPPER, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def install(seed: int, without: Sequence[str] = ()) -> None:
+    """From now on kernels are compiled for Hopper and emulated. `without`: instructions, by how they begin, to leave out."""
+    if shutil.which(COMPILER[0]) is None:
+        raise RuntimeError(f"{COMPILER[0]} is needed to emulate kernels")
+    driver.set_active(_Hopper())
+    modules = [module for name, module in sys.modules.items() if name.startswith("minirt.kernels")]
+    for module in modules:
+        if hasattr(module, "capability"):
+            module.capability = lambda device: HOPPER  # type: ignore[attr-defined]
+    common.capability = lambda device: HOPPER  # type: ignore[assignment]  # for those that are imported later
+    compile_ = jit.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        compiled = compile_(self, *args, grid=(1,), warmup=True, **kwargs)
+        values = dict(zip(self.arg_names, args, strict=False)) | {name: kwargs[name] for name in self.arg_names if name in kwargs}
+        sizes = tuple(grid(values) if callable(grid) else grid)
+        _launch(compiled, values, (*sizes, 1, 1)[:3], seed + next(_count), tuple(without))
+        return compiled
+
+    jit.JITFunction.run = run
+
+
+@cache
+def _program(ptx: str, without: tuple[str, ...]) -> tuple[Kernel, Callable[..., bytes], Path]:
+    kernel = Kernel(ptx, without)
+    path = Path(_folder.name) / f"{next(_count)}.ptx"
+    path.write_text(ptx)
+    path.with_suffix(".cpp").write_text(kernel.source)
+    library = path.with_suffix(".so")
+    subprocess.run([*COMPILER, str(path.with_suffix(".cpp")), "-o", str(library)], check=True)
+    function = ctypes.CDLL(str(library)).run
+    function.restype = ctypes.c_char_p
+    return kernel, function, path
+
+
+def _launch(compiled: Any, values: dict[str, Any], grid: tuple[int, ...], seed: int, without: tuple[str, ...]) -> None:
+    kernel, function, path = _program(compiled.asm["ptx"], without)
+    packed, memory = [], []
+    for name, kind in compiled.src.signature.items():
+        if kind != "constexpr":
+            bytes_, tensor = _packed(values[name], kind)
+            packed += bytes_
+            memory += [tensor.untyped_storage()] if tensor is not None else []
+    packed += [bytes(size) for _, size in kernel.parameters[len(packed) :]]  # scratch that no kernel asks for
+    end = sum(kernel.parameters[-1])
+    buffer = ctypes.create_string_buffer(end + 64)
+    start = -ctypes.addressof(buffer) % 64
+    for (offset, size), value in zip(kernel.parameters, packed, strict=True):
+        if len(value) != size:
+            raise EmulationError(f"{compiled.name}: a parameter of {size} bytes, not {len(value)}")
+        buffer[start + offset : start + offset + size] = value
+    ranges = [edge for storage in memory for edge in (storage.data_ptr(), storage.data_ptr() + storage.nbytes())]
+    findings = function(
+        ctypes.c_void_p(ctypes.addressof(buffer) + start), (ctypes.c_uint32 * 3)(*grid), kernel.threads, ctypes.c_uint64(seed),
+        (ctypes.c_uint64 * len(ranges))(*ranges), len(memory),
+    ).decode()  # fmt: skip
+    if findings:
+        kept = Path(tempfile.gettempdir()) / f"{compiled.name}.ptx"
+        shutil.copy(path, kept)
+        raise EmulationError(f"{compiled.name}, grid {grid}, {kept}:\n{findings}")
+
+
+def _packed(value: Any, kind: str) -> tuple[list[bytes], torch.Tensor | None]:
+    """An argument as the kernel's parameters, and the tensor behind it."""
+    if kind.startswith("tensordesc"):  # block.h's Descriptor, then shape and strides
+        tensor, (rows, columns) = value.base, value.shape
+        size, swizzle = tensor.element_size(), value.layout.swizzle_byte_width
+        box = (min(value.block_shape[0], 256), min(value.block_shape[1], swizzle // size))
+        descriptor = struct.pack("Qqqqiiii", tensor.data_ptr(), rows, columns, value.strides[0], *box, size, swizzle)
+        sizes = [*(struct.pack("i", n) for n in value.shape), *(struct.pack("q", n) for n in value.strides)]
+        return [descriptor.ljust(128, b"\0"), *sizes], tensor
+    if kind.startswith("*"):
+        tensor = getattr(value, "base", value)
+        return [struct.pack("Q", tensor.data_ptr())], tensor
+    return [struct.pack(FORMATS[kind], value)], None
+
+
+if "MINIRT_EMULATE" in os.environ:
+    install(int(os.environ["MINIRT_EMULATE"]), tuple(filter(None, os.environ.get("MINIRT_EMULATE_WITHOUT", "").split(","))))

@@ -1,0 +1,51 @@
+"""Kernels for Hopper without a GPU, see `tests/emulate`. Catches what only they do wrong, barriers and fences that are missing,
+accesses outside of tensors, deadlocks; and an emulation that would not notice."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = [str(Path(__file__).with_name(name)) for name in ("test_attention_decode_fp8.py", "test_attention_decode.py")]
+# On pages of FP8 narrow items, and wide ones with heads beside the last; more blocks than there are slots for their scales; wide
+# items whose slots are overwritten. On pages of 16 bits one tile of channels, and two.
+FUSED = "fused and True and not bfloat16 and float16"
+CASES = f"{FUSED} and ((fp8_pages and (130 or (513 and 255 and not 21) or (513 and 1300))) or (write and (1100 or 129)))"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+
+
+def emulated(selection: str, without: str = "") -> str:
+    """What pytest says of the tests so selected."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"MINIRT_EMULATE": "1", "MINIRT_EMULATE_WITHOUT": without}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES, "-k", selection]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False).stdout
+
+
+def test_attention_of_decode_steps():
+    said = emulated(CASES)
+    assert "8 passed" in said, said[-6000:]
+    assert "failed" not in said, said[-6000:]
+
+
+@pytest.mark.parametrize(
+    ("without", "finding"),
+    [
+        ("fence.proxy", "write after read: TMA overwrites what a thread"),
+        ("bar.sync", "a thread reads what a thread"),
+        ("cp.async.mbarrier.arrive", "waits at an mbarrier for ever"),
+        ("mbarrier.arrive.shared", "waits at an mbarrier for ever"),
+    ],
+)
+def test_what_is_missing_is_found(without, finding):
+    said = emulated(f"{FUSED} and fp8_pages and 130 and 200 and not 66", without)
+    assert finding in said, said[-6000:]
+    assert "EmulationError" in said
+    assert "passed" not in said
