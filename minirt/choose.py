@@ -114,17 +114,19 @@ def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
 
 
 def check_memory(
-    graph: Model, length: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype, kv_cache_memory: int | None
-) -> None:
-    """Refuse what will not fit, before anything is allocated."""
+    graph: Model, length: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype, kv_cache_memory: int | None,
+    max_num_seqs: int,
+) -> None:  # fmt: skip
+    """Refuse what will not fit, before anything is allocated. Of `kv_cache_memory` counts what `page_count` takes of it."""
     # The rope tables are made on the CPU, where with what they are made from they take four times their size.
     tables = (16 if device.type == "cpu" else 4) * length * graph.config.head_dim
     needed = graph.weight_bytes(dtype) + tables
     what = f"{graph.num_parameters / 1e9:.2f} G weights and the tables of {length} positions"
     weights.require_memory(needed, device, what, "take --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
-        _pages_in(kv_cache_memory, page_bytes(graph.kv_shapes, kv_dtype))
-        weights.require_memory(needed + kv_cache_memory, device, f"{what}, and KV pages,", "lower --kv-cache-memory")
+        one = page_bytes(graph.kv_shapes, kv_dtype)
+        pages = min(_pages_in(kv_cache_memory, one), max_num_seqs * -(-length // PAGE_SIZE)) * one
+        weights.require_memory(needed + pages, device, f"{what}, and KV pages,", "lower --kv-cache-memory")
 
 
 def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:

@@ -17,6 +17,7 @@ from minirt.cli_options import (
     output_format_option,
     quiet_option,
     read_prompt,
+    require_tokenizer,
     set_up_triton,
 )
 from minirt.cli_output import note, write
@@ -149,4 +150,5 @@ def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[in
         from minirt.bench.compare_text import TEXT
 
         text = TEXT
+    require_tokenizer(generator, "--text")
     return generator.encode(text)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli_options import debug_option, load_options, model_name, open_generator, quiet_option, read_prompt
+from minirt.cli_options import (
+    debug_option,
+    load_options,
+    model_name,
+    open_generator,
+    quiet_option,
+    read_prompt,
+    require_tokenizer,
+)
 from minirt.cli_output import write
 from minirt.errors import InputError
 from minirt.progress import LoadProgress, load_bars
@@ -46,6 +54,7 @@ def perplexity_command(
     with open_generator(options, quiet) as generator:
         from minirt.evaluation import perplexity
 
+        require_tokenizer(generator, "--text")
         try:
             with _bar(quiet) as progress:
                 result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
@@ -84,6 +93,7 @@ def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, *
             impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, enforce_eager=True, progress=bars,
         )
         plain = stack.enter_context(load())
+        require_tokenizer(plain, "--text")
         most = plain.model.max_model_len
         if num_tokens is not None and num_tokens > most:
             raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli_output import note
-from minirt.errors import ConfigError, InputError, MinirtError, UnsupportedError
+from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError
 from minirt.progress import load_bars
 
 if TYPE_CHECKING:
@@ -219,6 +219,12 @@ def read_prompt(name: str) -> str:
     except UnicodeDecodeError as error:
         byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise InputError("not valid UTF-8", where=name, found=byte) from error
+
+
+def require_tokenizer(generator: "Generator", flag: str) -> None:
+    """For what takes nothing but a text."""
+    if generator.tokenizer is None:
+        raise TokenizerError("the model has no tokenizer for a text", where=flag, found=generator.name)
 
 
 def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:

@@ -91,6 +91,9 @@ def tune(
                 if not options["quiet"]:
                     note(_line(family, outcome))
                 torch.cuda.empty_cache()
+    if not rows:
+        what, found = "no kernel to be tuned runs steps of so many tokens", ",".join(map(str, tokens))
+        raise InputError(what, where="--tokens", found=found, hint="minirt tune without --kernel and --tokens takes all")
     if not options["quiet"]:
         faster = sum(own["config"] is not None for own in rows)
         note(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")

@@ -159,7 +159,7 @@ class Generator:
         if checkpoint:
             entries = weights.read_headers(checkpoint.weight_files, checkpoint.weight_index)
             weights.match(graph, entries, layers is not None)
-        check_memory(graph, length, chosen, target, kv_dtype, kv_cache_memory)
+        check_memory(graph, length, chosen, target, kv_dtype, kv_cache_memory, max_num_seqs)
         graph.allocate(target, chosen, length, kv_dtype)
         graph.resolve(impl)
         report = weights.LoadReport(0, ())
@@ -346,7 +346,7 @@ class Generator:
 
     def _add(self, tokens: Sequence[int], sampling: EffectiveSampling) -> int:
         if sampling.stop and self.tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer", where=self.name)
+            raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
         return self._live.add(tokens, sampling, self.eos_token_ids)
 
     def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[Stream]:

@@ -84,7 +84,8 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
         for name, file_name in index.items():
             if name not in entries or entries[name].file.name != file_name:
                 found = entries[name].file.name if name in entries else "in no file"
-                raise CheckpointError("the index and the files disagree", where=name, expected=file_name, found=found)
+                where = f"{files[0].parent}: {name}"
+                raise CheckpointError("the index and the files disagree", where=where, expected=file_name, found=found)
         extra = sorted(entries.keys() - index.keys())
         if extra:
             raise CheckpointError(
@@ -122,12 +123,12 @@ def match(
         entry = entries[name]
         if entry.shape != shape:
             raise CheckpointError(
-                "wrong shape", where=f"{entry.file.name}: {name}", expected=list(shape), found=list(entry.shape)
+                "wrong shape", where=f"{entry.file}: {name}", expected=list(shape), found=list(entry.shape)
             )
     for entry in (entries[n] for n in entries if n in wanted or _tied_copy(model, n)):
         if entry.dtype not in FLOATS:
             raise CheckpointError(
-                "wrong dtype", where=f"{entry.file.name}: {entry.name}", expected=" or ".join(FLOATS), found=entry.dtype
+                "wrong dtype", where=f"{entry.file}: {entry.name}", expected=" or ".join(FLOATS), found=entry.dtype
             )
     unused = tuple(
         sorted(n for n in entries if n not in wanted and not n.endswith(DERIVED) and not _tied_copy(model, n))
@@ -171,7 +172,7 @@ def load(
     def place(entry: Entry, tensor: torch.Tensor) -> None:
         if check_weights and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
-            raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file.name}: {entry.name}")
+            raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file}: {entry.name}")
         for holder in targets[entry.name]:
             holder.load(entry.name, tensor)
 
@@ -221,7 +222,7 @@ def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
     if tensor.shape != table.shape or not torch.equal(tensor.to(table.device, table.dtype), table):
         raise CheckpointError(
             "config.json ties the head to the embedding, but the checkpoint has another head",
-            where=f"{entry.file.name}: {entry.name}",
+            where=f"{entry.file}: {entry.name}",
             hint="set tie_word_embeddings to false in config.json",
         )
 

@@ -40,11 +40,17 @@ def test_memory_is_checked_first(folder, monkeypatch):
     monkeypatch.setattr(weights, "free_memory", lambda device: 20 << 30)
     with pytest.raises(OutOfMemoryError, match=r"72\.71 G .*expected 271\.10 GiB; found 20\.00 GiB free.*smaller"):
         load("Qwen2.5-72B", random_weights=True)
-    with pytest.raises(OutOfMemoryError, match=r"KV pages.*expected 900\..*GiB; found 20.*--kv-cache-memory"):
-        load(folder, kv_cache_memory=900 << 30)
+    with pytest.raises(OutOfMemoryError, match=r"KV pages.*expected 192\..*GiB; found 20.*--kv-cache-memory"):
+        load(folder, kv_cache_memory=900 << 30, max_num_seqs=1 << 20)
     for wrong in (0, -1, 1000, 1e9, True):
         with pytest.raises(ConfigError, match=r"--kv-cache-memory.*49152 bytes"):
             load(folder, kv_cache_memory=wrong)
+
+
+def test_what_no_sequence_needs_is_neither_taken_nor_refused(folder, monkeypatch):
+    monkeypatch.setattr(weights, "free_memory", lambda device: 20 << 30)
+    with load(folder, kv_cache_memory=900 << 30, max_num_seqs=3) as generator:
+        assert generator.kv_cache_bytes == 3 * 4 * 49152
 
 
 @pytest.mark.usefixtures("no_allocation")

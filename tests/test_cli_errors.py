@@ -62,7 +62,7 @@ def test_bad_sizes(text):
      ("--top-p", "1.1"), ("--min-p", "-0.1"), ("--top-k", "-2"), ("--seed", "-1"), ("--seed", str(2**64)),
      ("--max-tokens", "0"), ("--max-tokens", "-3"), ("--stop", ""), ("--device", "tpu"), ("--dtype", "int4"),
      ("--impl", "foo"), ("--impl", "layers.99.*=eager"), ("--impl", "layers.*="), ("--max-model-len", "0"),
-     ("--max-model-len", "257"), ("--kv-cache-memory", "100"), ("--kv-cache-memory", "900TiB"), ("--revision", "main")],
+     ("--max-model-len", "257"), ("--kv-cache-memory", "100"), ("--revision", "main")],
 )  # fmt: skip
 def test_bad_values(flag, value, run, folder):
     name = {"--impl": value.partition("=")[2] or value, "--revision": "revision"}.get(flag, flag)
@@ -78,7 +78,8 @@ def test_out_of_memory(run, folder, monkeypatch):
     monkeypatch.setattr(weights, "free_memory", lambda device: 20 << 30)
     result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "hello")
     refused(result, "271.10 GiB", "20.00 GiB free", "smaller model")
-    refused(run("generate", "-m", folder, "--kv-cache-memory", "900GiB", "hello"), "900.", "lower --kv-cache-memory")
+    pages = ("--kv-cache-memory", "900GiB", "--max-num-seqs", 1 << 20)
+    refused(run("generate", "-m", folder, *pages, "hello"), "192.", "lower --kv-cache-memory")
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to …")):
         monkeypatch.setattr(Generator, "check", lambda *_, error=error: (_ for _ in ()).throw(error))
         refused(run("generate", "-m", folder, *CACHE, "hello"), "out of memory", "--max-model-len")

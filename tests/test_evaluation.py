@@ -5,6 +5,7 @@ Catches a token scored twice, never, or by the wrong row; a window that begins a
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tiny import add_tokenizer
 
 from minirt import Generator
 from minirt.cli_eval import evaluate
-from minirt.errors import ContextLengthError, InputError, NumericsError
+from minirt.errors import ContextLengthError, InputError, NumericsError, TokenizerError
 from minirt.evaluation import perplexity
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. What is the capital of Spain? Paris; is it?\n" * 4
@@ -144,6 +145,9 @@ def test_command(folder, generator, tmp_path):
     for options, flag in ((("--max-length", "1"), "--max-length"), (("--stride", "64"), "--stride")):
         with pytest.raises(InputError, match=f"^{flag}: "):
             CliRunner().invoke(evaluate, [*common, *options], catch_exceptions=False)
+    shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(TokenizerError, match=r"^--text: the model has no tokenizer"):
+        CliRunner().invoke(evaluate, [*common, "--model", str(tmp_path / "bare")], catch_exceptions=False)
     path.write_text("")
     with pytest.raises(InputError, match=r"text\.txt: "):
         CliRunner().invoke(evaluate, common, catch_exceptions=False)
