@@ -28,6 +28,9 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.format != "fp8":
             raise ConfigError("unknown quantization", where="quantization", expected="fp8", found=repr(self.format))
+        if not isinstance(self.head, bool | None):
+            expected = "True, False or None"
+            raise ConfigError("not an acceptable value", where="quantize_head", expected=expected, found=repr(self.head))
 
     def covers_head(self, tied: bool) -> bool:
         """Whether the head is quantized; `tied`: its weights are the embedding's."""

@@ -349,7 +349,11 @@ def test_nan_logits_are_reported_and_nothing_stays(copy):
 # Closing
 
 
-@pytest.mark.parametrize("options", [{"quantize_head": True}, {"check_weights": True, "random_weights": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"quantize_head": True}, {"check_weights": True, "random_weights": True}, {"quantize_head": "no", "quantization": "fp8"}],
+    ids=str,
+)
 def test_options_that_would_be_ignored(folder, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         load(folder, **options)

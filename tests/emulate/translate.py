@@ -72,7 +72,7 @@ class Kernel:
         for statement in self._statements(ptx[found.end() :]):
             try:
                 self._translate(statement)
-            except (UnknownPTXError, KeyError, IndexError, TypeError, ValueError) as error:
+            except (UnknownPTXError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
                 raise UnknownPTXError(f"PTX line {self._line}: {statement}: {error!r}") from error
         registers = "\n".join(f"{TYPES[kind]} {name}[32];" for name, kind in self._registers.items())
         body = "\n".join(self._lines)
@@ -95,7 +95,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
         body = re.sub(r"//.*|^[ \t]*\.loc\b.*", "", body, flags=re.MULTILINE)
         token = re.compile(r"\s*(?:(?P<label>[$\w]+):(?!:)|(?P<brace>[{}])|(?P<text>[^;{}][^;]*);)")
         at = 0
-        while len(self._scopes) > 0 and (found := token.match(body, at)):
+        while self._scopes and (found := token.match(body, at)):
             kind = str(found.lastgroup)
             self._line += body.count("\n", at, found.start(kind))
             if kind == "text":
@@ -109,6 +109,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
                 self._scopes.append({"": f"_{self._num_scopes}"})
             self._line += body.count("\n", found.start(kind), found.end())
             at = found.end()
+        if self._scopes:
+            raise UnknownPTXError(f"what follows PTX line {self._line} cannot be read")
 
     # Names and operands
 
@@ -161,8 +163,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
         wide = own is not None and SIZES[self._registers[own]] == 8
         return f"({self._value(base, 'u64' if wide else 'u32')} + {plus or 0})"
 
-    def _array(self, name: str, operand: str, const: str = "u32* const") -> str:
-        return f"{const} {name}[] = {{{', '.join(f'(u32*)r.{self._register(x)}' for x in parts(operand))}}};"
+    def _array(self, name: str, operand: str) -> str:
+        return f"u32* const {name}[] = {{{', '.join(f'(u32*)r.{self._register(x)}' for x in parts(operand))}}};"
 
     # Instructions
 
@@ -170,15 +172,12 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if statement.endswith(":"):
             self._lines.append(f"{self._label(statement[:-1])}:;")
             return
-        if found := re.match(r"(\$\w+): \.branchtargets (.*)", statement):
-            self._tables[found[1]] = split(found[2])
-            return
         if found := re.match(r"\.reg \.(\w+) (.*)", statement):
             self._declare(*found.groups())
             return
         guard, name, rest = re.match(r"(?:@(!?[%\w]+) )?(\S+) ?(.*)", statement).groups()
         operands = split(rest)
-        if name.startswith(".branchtargets"):
+        if name == ".branchtargets":  # of the label before it
             self._tables[self._lines.pop().removesuffix(":;")] = operands
         elif name.startswith(("bra", "ret", "brx")):
             self._branch(name, operands, guard)

@@ -5,14 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-FILES = [str(Path(__file__).with_name(name)) for name in ("test_attention_decode_fp8.py", "test_attention_decode.py")]
+HERE = Path(__file__).parent
+DECODE = ("test_attention_decode_fp8.py", "test_attention_decode.py")
+FP16 = "float16 and not bfloat16"
 # On pages of FP8 narrow items, and wide ones with heads beside the last; more blocks than there are slots for their scales; wide
 # items whose slots are overwritten. On pages of 16 bits one tile of channels, and two.
-FUSED = "fused and True and not bfloat16 and float16"
+FUSED = f"{FP16} and fused and True"
 CASES = f"{FUSED} and ((fp8_pages and (130 or (513 and 255 and not 21) or (513 and 1300))) or (write and (1100 or 129)))"
 
 pytestmark = [
@@ -21,17 +24,25 @@ pytestmark = [
 ]
 
 
-def emulated(selection: str, without: str = "") -> str:
+def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
     """What pytest says of the tests so selected."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"MINIRT_EMULATE": "1", "MINIRT_EMULATE_WITHOUT": without}
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES, "-k", selection]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False).stdout
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in files)]
+    return subprocess.run([*command, "-k", selection], capture_output=True, text=True, env=environment, check=False).stdout
 
 
-def test_attention_of_decode_steps():
-    said = emulated(CASES)
-    assert "8 passed" in said, said[-6000:]
+@pytest.mark.parametrize(
+    ("files", "selection", "count"),
+    [
+        (DECODE, CASES, 8),
+        (["test_attention.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
+    ],
+    ids=["decode", "prompts"],
+)
+def test_attention(files, selection, count):
+    said = emulated(files, selection)
+    assert f"{count} passed" in said, said[-6000:]
     assert "failed" not in said, said[-6000:]
 
 
@@ -45,7 +56,7 @@ def test_attention_of_decode_steps():
     ],
 )
 def test_what_is_missing_is_found(without, finding):
-    said = emulated(f"{FUSED} and fp8_pages and 130 and 200 and not 66", without)
+    said = emulated(DECODE, f"{FUSED} and fp8_pages and 130 and 200 and not 66", without)
     assert finding in said, said[-6000:]
     assert "EmulationError" in said
     assert "passed" not in said
