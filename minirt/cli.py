@@ -83,7 +83,7 @@ def generate(
         generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
         return
     texts = [*prompts, *(read_prompt(name) for name in files)]
-    places = [f"PROMPT {i}" for i in range(1, len(prompts) + 1)] + list(files) if len(texts) > 1 else [None]
+    places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(files)
     if not texts:
         raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")
     params = sampling_params(options)

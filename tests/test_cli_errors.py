@@ -90,7 +90,7 @@ def test_bad_prompts(run, folder, tmp_path):
     (tmp_path / "empty").touch()
     base = ("generate", "-m", folder, *CACHE)
     refused(run(*base, ""), "empty")
-    refused(run(*base, "--prompt-file", tmp_path / "empty"), "empty")
+    refused(run(*base, "--prompt-file", tmp_path / "empty"), f"{tmp_path / 'empty'}: the prompt is empty")
     refused(run(*base, "--prompt-file", tmp_path / "latin"), "UTF-8", "0xe9 at offset 3")
     refused(run(*base, "--prompt-file", tmp_path), "directory")
     refused(run(*base, "lone \udce9 surrogate"), "surrogate")
