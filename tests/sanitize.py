@@ -8,8 +8,9 @@ in PyTorch's pools memcheck would miss an access just past the end of one. The t
 of cuBLAS that have clusters of blocks, too: where these run and are not followed, it ends in hardware exceptions. racecheck takes
 up to 90 GB of GPU memory for a large test: those that had none are run again by a call with fewer --jobs.
 
-racecheck reports each dispatch of roles in kernels with `warp_specialize`, which `kernels/racecheck_probe.py` shows to be none,
-and kernels of cuBLAS. Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one
+racecheck reports each dispatch of roles in kernels with `warp_specialize`, and reads of what a `cp.async` overwrites later, where
+one thread says at an mbarrier, for all readers, that it may. `kernels/racecheck_probe.py` shows both to be no races. It reports
+kernels of cuBLAS, too. Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one
 that has not ended.
 """
 
@@ -19,7 +20,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +34,7 @@ AT_ONCE = {"huge": 0, "large": 1 / 3, "small": 2 / 3}  # processes on a GPU, a s
 TO_END = 45  # seconds before the limit, after which no process begins a test
 FOLLOWED = {"memcheck": "_kernel$", "racecheck": "_kernel$|^nvjet"}  # our kernels' names end in _kernel, libraries' do not
 PROBE = ROOT / "tests" / "kernels" / "sanitizer_probe.py"
-ACCESS = re.compile(r"access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
+ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
 NAMED = re.compile(r"access at (\S.*)\+0x[0-9a-f]+")
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY")
 NO_FINDING = re.compile(r"COMPUTE-SANITIZER|Target application returned an error|\S+ SUMMARY")
@@ -41,11 +42,12 @@ BLIND = re.compile(r"out of memory|Internal Sanitizer Error")
 
 
 class Findings(NamedTuple):
-    """What a log says. `roles`: races reported in the dispatch of roles; `libraries`: in kernels that are not ours; `others`:
-    first lines of all other reports; `ended`: the tool came to its summary; `blind`: it failed or ran out of memory, after
-    which it may miss things."""
+    """What a log says. `roles`: races reported in the dispatch of roles; `copies`: between reads and copies that overwrite;
+    `libraries`: in kernels that are not ours; `others`: first lines of all other reports; `ended`: the tool came to its summary;
+    `blind`: it failed or ran out of memory, after which it may miss things."""
 
     roles: int
+    copies: int
     libraries: int
     others: list[str]
     ended: bool
@@ -53,7 +55,7 @@ class Findings(NamedTuple):
 
 
 def findings(log: str) -> Findings:
-    roles, libraries, others, blind = 0, 0, [], False
+    roles, copies, libraries, others, blind = 0, 0, 0, [], False
     for block in re.split(r"^=========\s*$", log, flags=re.MULTILINE):
         lines = [line.removeprefix("=========").strip() for line in block.splitlines() if line.startswith("=========")]
         lines = [line for line in lines if not NO_FINDING.match(line)]
@@ -61,18 +63,20 @@ def findings(log: str) -> Findings:
             continue
         if BLIND.search(lines[0]):
             blind = True
-        elif "Race reported" in lines[0] and _all_dispatch_roles(lines):
+        elif "Race reported" in lines[0] and _all_are(lines, _dispatches_roles):
             roles += 1
+        elif "Race reported" in lines[0] and _all_are(lines, _copies_or_reads):
+            copies += 1
         elif "Race reported" in lines[0] and _all_in_libraries(lines):
             libraries += 1
         else:
             others.append(lines[0])
-    return Findings(roles, libraries, others, bool(SUMMARY.search(log)), blind)
+    return Findings(roles, copies, libraries, others, bool(SUMMARY.search(log)), blind)
 
 
-def _all_dispatch_roles(lines: Sequence[str]) -> bool:
+def _all_are(lines: Sequence[str], wanted: Callable[[str, str, str, str], bool]) -> bool:
     places = [ACCESS.search(line) for line in lines if "access at" in line]
-    return all(place is not None and _dispatches_roles(*place.groups()) for place in places)
+    return all(place is not None and wanted(*place.groups()) for place in places)
 
 
 def _all_in_libraries(lines: Sequence[str]) -> bool:
@@ -81,12 +85,18 @@ def _all_in_libraries(lines: Sequence[str]) -> bool:
     return all(name is not None and not name[1].endswith("_kernel") for name in names)
 
 
-def _dispatches_roles(kernel: str, file: str, line: str) -> bool:
+def _dispatches_roles(access: str, kernel: str, file: str, line: str) -> bool:
     """Whether a place in a kernel's source is what becomes of `warp_specialize`: the call, the condition that it stands under, or
     the line of the kernel's name."""
     text, following = [*_lines(ROOT / "kernels" / file)[int(line) - 1 :][:2], "", ""][:2]
     under = text.strip().startswith(("if ", "elif ", "else:")) and "warp_specialize(" in following
     return text.startswith(f"def {kernel}(") or "warp_specialize(" in text or under
+
+
+def _copies_or_reads(access: str, kernel: str, file: str, line: str) -> bool:
+    """Whether a place in a kernel's source writes by an asynchronous copy, or reads shared memory."""
+    text = [*_lines(ROOT / "kernels" / file)[int(line) - 1 :][:1], ""][0].strip()
+    return text.startswith("copy(") if access == "Write" else ".load(" in text
 
 
 def outcomes(output: str) -> dict[str, str]:
@@ -175,6 +185,7 @@ def summary(tool: str, tests: Sequence[str], done: Sequence[tuple[Job, Findings,
     blind = sum(found.blind for found, _ in own)
     print(f"{tool}: {len(tests) - len(left)} of {len(tests)} tests ended without a finding, {len(left)} have not; ", end="")
     print(f"{sum(found.roles for found, _ in own)} reports on the dispatch of roles, ", end="")
+    print(f"{sum(found.copies for found, _ in own)} on asynchronous copies, ", end="")
     print(f"{sum(found.libraries for found, _ in own)} in libraries' kernels, {len(others)} others, ", end="")
     print(f"{len(failed)} failed tests, in {blind} of {len(own)} processes the tool failed or had no memory")
     for line in [*others[:20], *failed[:20]]:

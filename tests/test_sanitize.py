@@ -12,13 +12,14 @@ from sanitize import IN_A_PROCESS, ROOT, Job, findings, finds_planted_fault, job
 SOURCE = (ROOT / "kernels" / "gemm_hopper_kernel.py").read_text().splitlines()
 NAME = next(i for i, line in enumerate(SOURCE, 1) if line.startswith("def _hopper_kernel("))
 ROLES = next(i for i, line in enumerate(SOURCE, 1) if "gl.warp_specialize(" in line)
+COPIES = "attention_decode_hopper_fp8_loads"
 END = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
 NO_PLACE = "========= Error: Race reported between Write access at {}\n=========     and Read access at {}\n========= \n"
 OURS, CUBLAS = "f_kernel+0xa0", "nvjet_sm90_bz_TNN+0xb00"
 
 
-def race(*places, kernel="_hopper_kernel"):
-    first, *others = [f"access at {kernel}+0x1{i}0 in gemm_hopper_kernel.py:{line}" for i, line in enumerate(places)]
+def race(*places, kernel="_hopper_kernel", file="gemm_hopper_kernel"):
+    first, *others = [f"access at {kernel}+0x1{i}0 in {file}.py:{line}" for i, line in enumerate(places)]
     lines = [f"Error: Race reported between Read {first}", *(f"    and Write {other} [4 hazards]" for other in others)]
     return "".join(f"========= {line}\n" for line in lines) + "========= \n"
 
@@ -26,14 +27,24 @@ def race(*places, kernel="_hopper_kernel"):
 def test_races():
     log = "========= COMPUTE-SANITIZER\n" + race(NAME, NAME, ROLES) + race(NAME, ROLES - 1) + END
     assert SOURCE[ROLES - 2].endswith("if GROUPS == 2:")
-    assert findings(log) == (2, 0, [], True, False)
+    assert findings(log) == (2, 0, 0, [], True, False)
     elsewhere = race(NAME, ROLES + 9), race(NAME - 20, ROLES), race(NAME, NAME, kernel="_other_kernel"), race(NAME, 10**6)
     without = NO_PLACE.format(OURS, OURS), NO_PLACE.format(CUBLAS, OURS), NO_PLACE.format("", ""), NO_PLACE.format(CUBLAS, "")
     for wrong in (*elsewhere, *without):
         assert findings(log + wrong).roles == 2
         assert len(findings(log + wrong).others) == 1
-    assert findings(log + NO_PLACE.format(CUBLAS, CUBLAS)) == (2, 1, [], True, False)
-    assert findings("========= COMPUTE-SANITIZER\n" + race(NAME, ROLES)) == (1, 0, [], False, False)
+    assert findings(log + NO_PLACE.format(CUBLAS, CUBLAS)) == (2, 0, 1, [], True, False)
+    assert findings("========= COMPUTE-SANITIZER\n" + race(NAME, ROLES)) == (1, 0, 0, [], False, False)
+
+
+def test_races_with_asynchronous_copies():
+    lines = [line.strip() for line in (ROOT / "kernels" / f"{COPIES}.py").read_text().splitlines()]
+    copy, read = (next(i for i, line in enumerate(lines, 1) if part in line) for part in ("copy(slots", ".load(PRODUCTS)"))
+    for places in ((read, copy), (read, copy, copy + 1)):
+        assert findings(race(*places, file=COPIES) + END) == (0, 1, 0, [], True, False)
+    for places in ((read, read), (copy, copy), (read, copy + 9)):
+        found = findings(race(*places, file=COPIES) + END)
+        assert (found.copies, len(found.others)) == (0, 1)
 
 
 @pytest.mark.parametrize(
