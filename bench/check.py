@@ -11,8 +11,8 @@ from torch import Tensor
 from minirt.bench.measure import random_prompts
 from minirt.errors import InputError, NumericsError
 from minirt.generator import Generator
-from minirt.quantize import FP8
-from minirt.sampling import SamplingParams
+from minirt.modeling.formats import FP8
+from minirt.sampling_params import SamplingParams
 
 # Of the prompts: all different, so that rows which change places show, and one beyond the kernels for few tokens (or as long as
 # the model allows). Where longer ones are measured, one comes with them that is beyond any kernel's bound, but does not make the
@@ -56,11 +56,11 @@ def compare(generator: Generator, expected: Reference, batch_sizes: Sequence[int
     """Compare teacher-forced logits, and the greedy tokens of each batch size, in which the prompts take turns.
 
     Two implementations round differently. In the activation dtype's eps (the distance of two neighbours at 1; bf16 2⁻⁷)
-    the same-dtype eager layers err by 2 of fp32 (bench/LOG.md: 1.7e-2 in bf16), and two such by 3. So the logits' relative
-    error may be 8 eps, and a token that differs is a near-tie if its logit lies within 16 eps of the row's root mean square
-    under the largest: four deviations of a difference of two logits. After a near-tie a text goes its own way. With fp8 weights
-    both implementations round activations to e4m3, and with fp8 pages K and V, where a last bit of bf16 moves some values to the
-    next code, 6% away: measured 8.3e-2 instead of 1.5e-2 for Qwen2.5-7B's shapes, and three times as much is allowed.
+    the same-dtype eager layers err by 2 of fp32 (1.7e-2 in bf16, docs/decisions/parity.md), and two such by 3. So the
+    logits' relative error may be 8 eps. A token that differs is a near-tie if its logit lies within 16 eps of the row's root mean
+    square under the largest: four deviations of a difference of two logits. After a near-tie a text goes its own way. With fp8
+    weights both implementations round activations to e4m3, and with fp8 pages K and V, where a last bit of bf16 moves some values
+    to the next code, 6% away: measured 8.3e-2 instead of 1.5e-2 for Qwen2.5-7B's shapes, and three times as much is allowed.
 
     Raises:
         NumericsError: one of the two does not hold; then there is nothing to time.

@@ -13,10 +13,10 @@ from typing import Any
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.flops import linear_flops
 from minirt.bench.measure import Clock, check_room, random_prompts, summarize, timed_run
+from minirt.device import peak_memory
 from minirt.errors import InputError, MinirtError, UnsupportedError
 from minirt.generator import Generator
-from minirt.sampling import SamplingParams
-from minirt.usage import peak_memory
+from minirt.sampling_params import SamplingParams
 
 STEPS = 128
 

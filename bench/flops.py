@@ -1,6 +1,6 @@
 """How many floating-point operations a step or a prompt needs, two for each product."""
 
-from minirt.config import ModelConfig
+from minirt.modeling.config import ModelConfig
 
 
 def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:

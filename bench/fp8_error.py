@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirt.batch import Batch, Chunk
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import ConfigError, InputError
-from minirt.graph import Model
 from minirt.kernels.reference import linear_fp8
-from minirt.kv_cache import PAGE_SIZE, KVCache
 from minirt.layers import Attention, Forward, Layer, implementation
-from minirt.linear import PackedLinear
-from minirt.quantize import CHUNK
+from minirt.modeling.formats import CHUNK
+from minirt.modeling.model import Model
+from minirt.modeling.parameters import PackedLinear
 
 
 class FormatError(NamedTuple):

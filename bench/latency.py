@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from minirt.bench.measure import Clock, percentile, random_prompts, summarize, timed_run
+from minirt.device import peak_memory
 from minirt.generator import Generator
-from minirt.sampling import SamplingParams
-from minirt.usage import peak_memory
+from minirt.sampling_params import SamplingParams
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

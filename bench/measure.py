@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from minirt.completion import Completion
+from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.generator import Generator
-from minirt.kv_cache import PAGE_SIZE
-from minirt.sampling import SamplingParams
+from minirt.outputs import Completion
+from minirt.sampling_params import SamplingParams
 
 Clock = Callable[[], float]  # seconds, as time.perf_counter
 _SLEEPS = (400_000, 1_600_000, 6_400_000, 25_600_000)  # cycles: 0.2 ms to 15 ms

@@ -13,10 +13,10 @@ from typing import Any
 from minirt.bench.ceiling import MatmulCeiling
 from minirt.bench.flops import prompt_flops
 from minirt.bench.measure import Clock, check_room, check_rooms, percentile, random_prompts, summarize, timed_run
+from minirt.device import peak_memory
 from minirt.errors import InputError
 from minirt.generator import Generator
-from minirt.sampling import SamplingParams
-from minirt.usage import peak_memory
+from minirt.sampling_params import SamplingParams
 
 LONG_PROMPTS = 8  # that arrive beside the decoding requests, one after the other
 _CONTEXT = 128  # tokens of the decoding requests' own prompts

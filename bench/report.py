@@ -14,9 +14,9 @@ import torch
 
 from minirt import models
 from minirt.bench.ceiling import Ceiling, MatmulCeiling, datasheet_bandwidth, device_name
+from minirt.device import environment
 from minirt.generator import Generator
-from minirt.graph import Model
-from minirt.usage import environment
+from minirt.modeling.model import Model
 
 FORMATS = ("md", "csv", "json", "jsonl")
 Row = dict[str, Any]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from minirt.bench.measure import Clock, percentile, random_prompts, summarize, timed_run
-from minirt.completion import Completion
+from minirt.device import peak_memory
 from minirt.generator import Generator
-from minirt.sampling import SamplingParams
-from minirt.usage import peak_memory
+from minirt.outputs import Completion
+from minirt.sampling_params import SamplingParams
 
 
 def run(

@@ -3,40 +3,41 @@
 `reference` holds what each must compute, in eager PyTorch. Triton is imported with the first kernel that is used, so that the
 eager layers work without it. Every function checks its arguments and names the one that is wrong (`check=False` skips that in a
 hot loop); `out=` takes the result's place; `cost(...)`, where a file has it, gives the bytes and operations that the work needs.
-Those that share their file's name are imported from it: `from minirt.kernels.gemm import gemm`, `…embedding import embedding`,
-`…quantize import quantize`.
+Functions that share their file's name are imported from that file: `from minirt.kernels.linear.gemm import gemm`,
+`from minirt.kernels.embedding import embedding`, `from minirt.kernels.quantize import quantize`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minirt.kernels.attention import paged_attention_prefill
-    from minirt.kernels.attention_decode import paged_attention_decode, rope_paged_attention_decode
-    from minirt.kernels.common import Peaks, Workspace
-    from minirt.kernels.gemm import gemm_gated
-    from minirt.kernels.kv_write import qk_norm_rope_kv_write
-    from minirt.kernels.linear import linear_residual, norm_gate_up, norm_linear
+    from minirt.kernels.attention.decode import paged_attention_decode, rope_paged_attention_decode
+    from minirt.kernels.attention.prefill import paged_attention_prefill
+    from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
+    from minirt.kernels.launch import Workspace
+    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up, norm_linear
+    from minirt.kernels.linear.gemm import gemm_gated
+    from minirt.kernels.linear.row_maxima import RowMaxima
     from minirt.kernels.norm import rms_norm, rms_norm_quantize
-    from minirt.kernels.sampling import sample
+    from minirt.kernels.sampling.sample import sample
 
 _HOMES = {
-    "Peaks": "common",
-    "Workspace": "common",
-    "gemm_gated": "gemm",
-    "linear_residual": "linear",
-    "norm_gate_up": "linear",
-    "norm_linear": "linear",
-    "paged_attention_decode": "attention_decode",
-    "paged_attention_prefill": "attention",
-    "qk_norm_rope_kv_write": "kv_write",
+    "RowMaxima": "linear.row_maxima",
+    "Workspace": "launch",
+    "gemm_gated": "linear.gemm",
+    "linear_residual": "linear.dispatch",
+    "norm_gate_up": "linear.dispatch",
+    "norm_linear": "linear.dispatch",
+    "paged_attention_decode": "attention.decode",
+    "paged_attention_prefill": "attention.prefill",
+    "qk_norm_rope_kv_write": "attention.rope_write",
     "rms_norm": "norm",
     "rms_norm_quantize": "norm",
-    "rope_paged_attention_decode": "attention_decode",
-    "sample": "sampling",
+    "rope_paged_attention_decode": "attention.decode",
+    "sample": "sampling.sample",
 }
 __all__ = [
-    "Peaks",
+    "RowMaxima",
     "Workspace",
     "gemm_gated",
     "linear_residual",

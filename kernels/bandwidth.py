@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import check_activations, check_tensor
+from minirt.kernels.checks import check_activations, check_tensor
 
 CASES = [{"n": 1}, {"n": 65_537}, {"n": 131_072}, {"n": 200_003}]
 _BLOCK_BYTES = 16_384  # of one load; 64 bytes a thread, four vector loads in flight

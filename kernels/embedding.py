@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import check_activations, check_tensor
+from minirt.kernels.checks import check_activations, check_tensor
 
 CASES = [
     {"T": 1, "V": 7, "H": 16},

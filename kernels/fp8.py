@@ -14,9 +14,9 @@ def finite_magnitude(x):
 
 
 @triton.jit
-def fp8_scale(peak):
-    """The scale that maps `peak`, a row's largest finite magnitude, to 448; 1 for zero."""
-    return tl.maximum(tl.where(peak > 0, tl.div_rn(peak, 448.0), 1.0), 1.1754943508222875e-38)
+def fp8_scale(largest):
+    """The scale that maps `largest`, a row's largest finite magnitude, to 448; 1 for zero."""
+    return tl.maximum(tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0), 1.1754943508222875e-38)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import check_activations, check_tensor, launch_options, require_fp8
+from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.launch import launch_options, require_fp8
 from minirt.kernels.quantize import quantized_buffers, starts_next_early, wait_for_input
 
 CASES = [

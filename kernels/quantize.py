@@ -5,17 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.common import (
-    capability,
-    cdiv,
-    check_activations,
-    check_tensor,
-    launch_options,
-    processors,
-    require_fp8,
-)
+from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.gemm_hopper import LEAST_TOKENS
+from minirt.kernels.launch import capability, cdiv, launch_options, require_fp8, sm_count
+from minirt.kernels.linear.gemm_sm90 import LEAST_TOKENS
 
 CASES = [
     {"T": 1, "K": 16},
@@ -31,8 +24,8 @@ _BLOCK = 4096  # values at once
 def starts_next_early(T: int, device: torch.device) -> bool:
     """Whether programs of the next kernel may start before these have anything to do (with programmatic dependent launch).
 
-    With a few tokens they only find their places earlier. With more, they crowd on the processors that the kernel before leaves
-    first; but those of `gemm_hopper` have a processor each, and start to fetch weights (measured with up to 256 tokens).
+    With a few tokens they only find their places earlier. With more, they crowd on the SMs that the kernel before leaves
+    first; but those of `gemm_sm90` have an SM each, and start to fetch weights (measured with up to 256 tokens).
     """
     return T <= 32 or (LEAST_TOKENS <= T <= 256 and capability(device) == 90)
 
@@ -105,9 +98,9 @@ def quantize(
     T, K = x.shape
     if T and K:
         block = min(_BLOCK, triton.next_power_of_2(K))
-        # Few tokens leave processors for several programs a row; by powers of two, so that few forms are compiled.
+        # Few tokens leave SMs for several programs a row; by powers of two, so that few forms are compiled.
         regime = max(16, triton.next_power_of_2(T))
-        parts = max(1, min(cdiv(K, block), processors(x.device) // regime))
+        parts = max(1, min(cdiv(K, block), sm_count(x.device) // regime))
         options = launch_options(max(1, block // 256), 1, pdl)
         _quantize_kernel[(T, parts)](
             x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=starts_next_early(T, x.device), **options

@@ -72,9 +72,9 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     finite = torch.isfinite(wide)
-    peak = torch.where(finite, wide, 0).abs().amax(-1)
+    largest = torch.where(finite, wide, 0).abs().amax(-1)
     # By a tensor: by a number, PyTorch multiplies with the inverse on a GPU, which may differ in the last bit.
-    scale = torch.where(peak > 0, peak / peak.new_full((), FP8_MAX), 1.0).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(largest > 0, largest / largest.new_full((), FP8_MAX), 1.0).clamp(min=torch.finfo(torch.float32).tiny)
     # Rounding may carry the quotient past 448, which the cast would turn into NaN.
     values = (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     return torch.where(finite, values, torch.nan).to(torch.float8_e4m3fn), scale

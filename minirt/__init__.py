@@ -4,23 +4,33 @@ The public names are imported on first use, so that `import minirt` and `minirt 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minirt.completion import Completion, Piece
     from minirt.errors import MinirtError
     from minirt.generator import Generator
-    from minirt.sampling import SamplingParams
+    from minirt.outputs import Completion, Piece
+    from minirt.sampling_params import SamplingParams
 
 __all__ = ["Completion", "Generator", "MinirtError", "Piece", "SamplingParams"]
 
 _HOMES = {
-    "Completion": "minirt.completion",
+    "Completion": "minirt.outputs",
     "Generator": "minirt.generator",
     "MinirtError": "minirt.errors",
-    "Piece": "minirt.completion",
-    "SamplingParams": "minirt.sampling",
+    "Piece": "minirt.outputs",
+    "SamplingParams": "minirt.sampling_params",
 }
+
+# In a checkout these three are links to folders beside this one; an installed package has them inside.
+for _part in ("kernels", "models", "bench"):
+    if find_spec(f"minirt.{_part}") is None:
+        raise ImportError(
+            f"{__path__[0]}/{_part} is missing or is not a folder: in a checkout it is a link to ../{_part}. "
+            "Restore the links with `git checkout -- minirt/kernels minirt/models minirt/bench` (on Windows first "
+            "`git config core.symlinks true`), or install the package with `pip install -e .`"
+        )
 
 
 def __getattr__(name: str) -> Any:

@@ -13,30 +13,28 @@ from typing import Any
 
 import torch
 
-from minirt import garbage, models, weights
-from minirt.choose import (
-    check_memory,
-    check_vocabulary,
-    find,
-    page_count,
-    pick_device,
-    pick_dtype,
-    pick_kv_dtype,
-    pick_length,
-)
-from minirt.completion import Completion, Piece, Stream
-from minirt.config import ModelConfig
-from minirt.engine import Engine, TokenOutput
+from minirt import models
+from minirt.device import pick_device
+from minirt.engine.engine import Engine, TokenOutput
+from minirt.engine.gc_freeze import freeze_gc
+from minirt.engine.kv_cache import KVCache, page_bytes
+from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, inside
-from minirt.graph import Model
-from minirt.kv_cache import KVCache, page_bytes
 from minirt.layers import Layer
+from minirt.loading import checkpoint
+from minirt.loading.load import check_vocabulary, find
+from minirt.loading.memory import check_memory, page_count
+from minirt.loading.options import pick_dtype, pick_kv_dtype, pick_length
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.formats import Quantization
+from minirt.modeling.model import Model
+from minirt.outputs import Completion, CompletionStream, Piece
 from minirt.progress import prompt_bar
-from minirt.quantize import Quantization
-from minirt.sampling import EffectiveSampling, SamplingParams
-from minirt.sampling import resolve as resolve_sampling
-from minirt.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
-from minirt.tokenizer import IncrementalDecoder, StopStrings, Tokenizer, eos_token_ids
+from minirt.sampling_params import EffectiveSampling, SamplingParams
+from minirt.sampling_params import resolve as resolve_sampling
+from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.stop_strings import StopStrings
+from minirt.text.tokenizer import Tokenizer, eos_token_ids
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, str]]
@@ -62,12 +60,14 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        cuda_graphs: bool = True,
     ) -> None:
         """Wrap a `Model` whose weights are allocated, filled and resolved.
 
         Args:
             kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
                 free memory at most, and never more than `max_num_seqs` sequences of full length need.
+            cuda_graphs: see `from_pretrained`.
         """
         check_limits(max_num_seqs, max_num_batched_tokens)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
@@ -83,7 +83,7 @@ class Generator:
         self._engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
-            graphs=model.graphable,
+            cuda_graphs=cuda_graphs and model.capturable,
         )
         self._inbox: dict[int, list[TokenOutput]] = {}  # by open request: what its stream has not taken yet
         self._thaw: weakref.finalize | None = None
@@ -108,7 +108,8 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
-        enforce_eager: bool = False,
+        warmup: bool = True,
+        cuda_graphs: bool = True,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> "Generator":
         """Load a model.
@@ -118,7 +119,7 @@ class Generator:
                 "embedded", the small model that is part of the package.
             device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
             dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
-            impl: see `minirt.graph.parse_impl`.
+            impl: see `minirt.modeling.plan.parse_impl`.
             quantization: None, or "fp8": the weights of all linears as e4m3 with a scale for each output channel, quantized
                 while they are loaded; activations and the embedding keep the dtype.
             quantize_head: quantize the LM head too; None: unless it is tied to the embedding.
@@ -132,8 +133,10 @@ class Generator:
             max_num_seqs: requests computed in one step at most; more wait.
             max_num_batched_tokens: tokens computed in one step at most: longer prompts are computed in chunks, beside which
                 requests that are being answered get a token each step.
-            enforce_eager: start at once: on a GPU, kernels are compiled and CUDA graphs captured when first needed, in the
-                middle of generation, instead of before it.
+            warmup: on a GPU, compile every kernel and capture every CUDA graph before returning. False starts sooner: each is
+                compiled or captured when a step first needs it, in the middle of generation.
+            cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host
+                (vLLM's `enforce_eager`); it does not select eager layers, which `impl="eager"` does.
             progress: called with ("weights", bytes read, bytes in all), then ("warm-up", steps done, steps in all).
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
@@ -150,39 +153,40 @@ class Generator:
         files, config = find(model, revision, need_weights=not random_weights, progress=progress is not None)
         length = pick_length(config, max_model_len)
         formats = None if quantization is None else Quantization(quantization, quantize_head)
-        graph = Model(config, layers(config) if layers else models.build(config), formats)
+        built = Model(config, layers(config) if layers else models.build(config), formats)
         chosen = pick_dtype(dtype, config, target)
         kv_dtype = pick_kv_dtype(kv_cache_dtype, chosen)
         tokenizer = Tokenizer.load(files.folder) if files else None
         check_vocabulary(tokenizer, config)
-        checkpoint = files if not random_weights else None
-        if checkpoint:
-            entries = weights.read_headers(checkpoint.weight_files, checkpoint.weight_index)
-            weights.match(graph, entries, layers is not None)
-        check_memory(graph, length, chosen, target, kv_dtype, kv_cache_memory, max_num_seqs)
-        graph.allocate(target, chosen, length, kv_dtype)
-        graph.resolve(impl)
-        report = weights.LoadReport(0, ())
-        if checkpoint:
-            report = weights.load(
-                graph, checkpoint.weight_files, checkpoint.weight_index, allow_unused=layers is not None,
+        weight_source = files if not random_weights else None
+        if weight_source:
+            entries = checkpoint.read_headers(weight_source.weight_files, weight_source.weight_index)
+            checkpoint.match(built, entries, layers is not None)
+        check_memory(built, length, chosen, target, kv_dtype, kv_cache_memory, max_num_seqs)
+        built.allocate(target, chosen, length, kv_dtype)
+        built.resolve(impl)
+        report = checkpoint.LoadReport(0, ())
+        if weight_source:
+            report = checkpoint.load(
+                built, weight_source.weight_files, weight_source.weight_index, allow_unused=layers is not None,
                 check_weights=check_weights, progress=progress and partial(progress, "weights"),
             )
         else:
-            weights.randomize(graph, seed)
+            checkpoint.randomize(built, seed)
         generation_config = files.generation_config if files else None
         generator = cls(
-            graph, tokenizer, name=str(model), generation_config=generation_config,
+            built, tokenizer, name=str(model), generation_config=generation_config,
             eos_token_ids=eos_token_ids(generation_config, files.config if files else {}, tokenizer),
             kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            cuda_graphs=cuda_graphs,
         )
         generator.bytes_read, generator.unused_tensors = report.bytes_read, report.unused
         generator.load_time_s = time.perf_counter() - started
-        if not enforce_eager:
+        if warmup:
             generator._engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if target.type == "cuda":  # which a collection would keep waiting
-            generator._thaw = garbage.hold(generator)
+            generator._thaw = freeze_gc(generator)
         return generator
 
     def generate(
@@ -349,17 +353,18 @@ class Generator:
             raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
         return self._live.add(tokens, sampling, self.eos_token_ids)
 
-    def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[Stream]:
+    def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[CompletionStream]:
         """Encoded and checked requests, not in the engine yet."""
         streams = []
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 tokens, sampling = self.encode(prompt), self.effective_sampling(own)
             decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
-            streams.append(Stream(Completion(tokens, [], "", None, sampling), decoder, StopStrings(sampling.stop), self.device))
+            completion = Completion(tokens, [], "", None, sampling)
+            streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
         return streams
 
-    def _run(self, streams: Sequence[Stream]) -> Generation[tuple[int, Piece], None, None]:
+    def _run(self, streams: Sequence[CompletionStream]) -> Generation[tuple[int, Piece], None, None]:
         """Run requests to their ends, yielding (its index, piece); left early, it aborts."""
         running: dict[int, int] = {}
         try:

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from minirt.config import Fields, ModelConfig, shown
 from minirt.errors import UnsupportedError
+from minirt.modeling.config import Fields, ModelConfig, shown
 from minirt.models import llama, mistral, qwen2, qwen3
 from minirt.models.presets import raw_configs
 

@@ -1,11 +1,138 @@
-"""The list of layers that Llama-like decoders share, with Hugging Face's checkpoint names."""
+"""What Llama-like decoders share: the fields of config.json, the refusal of what no layer computes, and the list of layers."""
 
 from typing import TYPE_CHECKING
 
-from minirt.config import ModelConfig
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.modeling.config import (
+    ACTIVATIONS,
+    DTYPES,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INTERMEDIATE,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    Fields,
+    ModelConfig,
+    read_rope,
+)
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
+
+
+def decoder_config(
+    fields: Fields,
+    *,
+    model_type: str,
+    max_positions: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """Read the fields. The sizes are required; other absent ones take the defaults of transformers.
+
+    `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class there; None: the
+    value follows from the other sizes (num_attention_heads; hidden_size // num_attention_heads), as for a null.
+    """
+    refuse_unserved(fields)
+    hidden = fields.integer("hidden_size", maximum=MAX_HIDDEN)
+    heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
+    kv = fields.integer_or_none("num_key_value_heads", default=kv_heads, maximum=MAX_HEADS) or heads
+    if heads % kv:
+        raise ConfigError(
+            "the query heads cannot be shared out among the key/value heads",
+            where=fields.place("num_key_value_heads"),
+            expected=f"a divisor of num_attention_heads ({heads})",
+            found=kv,
+        )
+    positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
+    # transformers: `dtype` before `torch_dtype`; null counts as absent
+    dtype = next((name for name in ("dtype", "torch_dtype") if fields.raw.get(name) is not None), None)
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
+        num_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=_head_dim(fields, hidden, heads, head_dim),
+        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, minimum=1e-20, maximum=0.1),
+        max_position_embeddings=positions,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        hidden_act=ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS, default="silu")],
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        dtype=fields.choice(dtype, DTYPES) if dtype else "float32",
+        rope=read_rope(fields, positions),
+    )
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
+    if default is not None:  # a class with a default of its own takes no null, in transformers neither
+        value = fields.integer("head_dim", default=default, maximum=MAX_HEAD_DIM)
+    else:
+        value = fields.integer_or_none("head_dim", maximum=MAX_HEAD_DIM) or hidden // heads
+        if fields.raw.get("head_dim") is None and hidden % heads:
+            raise ConfigError(
+                "there is no head_dim, and it does not follow from the other sizes",
+                where=fields.place("hidden_size"),
+                expected=f"a multiple of num_attention_heads ({heads})",
+                found=hidden,
+            )
+    if value % 2 or value > MAX_HEAD_DIM:
+        raise ConfigError(
+            "the head size is not acceptable: rotary embedding turns pairs of channels",
+            where=fields.place("head_dim"),
+            expected=f"an even number up to {MAX_HEAD_DIM}",
+            found=value,
+        )
+    return value
+
+
+def refuse_unserved(fields: Fields) -> None:
+    """Refuse quantized checkpoints, mixtures of experts and layers of other kinds, by name."""
+    for name in ("quantization_config", "compression_config"):
+        if fields.raw.get(name) is not None:
+            raise UnsupportedError(
+                "checkpoints that are quantized already are not supported",
+                where=fields.place(name),
+                found=f"quant_method {fields.nested(name).string('quant_method', default='unnamed')[:60]!r}",
+                hint="load the unquantized checkpoint; minirt quantizes while loading",
+            )
+    for name in ("num_experts", "num_local_experts"):
+        if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
+            raise UnsupportedError("mixtures of experts are not supported", where=fields.place(name), found=experts)
+    for kind in fields.strings_or_none("layer_types") or ():
+        if kind != "full_attention":
+            raise UnsupportedError(
+                "the layer type is not supported",
+                where=fields.place("layer_types"),
+                expected="full_attention",
+                found=repr(kind[:60]),
+            )
+
+
+def refuse_used_window(fields: Fields, num_layers: int) -> None:
+    """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on see `sliding_window` tokens only."""
+    used = fields.boolean("use_sliding_window", default=False)
+    window = fields.integer_or_none("sliding_window", default=4096, maximum=MAX_POSITIONS)
+    first = fields.integer("max_window_layers", default=28, minimum=0, maximum=MAX_LAYERS)
+    listed = fields.raw.get("layer_types") is not None  # overrules max_window_layers, and is checked above
+    if used and window is not None and first < num_layers and not listed:
+        raise UnsupportedError(
+            "sliding-window attention is not supported",
+            where=fields.place("use_sliding_window"),
+            expected=f"false, or a max_window_layers of {num_layers} or more",
+            found=f"a window of {window} tokens from layer {first} on",
+        )
 
 
 def decoder_layers(config: ModelConfig) -> "list[Layer]":

@@ -1,8 +1,7 @@
 """Llama 2 and 3, SmolLM2 and what else says `"model_type": "llama"`."""
 
-from minirt.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_layers
-from minirt.models.shared import decoder_config
+from minirt.modeling.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_config, decoder_layers
 
 layers = decoder_layers
 

@@ -1,9 +1,8 @@
 """Mistral 7B from version 0.2 on, Nemo and Small: Llama without biases. Version 0.1 needs its sliding window."""
 
-from minirt.config import MAX_POSITIONS, Fields, ModelConfig
 from minirt.errors import UnsupportedError
-from minirt.models.decoder import decoder_layers
-from minirt.models.shared import decoder_config
+from minirt.modeling.config import MAX_POSITIONS, Fields, ModelConfig
+from minirt.models.decoder import decoder_config, decoder_layers
 
 layers = decoder_layers
 

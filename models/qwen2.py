@@ -1,8 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v."""
 
-from minirt.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_layers
-from minirt.models.shared import decoder_config, refuse_used_window
+from minirt.modeling.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_config, decoder_layers, refuse_used_window
 
 layers = decoder_layers
 

@@ -1,8 +1,7 @@
 """Qwen3 (dense): Llama with an RMSNorm on every query and key head, and a head_dim of its own."""
 
-from minirt.config import Fields, ModelConfig
-from minirt.models.decoder import decoder_layers
-from minirt.models.shared import decoder_config, refuse_used_window
+from minirt.modeling.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_config, decoder_layers, refuse_used_window
 
 layers = decoder_layers
 

@@ -12,7 +12,12 @@ if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see 
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it reads this once
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:  # with `-n`, one process runs those tests of a file that share what a fixture loads
+            if any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
+                item.add_marker(pytest.mark.xdist_group(str(item.path)))
     if not torch.cuda.is_available():
         for item in items:
             emulated = "MINIRT_EMULATE" in os.environ and "on_hopper" in getattr(item, "fixturenames", ())
@@ -26,14 +31,9 @@ def smollm2() -> Path:
     given = os.environ.get("MINIRT_TEST_SMOLLM2")
     if given:
         return Path(given)
-    from importlib.util import module_from_spec, spec_from_file_location
+    from support.smollm2 import make
 
-    spec = spec_from_file_location("minirt_test_smollm2", ROOT / "tests" / "smollm2.py")
-    if spec is None or spec.loader is None:
-        pytest.fail("tests/smollm2.py is missing")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make(ROOT / ".cache" / "smollm2")
+    return make(ROOT / ".cache" / "smollm2")
 
 
 @pytest.fixture(scope="session")

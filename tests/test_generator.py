@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import add_tokenizer
+from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
 from minirt.errors import (

@@ -8,7 +8,7 @@ import gc
 
 import pytest
 import torch
-from tests_support import transformers_logits
+from support.package import transformers_logits
 
 from minirt import Generator, SamplingParams
 

@@ -1,20 +1,25 @@
-"""The built wheel and the editable install.
+"""What is built and installed, from every form in which the source can come.
 
-Catches files that are missing from the wheel or do not belong there, and imports that only work in the source tree.
+Catches files that are missing from the wheel or do not belong there, a package that pyproject.toml does not list, imports that
+only work in the source tree or only outside of it, and an install without kernels because the links were lost.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from tests_support import ROOT
+from support.package import ROOT
 
 PACKAGES = {"minirt": "minirt", "models": "minirt/models", "kernels": "minirt/kernels", "bench": "minirt/bench"}
+LINKS = ("bench", "kernels", "models")
+NOT_INSTALLED = (ROOT / "models" / "recipe", ROOT / "bench" / "tools")
+MODULES = ("minirt", "minirt.cli.app", "minirt.models", "minirt.kernels.linear", "minirt.bench.compare", "minirt.layers")
 
 
 def run(*command, **options):
@@ -30,35 +35,54 @@ def source_files():
         f"{target}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, target in PACKAGES.items()
         for path in (ROOT / folder).rglob("*.py")
-        if "recipe" not in path.parts
+        if not any(path.is_relative_to(other) for other in NOT_INSTALLED)
     }
+
+
+def copy_source(target):
+    """The source as git has it, links as links; builds leave folders behind, so each has its own."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+    shutil.copytree(ROOT, target, ignore=left_out, symlinks=True)
+    return target
+
+
+def installed_files(*source, target):
+    """The files that pip installs from a source, by their place in the target folder."""
+    options = ["--no-deps", "--no-build-isolation", "--no-compile", "--target", target]
+    run(sys.executable, "-m", "pip", "install", "-q", *options, *source)
+    found = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    return {name for name in found if not name.startswith("bin/") and ".dist-info/" not in name}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, as the build leaves folders behind."""
-    source, target = tmp_path_factory.mktemp("source") / "minirt", tmp_path_factory.mktemp("wheel")
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
-    shutil.copytree(ROOT, source, ignore=left_out)
+    source, target = copy_source(tmp_path_factory.mktemp("source") / "minirt"), tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", source, "-q", "--no-deps", "--no-build-isolation", "-w", target)
     (path,) = target.glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    target = tmp_path_factory.mktemp("site")
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel)
-    return target
+def content(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_every_package_is_listed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted({name.rpartition("/")[0].replace("/", ".") for name in source_files()})
+
+
+def test_the_links_are_relative():
+    assert {name: os.readlink(ROOT / "minirt" / name) for name in LINKS} == {name: f"../{name}" for name in LINKS}
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_runtime_and_nothing_else(wheel):
+def test_the_wheel_holds_the_runtime_and_nothing_else(wheel, content):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         described = archive.read(metadata).decode()
-    content = {name for name in names if ".dist-info/" not in name}
     embedded = {f"minirt/models/embedded/{path.name}" for path in (ROOT / "models" / "embedded").iterdir()}
     assert content == source_files() | embedded | {"minirt/py.typed"}
     assert wheel.stat().st_size <= 28_000_000
@@ -70,22 +94,69 @@ def test_the_wheel_holds_the_runtime_and_nothing_else(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_works_elsewhere(installed, tmp_path):
+def test_an_sdist_installs_the_same(content, tmp_path):
+    source = copy_source(tmp_path / "source")
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", tmp_path / "dist", source)
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    assert installed_files(archive, target=tmp_path / "site") == content
+
+
+@pytest.mark.slow
+def test_a_zip_whose_links_became_text_files_installs_the_same(content, tmp_path):
+    """As git and most unpackers write links where the file system has none."""
+    source = copy_source(tmp_path / "source")
+    for name in LINKS:
+        (source / "minirt" / name).unlink()
+        (source / "minirt" / name).write_text(f"../{name}")
+    assert installed_files(source, target=tmp_path / "site") == content
+
+
+@pytest.mark.slow
+def test_a_checkout_works_without_an_install_and_says_when_its_links_are_lost(tmp_path):
+    source = copy_source(tmp_path / "source")
+    script = "import minirt.kernels.reference, minirt.bench.compare, minirt.models; print(minirt.models.__file__)"
+    command = [sys.executable, "-c", script]
+    assert run(*command, cwd=source).stdout.strip() == str(source / "minirt" / "models" / "__init__.py")
+    (source / "minirt" / "kernels").unlink()
+    (source / "minirt" / "kernels").write_text("../kernels")
+    failed = subprocess.run([sys.executable, "-S", "-c", "import minirt"], cwd=source, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "ImportError" in failed.stderr
+    assert "git checkout -- minirt/kernels" in failed.stderr
+
+
+@pytest.mark.slow
+def test_an_editable_install_sees_new_files(tmp_path):
+    source = copy_source(tmp_path / "source")
+    options = ["--no-deps", "--no-build-isolation", "--target", tmp_path / "site"]
+    run(sys.executable, "-m", "pip", "install", "-q", *options, "-e", source)
+    (source / "kernels" / "linear" / "added.py").write_text("found = 1\n")
+    (source / "models" / "added.py").write_text("found = 2\n")
+    script = (
+        f"import site; site.addsitedir({str(tmp_path / 'site')!r}); "
+        "import minirt.kernels.linear.added as a, minirt.models.added as b; print(a.found + b.found)"
+    )
+    assert run(sys.executable, "-S", "-P", "-c", script, cwd=tmp_path).stdout == "3\n"
+
+
+@pytest.mark.slow
+def test_the_wheel_works_elsewhere(wheel, tmp_path):
     """-P and another folder: nothing of the source tree is in reach."""
+    installed = tmp_path / "site"
+    installed_files(wheel, target=installed)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    modules = ("minirt", "minirt.cli", "minirt.models", "minirt.kernels", "minirt.bench", "minirt.layers")
-    script = "; ".join(f"import {module} as m; print(m.__file__)" for module in modules)
+    script = "; ".join(f"import {module} as m; print(m.__file__)" for module in MODULES)
     files = run(sys.executable, "-P", "-c", script, cwd=tmp_path, env=environment).stdout.split()
-    assert len(files) == len(modules)
+    assert len(files) == len(MODULES)
     assert all(Path(file).is_relative_to(installed) for file in files), files
-    plan = ("-P", "-m", "minirt.cli", "plan", "--model", "SmolLM2-135M", "--device", "cpu")
+    plan = ("-P", "-m", "minirt", "plan", "--model", "SmolLM2-135M", "--device", "cpu")
     out = run(sys.executable, *plan, cwd=tmp_path, env=environment).stdout
     rows = [line.split()[1] for line in out.splitlines() if " eager " in line]
     assert len(rows) == 63
     assert (rows[0], rows[1], *rows[60:]) == ("embedding", "layers.0.attention", "select", "layers.29.mlp", "head")
     # The embedded model, without a network.
     environment |= {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    story = ("-P", "-m", "minirt.cli", "generate", "--quiet", "--device", "cpu", "--temperature", "0", "Once upon a time")
+    story = ("-P", "-m", "minirt", "generate", "--quiet", "--device", "cpu", "--temperature", "0", "Once upon a time")
     text = run(sys.executable, *story, cwd=tmp_path, env=environment).stdout
     assert 50 <= len(text.split()) <= 250
 

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from minirt.batch import KV_SPLIT, Batch
-from minirt.config import ModelConfig
+from minirt.engine.kv_cache import LayerKV
+from minirt.engine.step_input import KV_SPLIT, Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
-from minirt.kv_cache import LayerKV
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
-from minirt.linear import NormWeight, PackedLinear, Part
-from minirt.quantize import FP8
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.formats import FP8
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 
 
 class Attention(Layer):
@@ -50,7 +50,7 @@ class Attention(Layer):
     @property
     def cos_sin(self) -> Tensor:
         """The rotary table [max_model_len, D] fp32, cosines | sines."""
-        return self.shared.rope(self.config.rope, self.config.head_dim)
+        return self.context.rope(self.config.rope, self.config.head_dim)
 
     def require(self, kv: LayerKV | None) -> LayerKV:
         if kv is None:
@@ -90,7 +90,7 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
         return f"head_dim {config.head_dim} is neither 64 nor 128"
     if config.num_heads // config.num_kv_heads > 16:
         return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than 16"
-    if layer.shared.kv_dtype == FP8 and device.type == "cuda":
+    if layer.context.kv_dtype == FP8 and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
             return f"compute capability {major}.{minor} is below 8.9 for fp8 KV pages"
@@ -103,12 +103,12 @@ def triton(layer: Attention) -> Forward:
 
     Elsewhere attention is two kernels, for sequences of one token and for those of more; which are which is read on the device.
     """
-    from minirt.kernels.attention import paged_attention_prefill
-    from minirt.kernels.attention_decode import paged_attention_decode, rope_paged_attention_decode
-    from minirt.kernels.kv_write import qk_norm_rope_kv_write
-    from minirt.kernels.linear import linear_residual, norm_linear
+    from minirt.kernels.attention.decode import paged_attention_decode, rope_paged_attention_decode
+    from minirt.kernels.attention.prefill import paged_attention_prefill
+    from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
+    from minirt.kernels.linear.dispatch import linear_residual, norm_linear
 
-    config, workspace, pdl = layer.config, layer.shared.workspace, layer.shared.pdl
+    config, workspace, pdl = layer.config, layer.context.workspace, layer.context.pdl
     norm, linear, o = layer.norm, layer.qkv, layer.o
     eps, nq, nkv, d = config.rms_norm_eps, config.num_heads, config.num_kv_heads, config.head_dim
     cos_sin = layer.cos_sin

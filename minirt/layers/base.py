@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from minirt.batch import Batch
-from minirt.config import ModelConfig, RopeConfig
+from minirt.engine.kv_cache import LayerKV
+from minirt.engine.step_input import Batch
 from minirt.errors import UnsupportedError
-from minirt.kv_cache import LayerKV
-from minirt.linear import PackedLinear, Parameter
-from minirt.rope import rope_table
+from minirt.modeling.config import ModelConfig, RopeConfig
+from minirt.modeling.parameters import PackedLinear, Parameter
+from minirt.modeling.rope import rope_table
 
 if TYPE_CHECKING:
-    from minirt.kernels.common import Workspace
+    from minirt.kernels.launch import Workspace
 
 KINDS = ("embedding", "attention", "mlp", "select", "head")
 BUILT_IN = ("eager", "triton")  # the implementations that are ours
@@ -32,7 +32,7 @@ Forward = Callable[[Tensor, Batch, LayerKV | None], Tensor]
 Factory = Callable[[Any], Forward]  # of the registered kind of layer
 
 
-class Shared:
+class LayerContext:
     """What the layers of one model share on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace, and the
     dtype of the KV pages."""
 
@@ -55,7 +55,7 @@ class Shared:
     @cached_property
     def workspace(self) -> "Workspace":
         """Scratch of the split kernels; made when the first Triton layer asks for it."""
-        from minirt.kernels.common import Workspace
+        from minirt.kernels.launch import Workspace
 
         return Workspace(self.device)
 
@@ -68,7 +68,7 @@ class Layer:
     def __init__(self, config: ModelConfig, name: str) -> None:
         self.config, self.name = config, name
         self._forward: Forward | None = None
-        self.shared = Shared(0, torch.device("meta"))
+        self.context = LayerContext(0, torch.device("meta"))
 
     def parameters(self) -> Iterator[Parameter]:
         """The layer's weight holders."""
@@ -89,10 +89,10 @@ class Layer:
             if isinstance(value, Parameter) and [name for name, _ in value.expected()] == names:
                 setattr(self, attribute, parameter)
 
-    def form(self) -> tuple[Any, ...]:
+    def compile_key(self) -> tuple[Any, ...]:
         """All that kernels can depend on but the values of weights: layers of one form and implementation launch the same."""
         own = {name: value for name, value in vars(self).items() if name not in ("name", "_forward")}
-        facts = {name: value.form() if isinstance(value, Parameter) else value for name, value in own.items()}
+        facts = {name: value.compile_key() if isinstance(value, Parameter) else value for name, value in own.items()}
         return type(self), *(
             (name, value if isinstance(value, Hashable) else id(value)) for name, value in facts.items()
         )

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minirt.batch import Batch
-from minirt.config import ModelConfig
+from minirt.engine.kv_cache import LayerKV
+from minirt.engine.step_input import Batch
 from minirt.kernels import reference
-from minirt.kv_cache import LayerKV
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
-from minirt.linear import PackedLinear, Part
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.parameters import PackedLinear, Part
 
 
 class Embedding(Layer):

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from minirt.batch import Batch
-from minirt.config import ModelConfig
+from minirt.engine.kv_cache import LayerKV
+from minirt.engine.step_input import Batch
 from minirt.kernels import reference
-from minirt.kv_cache import LayerKV
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
-from minirt.linear import NormWeight, PackedLinear, Part
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 
 
 class Head(Layer):
@@ -40,15 +40,15 @@ def eager(layer: Head) -> Forward:
 @register("head", "triton", unsupported=triton_unsupported)
 def triton(layer: Head) -> Forward:
     """Norm + LM head."""
-    from minirt.kernels.linear import norm_linear
+    from minirt.kernels.linear.dispatch import norm_linear
 
     eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head
-    workspace, pdl = layer.shared.workspace, layer.shared.pdl
+    workspace, pdl = layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         return norm_linear(
             x, norm.weight, eps, lm_head.weight, scale=lm_head.scale, out=batch.logits, workspace=workspace,
-            out_dtype=torch.float32, peaks=batch.peaks, pdl=pdl, check=False,
+            out_dtype=torch.float32, row_maxima=batch.row_maxima, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from minirt.batch import Batch
-from minirt.config import ModelConfig
+from minirt.engine.kv_cache import LayerKV
+from minirt.engine.step_input import Batch
 from minirt.kernels import reference
-from minirt.kv_cache import LayerKV
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
-from minirt.linear import NormWeight, PackedLinear, Part
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 
 
 class MLP(Layer):
@@ -40,11 +40,11 @@ def eager(layer: MLP) -> Forward:
 @register("mlp", "triton", unsupported=triton_unsupported)
 def triton(layer: MLP) -> Forward:
     """Norm + gate/up + activation · down + residual."""
-    from minirt.kernels.linear import linear_residual, norm_gate_up
+    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up
 
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act
     norm, gate_up, down = layer.norm, layer.gate_up, layer.down
-    workspace, pdl = layer.shared.workspace, layer.shared.pdl
+    workspace, pdl = layer.context.workspace, layer.context.pdl
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         h = norm_gate_up(

@@ -1,6 +1,6 @@
 """Compare the trained model with transformers, sample from it, and write its card.
 
-`python -P models/recipe/report.py --stories DIR --out FOLDER` reads what train.py and stories.py have written; it writes
+`python models/recipe/report.py --stories DIR --out FOLDER` reads what train.py and stories.py have written; it writes
 FOLDER/figures.json and FOLDER/embedded/README.md.
 """
 
@@ -52,14 +52,14 @@ def parity(folder: Path, text: str, device: str) -> dict[str, Any]:
     import transformers
 
     from minirt import Generator, SamplingParams
-    from minirt.evaluation import perplexity
+    from minirt.bench.perplexity import perplexity
 
     record: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU"}
     greedy = SamplingParams(temperature=0, max_tokens=64)
     for dtype, impl in (("float32", "eager"), ("float32", "auto"), ("bfloat16", "eager"), ("bfloat16", "auto")):
         if dtype == "bfloat16" and device == "cpu":
             continue
-        with Generator.from_pretrained(folder, device=device, dtype=dtype, impl=impl, enforce_eager=True) as generator:
+        with Generator.from_pretrained(folder, device=device, dtype=dtype, impl=impl, warmup=False) as generator:
             result = perplexity(generator, text)
             record[f"perplexity {dtype} {impl}"] = result.perplexity
             tokens, window, stride = generator.encode(text), result.window, result.stride
@@ -84,7 +84,7 @@ def greedy_prompts() -> list[str]:
 
 @torch.no_grad()
 def reference_perplexity(model: Any, tokens: list[int], window: int, stride: int, device: str) -> float:
-    """As `minirt.evaluation.perplexity` defines it, with transformers' own loss."""
+    """As `minirt.bench.perplexity.perplexity` defines it, with transformers' own loss."""
     total, done = 0.0, 1
     for start in range(0, max(len(tokens) - window, 0) + stride, stride):
         stop = min(start + window, len(tokens))
@@ -102,7 +102,7 @@ def sample(folder: Path, device: str, count: int) -> tuple[list[str], list[tuple
     """(the stories of the first seeds, (text, ended by itself) of `count` stories), with the model's own settings."""
     from minirt import Generator, SamplingParams
 
-    with Generator.from_pretrained(folder, device=device, enforce_eager=True) as generator:
+    with Generator.from_pretrained(folder, device=device, warmup=False) as generator:
         params = [SamplingParams(seed=seed) for seed in range(max(count, SAMPLES))]
         done = generator.generate([PROMPT] * len(params), params)
     stories = [(PROMPT + c.text, c.finish_reason == "stop") for c in done]

@@ -1,4 +1,4 @@
-"""Sample stories from SmolLM2-135M-Instruct with minirt: `python -P models/recipe/stories.py --model FOLDER --out DIR`.
+"""Sample stories from SmolLM2-135M-Instruct with minirt: `python models/recipe/stories.py --model FOLDER --out DIR`.
 
 Several processes share the GPU. Each keeps `--batch` outlines going, and in every round asks for the next sentence of all of them
 at once, in one batch. Finished stories go to DIR/stories-RUN-PROCESS.jsonl.gz as they are done; a second run adds other stories,

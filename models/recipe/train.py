@@ -1,4 +1,4 @@
-"""Make the embedded model of the stories: `python -P models/recipe/train.py --stories DIR --out FOLDER`.
+"""Make the embedded model of the stories: `python models/recipe/train.py --stories DIR --out FOLDER`.
 
 Filters the stories, holds some out, trains a byte-level BPE tokenizer and a Qwen2 model of 11.8 M parameters, and writes
 FOLDER/embedded (the model in Hugging Face's form), FOLDER/heldout.txt and FOLDER/curve.json; then `report.py` compares it with

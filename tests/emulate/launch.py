@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from emulate.translate import Kernel
-from minirt.kernels import common
+from minirt.kernels import launch
 
 HOPPER = 90
 COMPILER = ("g++", "-O1", "-w", "-std=c++17", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC")
@@ -53,7 +53,7 @@ def install(seed: int, without: Sequence[str] = ()) -> None:
     for module in modules:
         if hasattr(module, "capability"):
             module.capability = lambda device: HOPPER  # type: ignore[attr-defined]
-    common.capability = lambda device: HOPPER  # type: ignore[assignment]  # for those that are imported later
+    launch.capability = lambda device: HOPPER  # type: ignore[assignment]  # for those that are imported later
     compile_ = jit.JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:

@@ -32,19 +32,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def pytest_runtest_setup() -> None:
-    """Ends the process in good order when its time is over, so that what has run counts (`tests/sanitize.py`)."""
+    """Ends the process in good order when its time is over, so that what has run counts (`tests/tools/sanitize.py`)."""
     if time.time() > float(os.environ.get("MINIRT_TEST_END", "inf")):
         pytest.exit("MINIRT_TEST_END has passed", returncode=0)
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """probe(name): what a script beside this file prints as JSON; it compiles kernels, into a cache of its own."""
+    """probe(name): what a script in tests/kernels/compile prints as JSON; it compiles kernels, into a cache of its own."""
 
     def run(name: str) -> Any:
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-        command = [sys.executable, str(Path(__file__).with_name(name))]
+        command = [sys.executable, str(Path(__file__).parent / "compile" / name)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])

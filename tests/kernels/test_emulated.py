@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-DECODE = ("test_attention_decode_fp8.py", "test_attention_decode.py")
+HERE = Path(__file__).parent / "attention"
+DECODE = ("test_decode_fp8.py", "test_decode.py")
 FP16 = "float16 and not bfloat16"
 # On pages of FP8 narrow items, and wide ones with heads beside the last; more blocks than there are slots for their scales; wide
 # items whose slots are overwritten. On pages of 16 bits one tile of channels, and two.
@@ -36,7 +36,7 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
     ("files", "selection", "count"),
     [
         (DECODE, CASES, 8),
-        (["test_attention.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
+        (["test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
     ],
     ids=["decode", "prompts"],
 )

@@ -1,0 +1,125 @@
+"""The whole model in both implementations over a text: distributions, top-1 agreement, and the errors of the logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minirt.bench.bounds import FACTOR, Errors, Floor, limits
+from minirt.bench.compare.layers import CHUNK, Place, empty_cache, exact, pages_for_prompt, stream
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.step_input import Batch, Chunk
+from minirt.modeling.formats import FP8
+from minirt.modeling.model import Model
+
+ROWS = 64  # of logits that are in fp64 at one time
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """What the candidate's logits over a text are, beside those of PyTorch in the same dtype and those of the truth (the eager
+    layers in fp64, see `exact`).
+
+    Attributes:
+        kl_mean, kl_max: KL(PyTorch ‖ candidate) of a token's distribution, in nats.
+        kl_truth_torch, kl_truth: mean KL(truth ‖ PyTorch) and KL(truth ‖ candidate).
+        agree: positions where candidate and PyTorch have the same most probable token.
+        clear: positions where the truth's first token leads by more than four times PyTorch's largest error in the row, so that
+            an error of FACTOR times that cannot change it; clear_agree: those where the candidate has the truth's token.
+        relative, relative_torch, limit: relative errors of all logits, and what the candidate's may be.
+    """
+
+    tokens: int
+    kl_mean: float
+    kl_max: float
+    kl_truth_torch: float
+    kl_truth: float
+    agree: int
+    clear: int
+    clear_agree: int
+    relative: float
+    relative_torch: float
+    limit: float
+    faults: tuple[str, ...]
+
+
+class _Sums:
+    """Accumulates over the rows of a text."""
+
+    def __init__(self, least: Floor) -> None:
+        self._least = least
+        self.tokens = self.agree = self.clear = self.clear_agree = 0
+        self.kl = self.kl_max = self.kl_truth_torch = self.kl_truth = 0.0
+        self.squares = [0.0, 0.0, 0.0]  # of the candidate's differences, PyTorch's, and the truth
+
+    def add(self, eager: Tensor, candidate: Tensor, truth: Tensor) -> None:
+        """Logits [R, V] of the same tokens."""
+        e, c, t = eager.double(), candidate.double(), truth.double()
+        log_e, log_c, log_t = (x.log_softmax(-1) for x in (e, c, t))
+        own = _kl(log_e, log_c)
+        self.tokens += len(e)
+        self.kl += own.sum().item()
+        self.kl_max = max(self.kl_max, own.max().item()) if own.isfinite().all() else torch.nan
+        self.kl_truth_torch += _kl(log_t, log_e).sum().item()
+        self.kl_truth += _kl(log_t, log_c).sum().item()
+        self.agree += int((e.argmax(-1) == c.argmax(-1)).sum())
+        top = t.topk(2, -1)
+        noise = (e - t).abs().amax(-1) + self._least.relative * t.square().mean(-1).sqrt()
+        clear = top.values[:, 0] - top.values[:, 1] > 2 * FACTOR * noise
+        self.clear += int(clear.sum())
+        self.clear_agree += int((clear & (c.argmax(-1) == top.indices[:, 0])).sum())
+        for i, x in enumerate((c - t, e - t, t)):
+            self.squares[i] += x.square().sum().item()
+
+    def result(self) -> TextComparison:
+        mine, theirs, all_of_it = (x**0.5 for x in self.squares)
+        mine, theirs = mine / all_of_it, theirs / all_of_it
+        limit = limits(Errors(theirs, theirs, 0.0, 0.0), self._least).relative
+        faults = []
+        if not mine <= limit:
+            faults.append(f"logits: relative error {mine:.2e}, PyTorch's {theirs:.2e}, limit {limit:.2e}")
+        if self.clear_agree < self.clear:
+            wrong = self.clear - self.clear_agree
+            faults.append(f"top-1: {wrong} of {self.clear} clear positions have another token, PyTorch's have none")
+        n = self.tokens
+        return TextComparison(
+            n, self.kl / n, self.kl_max, self.kl_truth_torch / n, self.kl_truth / n, self.agree, self.clear,
+            self.clear_agree, mine, theirs, limit, tuple(faults),
+        )  # fmt: skip
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) of log-probabilities [R, V] → [R]; rounding may leave a hair below 0."""
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+
+@torch.inference_mode()
+def compare_text(model: Model, sequence: Sequence[Place], tokens: Sequence[int], least: Floor) -> TextComparison:
+    """Run a text through the eager layers, the candidates, and the truth, whose layers are widened one at a time."""
+    sums = _Sums(least)
+    pages = -(-len(tokens) // PAGE_SIZE) + 1
+    wide = model.kv_dtype if model.kv_dtype == FP8 else torch.float64
+    caches = [empty_cache(model, pages), empty_cache(model, pages), empty_cache(model, pages, wide)]
+    own = [pages_for_prompt(cache, [len(tokens)])[0] for cache in caches]
+    for start in range(0, len(tokens), CHUNK):
+        part = list(tokens[start : start + CHUNK])
+        eager, candidate, right = (
+            Batch.build([Chunk(part, start, p, all_logits=True)], cache.page_size).to(model.device)
+            for cache, p in zip(caches, own, strict=True)
+        )
+        logits = (
+            stream([p.eager for p in sequence], sequence, eager, caches[0]),
+            stream([p.candidate for p in sequence], sequence, candidate, caches[1]),
+            _truth(sequence, right, caches[2]),
+        )
+        for row in range(0, len(part), ROWS):
+            sums.add(*(x[row : row + ROWS] for x in logits))
+    return sums.result()
+
+
+def _truth(sequence: Sequence[Place], batch: Batch, cache: KVCache) -> Tensor:
+    x = torch.empty(0, device=batch.flat.device)
+    for place in sequence:
+        x = exact(place.layer)(x, batch, None if place.pages is None else cache.layers[place.pages])
+    return x

@@ -1,0 +1,136 @@
+"""What `minirt compare` prints: layers, the whole model, the decode step in its variants."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from minirt.bench.compare.compare import Result
+from minirt.bench.report import Column, Report, Row, heading, table
+
+NO_SPEED = "No figure here is a speed: this is a CPU, and the Triton kernels run in Triton's interpreter"
+
+
+@dataclass(frozen=True)
+class CompareReport(Report):
+    """As `Report`; its Markdown has a table of layers, and where the whole model was compared, one of decode steps."""
+
+    def _markdown(self) -> str:
+        shared = self.context
+        lines = heading(shared)
+        if shared["no_speed"]:
+            lines += [f"**{shared['no_speed']}.**", ""]
+        for product in shared["matmul_ceilings"]:
+            lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
+        lines += [f"{shared['model']} {shared['dtype']}: {' and '.join(shared['implementations'])} against eager, errors "
+                  "relative to the same in fp64.", ""]  # fmt: skip
+        lines += [f"Not compared: {name}: {why}." for name, why in shared["skipped"].items()] + [""] * bool(shared["skipped"])
+        lines += table(_LAYER_COLUMNS, self.results, left=3)
+        if any(row["cold_l2"] is False for row in self.results):
+            lines += ["", r"\* what the layers of this kind read in turn fits, or nearly, the L2 cache: not a cold time."]
+        if shared["whole_model"]:
+            lines += ["", *_whole(shared["whole_model"], "+".join(shared["implementations"]))]
+        return "\n".join([*lines, "", *_verdict(shared["faults"])]) + "\n"
+
+
+def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
+    """The result with `shared`, the context of `report.context`."""
+    own = {
+        "implementations": sorted({row["implementation"] for row in result.rows}),
+        "no_speed": None if cuda else NO_SPEED,
+        "matmul_ceilings": result.matmul,
+        "skipped": result.skipped,
+        "whole_model": result.model,
+        "faults": result.faults,
+    }
+    single = {name: value for name, value in shared.items() if name != "matmul_ceiling"}  # here there may be several
+    return CompareReport(single | own, result.rows)
+
+
+def _whole(whole: Row, names: str) -> list[str]:
+    text, decode = whole["text"], whole["decode"]
+    kl, kl_max, kl_truth, kl_eager, relative, eagers, limit = (
+        _number(text[name])
+        for name in ("kl_mean", "kl_max", "kl_truth", "kl_truth_torch", "relative", "relative_torch", "limit")
+    )
+    lines = [
+        f"Whole model, {text['tokens']} tokens of text: KL(eager ‖ this) mean {kl}, max {kl_max} nats (mean from the truth "
+        f"{kl_truth}, eager's {kl_eager}). Top-1 agrees with eager at {text['agree']} of {text['tokens']}, with the truth at "
+        f"{text['clear_agree']} of the {text['clear']} where its lead is beyond rounding. Logits: relative error {relative}, "
+        f"eager's {eagers}, limit {limit}.",
+    ]
+    if decode is None:
+        return lines
+    best, batch = decode["candidate_s"], decode["batch_size"]
+    graph = ", CUDA graph" if decode["launched_s"] else ""
+    rows = [("eager, launched from Python", decode["launched_s"])] if decode["launched_s"] else []
+    rows += [(f"eager{graph}", decode["eager_s"]), (f"**{names}{graph}**", best)]
+    rows += [(f"{names}, but {kind} eager{graph}", part["step_s"]) for kind, part in whole["fusion"].items()]
+    columns: list[Column] = [
+        (f"decode step, batch {batch}, context {decode['context_len']}", lambda r: r["name"]),
+        ("tokens/s", lambda r: f"{batch / r['seconds']:,.1f}"),
+        ("step ms", lambda r: f"{r['seconds'] * 1e3:,.3f}"),
+        (f"{names} takes less", lambda r: "" if r["seconds"] == best else f"{(r['seconds'] - best) * 1e3:,.3f} ms"),
+        ("its speedup", lambda r: "" if r["seconds"] == best else f"{r['seconds'] / best:.3g}"),
+    ]
+    lines += ["", *table(columns, [{"name": name, "seconds": seconds} for name, seconds in rows], left=1)]
+    if graph:
+        lines += ["", "The eager graph holds for this context length alone: its attention takes the lengths from the host."]
+    else:
+        lines += ["", "Steps are the sums of the times of the layers above."]
+    return lines
+
+
+def _verdict(faults: list[str]) -> list[str]:
+    if not faults:
+        return ["All bounds hold."]
+    return [f"**{len(faults)} bounds are broken**, so nothing was timed:", "", *(f"- {fault}" for fault in faults)]
+
+
+def _number(value: float | None, form: str = ".1e") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _pair(column: str, error: str, *, limit: bool = False) -> Any:
+    def cell(row: Row) -> str:
+        own = row[column]
+        if own["torch"][error] is None:
+            return ""
+        values = [own["error"][error], own["torch"][error], *([own["limit"][error]] if limit else [])]
+        return " / ".join(map(_number, values))
+
+    return cell
+
+
+def _pages(row: Row) -> str:
+    if row["k"]["torch"]["relative"] is None:
+        return ""
+    sides = ([row[name][side]["relative"] for name in ("k", "v")] for side in ("error", "torch"))
+    return " / ".join("-" if None in side else _number(max(side)) for side in sides)
+
+
+def _micros(name: str) -> Any:
+    return lambda row: _number(row[name] and row[name] * 1e6, ",.1f") + ("\\*" if row["cold_l2"] is False else "")
+
+
+def _cosine(row: Row) -> str:
+    cosine = row["out"]["error"]["cosine"]
+    return "-" if cosine is None else _number(max(1 - cosine, 0.0), ".0e")
+
+
+_LAYER_COLUMNS: list[Column] = [
+    ("step", lambda r: r["step"]),
+    ("layer", lambda r: r["layer"]),
+    ("runs", lambda r: r["implementation"]),
+    ("rows", lambda r: f"{r['rows']:,}"),
+    ("error / eager's / limit", _pair("out", "relative", limit=True)),
+    ("worst row", _pair("out", "worst_row", limit=True)),
+    ("of what it adds", _pair("added", "relative", limit=True)),
+    ("max", _pair("out", "largest")),
+    ("1 − cosine", _cosine),
+    ("K, V in the pages", _pages),
+    ("eager µs", _micros("eager_s")),
+    ("µs", _micros("candidate_s")),
+    ("speedup", lambda r: _number(r["speedup"], ".3g")),
+    ("MB", lambda r: _number(r["bytes"] / 1e6, ",.2f")),
+    ("of the limit", lambda r: "-" if r["share_of_limit"] is None else f"{r['share_of_limit']:.0%}"),
+    ("", lambda r: "" if r["within_bounds"] else "**broken**"),
+]

@@ -1,0 +1,237 @@
+"""The operations around the KV pages for `minirt bench kernels`: rotary embedding with KV write, attention. See `operations`."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from minirt.bench.bounds import floor
+from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, fill_nan
+from minirt.engine.kv_cache import PAGE_SIZE
+from minirt.engine.step_input import KV_SPLIT
+from minirt.errors import UnsupportedError
+from minirt.kernels import reference
+from minirt.modeling.rope import rope_table
+
+_ROWS = 48  # of the result that are compared with the truth, which needs all that was cached for each
+
+
+class Pages:
+    """KV pages of B sequences of `length` tokens, in no order, and the block tables [B, pages]."""
+
+    def __init__(self, inputs: Inputs, sequences: int, length: int, fp8: bool) -> None:
+        step = inputs.step
+        if step.config.head_dim not in (64, 128):
+            raise UnsupportedError("no kernel for this head size", expected="64 or 128", found=step.config.head_dim)
+        counts = -(-length // PAGE_SIZE)
+        total = sequences * counts + 1
+        shape = (total, PAGE_SIZE, step.config.num_kv_heads, step.config.head_dim)
+        self.length, self.scales = length, dict[str, Any]()
+        self.k, self.v = inputs.normal(*shape), inputs.normal(*shape)
+        if fp8:
+            (self.k, k_scales), (self.v, v_scales) = reference.quantize_fp8(self.k), reference.quantize_fp8(self.v)
+            self.scales = {"k_scales": k_scales, "v_scales": v_scales}
+        self.tables = inputs.order(total)[: sequences * counts].view(sequences, counts).int()
+        self.lens = torch.full((sequences,), length, dtype=torch.int32, device=step.device)
+
+    def slots(self, start: int, sequence: int | slice = slice(None)) -> Tensor:
+        """Of the tokens from `start` on, [B, n] or [n] int64."""
+        t = torch.arange(start, self.length, device=self.tables.device)
+        return self.tables[sequence][..., t // PAGE_SIZE].long() * PAGE_SIZE + t % PAGE_SIZE
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V at `slots` [...] in fp64 → [..., Nkv, D]."""
+        read = []
+        for pages, scales in ((self.k, self.scales.get("k_scales")), (self.v, self.scales.get("v_scales"))):
+            if scales is None:
+                read.append(pages.flatten(0, 1)[slots].double())
+            else:
+                values = pages.view(torch.uint8).flatten(0, 1)[slots].view(FP8).double()
+                read.append(values * scales.flatten(0, 1)[slots].double().unsqueeze(-1))
+        return read[0], read[1]
+
+    def blank(self, slots: Tensor) -> None:
+        """NaN at `slots`: what the step itself is to write."""
+        for pages in (self.k, self.v, *self.scales.values()):
+            flat = pages.view(torch.uint8) if pages.dtype == FP8 else pages
+            flat.flatten(0, 1)[slots.flatten()] = 0x7F if pages.dtype == FP8 else torch.nan
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        reference.write_kv(k, self.k, slots, self.scales.get("k_scales"))
+        reference.write_kv(v, self.v, slots, self.scales.get("v_scales"))
+
+
+class Heads:
+    """What the QKV projection leaves, [T, (Nq + 2·Nkv)·D], and what becomes of it before attention."""
+
+    def __init__(self, inputs: Inputs, positions: Tensor, length: int, normalize: bool) -> None:
+        config = inputs.step.config
+        self.counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.D, self.eps, self.positions = config.head_dim, config.rms_norm_eps, positions
+        self.qkv = inputs.normal(len(positions), sum(self.counts) * self.D, scale=2.0)
+        self.cos_sin = rope_table(config.rope, self.D, length, positions.device)
+        self.q_norm = inputs.norm(self.D) if normalize else None
+        self.k_norm = inputs.norm(self.D) if normalize else None
+
+    def split(self, rows: Any = slice(None), double: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k (both normalized and rotated) and v of some tokens, in the activations' dtype or in fp64."""
+        qkv = self.qkv[rows].double() if double else self.qkv[rows]
+        q, k, v = qkv.view(len(qkv), -1, self.D).split(self.counts, dim=1)
+        turn = self.cos_sin[self.positions[rows]]
+        return self._turned(q, self.q_norm, turn), self._turned(k, self.k_norm, turn), v
+
+    def _turned(self, x: Tensor, norm: Tensor | None, turn: Tensor) -> Tensor:
+        x = x if norm is None else reference.rms_norm(x, norm.to(x.dtype), self.eps)
+        return reference.rope(x, turn.to(x.dtype))
+
+
+def rope_kv_write(step: Step, normalize: bool, fp8: bool = False) -> Problem:
+    """A prompt's tokens: q rotated (and normalized), K and V to the pages."""
+    from minirt.kernels.attention.rope_write import cost, qk_norm_rope_kv_write
+
+    inputs, T, config = Inputs(step), step.tokens, step.config
+    Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
+    heads, pages = Heads(inputs, torch.arange(T, device=step.device), T, normalize), Pages(inputs, 1, T, fp8)
+    slots, out = pages.slots(0, 0), inputs.nan(T, Nq, D)
+
+    def eager() -> Tensor:
+        q, k, v = heads.split()
+        pages.write(k, v, slots)
+        return q
+
+    def triton() -> Tensor:
+        return qk_norm_rope_kv_write(
+            heads.qkv, heads.cos_sin, heads.positions, slots, pages.k, pages.v, Nq, Nkv, heads.q_norm, heads.k_norm, heads.eps,
+            out, check=False, **pages.scales,
+        )  # fmt: skip
+
+    def truth(rows: Tensor) -> Tensor:
+        q, k, v = heads.split(rows, double=True)
+        return torch.cat((q, *(_stored(x, fp8) for x in (k, v))), 1)
+
+    def blank() -> None:
+        fill_nan(out)
+        pages.blank(slots)
+
+    return Problem(
+        f"heads {Nq}:{Nkv} of {D}", {"eager": Form(eager), "triton": Form(triton)}, truth,
+        cost(T, Nq, Nkv, D, heads.qkv.itemsize, fp8), step.dtype, floor(step.dtype, fp8),
+        lambda q: torch.cat((q, *pages.read(slots)), 1), blank,
+    )  # fmt: skip
+
+
+def _stored(x: Tensor, fp8: bool) -> Tensor:
+    """What pages keep of x [T, Nkv, D], in fp64."""
+    if not fp8:
+        return x.double()
+    values, scales = reference.quantize_fp8(x)
+    return values.double() * scales.double().unsqueeze(-1)
+
+
+def attend64(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """q [R, Nq, D] at `positions` [R] of the cached k, v [total, Nkv, D], all in fp64 → [R, Nq, D]."""
+    groups = q.unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("rngd,knd->rngk", groups, k) * scale
+    hidden = torch.arange(len(k), device=k.device) > positions.unsqueeze(1)
+    weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("rngk,knd->rngd", weights, v).flatten(1, 2)
+
+
+def attention_prefill(step: Step, fp8: bool = False) -> Problem:
+    """T new tokens of one sequence on its pages, which hold `context` older ones and themselves."""
+    from minirt.kernels.attention.partial import workspace_floats
+    from minirt.kernels.attention.prefill import cost, paged_attention_prefill
+    from minirt.kernels.launch import Workspace
+
+    inputs, T, total, config = Inputs(step), step.tokens, step.context + step.tokens, step.config
+    Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
+    q, pages, scale = inputs.normal(T, Nq, D), Pages(inputs, 1, total, fp8), D**-0.5
+    out, starts = inputs.nan(T, Nq, D), torch.tensor([0, T], dtype=torch.int32, device=step.device)
+    splits = -(-total // KV_SPLIT)
+    workspace = Workspace(step.device, num_floats=workspace_floats(splits, Nq, D))
+    k, v = (x.to(step.dtype).transpose(0, 1).unsqueeze(0).contiguous() for x in pages.read(pages.slots(0, 0)))
+    own = q.transpose(0, 1).unsqueeze(0)
+
+    def library() -> Tensor:
+        options: dict[str, Any] = {"is_causal": True} if total == T else {"attn_mask": causal_lower_right(T, total)}
+        return F.scaled_dot_product_attention(own, k, v, scale=scale, enable_gqa=Nq != Nkv, **options)[0].transpose(0, 1)
+
+    def eager() -> Tensor:
+        return reference.paged_attention(
+            q, pages.k, pages.v, pages.tables, [T], [total], scale, pages.scales.get("k_scales"), pages.scales.get("v_scales")
+        )
+
+    def triton() -> Tensor:
+        return paged_attention_prefill(
+            q, pages.k, pages.v, pages.tables, starts, pages.lens, scale, out, workspace=workspace, max_splits=splits,
+            check=False, **pages.scales,
+        )  # fmt: skip
+
+    def truth(rows: Tensor) -> Tensor:
+        return attend64(q[rows].double(), *pages.read(pages.slots(0, 0)), rows + step.context, scale)
+
+    lacks = "pages" + (", fp8" if fp8 else "")
+    return Problem(
+        f"heads {Nq}:{Nkv} of {D}", {"eager": Form(eager), "library": Form(library, lacks), "triton": Form(triton)}, truth,
+        cost([T], [total], Nq, Nkv, D, q.itemsize, fp8), step.dtype, floor(step.dtype), blank=partial(fill_nan, out), rows=_ROWS,
+    )  # fmt: skip
+
+
+def attention_decode(step: Step, fp8: bool = False) -> Problem:
+    """One new token of each of T sequences: rotation, KV write and attention on `context` tokens, the new one included."""
+    from minirt.kernels.attention.decode import rope_paged_attention_decode, splits_before, workspace_floats
+    from minirt.kernels.attention.prefill import cost
+    from minirt.kernels.launch import Workspace
+
+    inputs, B, total, config = Inputs(step), step.tokens, step.context, step.config
+    Nq, Nkv, D = config.num_heads, config.num_kv_heads, config.head_dim
+    scale, pages = D**-0.5, Pages(inputs, B, total, fp8)
+    heads = Heads(inputs, torch.full((B,), total - 1, device=step.device), total, config.qk_norm)
+    slots, out, splits = pages.slots(total - 1).flatten(), inputs.nan(B, Nq, D), splits_before([total] * B)
+    starts = torch.tensor(splits, dtype=torch.int32, device=step.device)
+    workspace = Workspace(step.device, num_floats=workspace_floats(splits[-1], Nq, D))
+    before = pages.slots(0)
+    before[:, -1] = before[:, 0]  # what is blank would do as well for a time, but NaN may be slower
+    k, v = (x.to(step.dtype).transpose(1, 2).contiguous() for x in pages.read(before))
+
+    def library() -> Tensor:
+        q = heads.qkv.view(B, -1, 1, D)[:, :Nq]
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=Nq != Nkv)
+
+    def eager() -> Tensor:
+        q, new_k, new_v = heads.split()
+        pages.write(new_k, new_v, slots)
+        return reference.paged_attention(
+            q, pages.k, pages.v, pages.tables, [1] * B, [total] * B, scale,
+            pages.scales.get("k_scales"), pages.scales.get("v_scales"),
+        )  # fmt: skip
+
+    def triton() -> Tensor:
+        return rope_paged_attention_decode(
+            heads.qkv, heads.cos_sin, pages.k, pages.v, pages.tables, pages.lens, starts, splits[-1], scale, workspace, Nq,
+            heads.q_norm, heads.k_norm, heads.eps, out, check=False, **pages.scales,
+        )  # fmt: skip
+
+    def truth(rows: Tensor) -> Tensor:
+        q, new_k, new_v = heads.split(rows, double=True)
+        own = [_stored(x, fp8) for x in (new_k, new_v)]
+        results = []
+        for i, row in enumerate(rows.tolist()):
+            cached = pages.read(pages.slots(0, row)[:-1])
+            k, v = (torch.cat((old, new[i : i + 1])) for old, new in zip(cached, own, strict=True))
+            results.append(attend64(q[i : i + 1], k, v, torch.tensor([total - 1], device=k.device), scale))
+        return torch.cat((torch.cat(results), *own), 1)
+
+    def blank() -> None:
+        fill_nan(out)
+        pages.blank(slots)
+
+    nbytes, flops = cost([1] * B, [total] * B, Nq, Nkv, D, heads.qkv.itemsize, fp8)
+    lacks = "rotation, KV write, pages" + (", fp8" if fp8 else "")
+    return Problem(
+        f"heads {Nq}:{Nkv} of {D}", {"eager": Form(eager), "library": Form(library, lacks), "triton": Form(triton)}, truth,
+        (nbytes, flops), step.dtype, floor(step.dtype, fp8), lambda x: torch.cat((x, *pages.read(slots)), 1), blank, rows=_ROWS,
+    )  # fmt: skip

@@ -1,0 +1,324 @@
+"""`minirt bench kernels`: every kernel on a model's shapes, checked, then timed beside the eager form and PyTorch's own kernels.
+
+A form is timed alone with nothing of its inputs in the L2, and all forms take turns, so that whatever the machine does meets all
+of them. On a CPU the Triton form runs in Triton's interpreter: errors count there, and no time is a speed.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.bench.bounds import Errors, errors, fault
+from minirt.bench.ceiling import Ceiling, MatmulCeiling, matmul_ceiling, read_ceiling
+from minirt.bench.kernels import attention_operations as attention
+from minirt.bench.kernels import operations as ops
+from minirt.bench.kernels.operations import FP8, Form, Problem, Step
+from minirt.bench.measure import gpu_seconds, summarize
+from minirt.bench.report import Row
+from minirt.errors import InputError, UnsupportedError
+from minirt.modeling.config import ModelConfig
+
+_WARM = 2
+
+_FEW, _ROWS = ((1, 0), (64, 0), (256, 0)), ((1, 0), (64, 0), (2048, 0), (8192, 0))
+_LINEAR = ((1, 0), (8, 0), (64, 0), (256, 0), (2048, 0), (8192, 0))
+_MANY = ((129, 0), (300, 0), (512, 0), (2048, 0), (8192, 0))
+_PREFILL = ((512, 0), (2048, 0), (8192, 0), (32768, 0), (2, 32766), (16, 32752), (512, 8192))
+_DECODE = ((1, 128), (1, 1000), (1, 8000), (1, 32768), (8, 1000), (64, 128), (64, 1000), (64, 8000), (256, 128), (256, 1000))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`points`: (tokens, context) to measure by default; `context`: what the second means, "" if nothing."""
+
+    build: Callable[[Step], Problem]
+    what: str
+    points: tuple[tuple[int, int], ...]
+    context: str = ""
+
+
+def _operations() -> dict[str, Operation]:
+    table = {
+        "embedding": Operation(ops.embedding, "rows of the embedding table", _ROWS),
+        "rms_norm": Operation(ops.rms_norm, "RMSNorm", _ROWS),
+        "rms_norm_quantize": Operation(partial(ops.rms_norm, quantized=True), "RMSNorm and FP8 quantization", _ROWS),
+        "quantize": Operation(ops.quantize, "FP8 quantization, a scale a token, without a host sync", _ROWS),
+        "rope_kv_write": Operation(partial(attention.rope_kv_write, normalize=False), "RoPE and KV write", _ROWS),
+        "rope_kv_write.fp8": Operation(
+            partial(attention.rope_kv_write, normalize=False, fp8=True), "RoPE and KV write to FP8 pages", _ROWS
+        ),
+        "qk_norm_rope_kv_write": Operation(
+            partial(attention.rope_kv_write, normalize=True), "RMSNorm of q and k, RoPE, KV write", _ROWS
+        ),
+        "mlp": Operation(ops.mlp, "gated MLP: norm, gate/up, activation, down, residual", _LINEAR),
+        "mlp_gelu": Operation(partial(ops.mlp, activation="gelu"), "gated MLP with GELU", _LINEAR),
+        "residual_norm": Operation(ops.residual_norm, "down projection, residual, next norm", _LINEAR),
+        "attention_prefill": Operation(
+            attention.attention_prefill, "causal attention of new tokens on the pages", _PREFILL, "cached before them"
+        ),
+        "attention_prefill.fp8": Operation(
+            partial(attention.attention_prefill, fp8=True), "the same on FP8 pages", _PREFILL, "cached before them"
+        ),
+        "attention_decode": Operation(
+            attention.attention_decode, "RoPE, KV write and attention of a new token each", _DECODE, "tokens of each"
+        ),
+        "attention_decode.fp8": Operation(
+            partial(attention.attention_decode, fp8=True), "the same on FP8 pages", _DECODE, "tokens of each"
+        ),
+        "sample_greedy": Operation(partial(ops.draw, temperature=0.0), "argmax of the logits", _FEW),
+        "sample_top_p": Operation(partial(ops.draw, temperature=0.8, top_p=0.95), "a draw from the nucleus", _FEW),
+    }
+    fused = {
+        "qkv": "RMSNorm and QKV projection", "o": "output projection and residual", "gate_up": "RMSNorm, gate/up, SwiGLU",
+        "down": "down projection and residual", "lm_head": "RMSNorm and LM head, fp32 logits",
+    }  # fmt: skip
+    for name, what in fused.items():
+        points = _FEW if name == "lm_head" else _LINEAR
+        table[name] = Operation(partial(ops.fused_linear, name=name, fp8=False), what, points)
+        table[f"{name}.fp8"] = Operation(
+            partial(ops.fused_linear, name=name, fp8=True), f"{what}; FP8 weights, tokens quantized on the way", points
+        )
+        if name != "lm_head":
+            table[f"gemm_{name}"] = Operation(partial(ops.gemm, name=name, fp8=False), f"product of {name} alone", _MANY)
+            table[f"gemm_{name}.fp8"] = Operation(
+                partial(ops.gemm, name=name, fp8=True), f"FP8 product of {name}, tokens quantized before", _MANY
+            )
+    return table
+
+
+OPERATIONS = _operations()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One operation on one model's shapes."""
+
+    name: str
+    model: str
+    step: Step
+
+    def __str__(self) -> str:
+        context = f" @ {self.step.context}" if OPERATIONS[self.name].context else ""
+        return f"{self.name} {self.model} {self.step.tokens}{context}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine allows: `products` by the dtype of their operands. None on a CPU, where no figure is a speed."""
+
+    read: Ceiling
+    products: dict[torch.dtype, MatmulCeiling]
+
+    def seconds(self, problem: Problem) -> tuple[float, str]:
+        """(the least time, what sets it: "memory" or "arithmetic")."""
+        nbytes, flops = problem.cost
+        memory, arithmetic = nbytes / self.read.bytes_per_s, flops / self.products[problem.rate].flops_per_s
+        return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """On a GPU; products of fp8 too, where it has them."""
+    from minirt.kernels.launch import capability
+
+    dtypes = [dtype, *([FP8] if capability(device) >= 89 else [])]
+    return Limits(read_ceiling(device), {own: matmul_ceiling(device, own) for own in dtypes})
+
+
+def select(patterns: Sequence[str]) -> list[str]:
+    """The operations that the names or globs mean, all without any.
+
+    Raises:
+        InputError: a pattern matches none.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in OPERATIONS):
+            raise InputError("matches no kernel", where=pattern, expected=", ".join(OPERATIONS))
+    return [name for name in OPERATIONS if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+
+
+def points(
+    names: Sequence[str],
+    models: dict[str, ModelConfig],
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: Sequence[int] | None = None,
+    contexts: Sequence[int] | None = None,
+) -> list[Point]:
+    """What to measure: each operation's own points, or every combination of `tokens` and (for attention) `contexts`.
+
+    Raises:
+        InputError: there are contexts, but no operation that has any.
+    """
+    if contexts is not None and not any(OPERATIONS[name].context for name in names):
+        raise InputError("no kernel that was named has a context", where="--context-len", expected="attention_*")
+    result = []
+    for model, config in models.items():
+        for name in names:
+            own = OPERATIONS[name].points
+            if tokens is not None or contexts is not None:
+                first = tokens or tuple(dict.fromkeys(t for t, _ in own))
+                second = (contexts or tuple(dict.fromkeys(c for _, c in own))) if OPERATIONS[name].context else (0,)
+                own = tuple((t, c) for t in first for c in second)
+            result += [Point(name, model, Step(config, t, c, dtype, device)) for t, c in own]
+    return result
+
+
+@torch.inference_mode()
+def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, compiled: bool) -> Row:
+    """Check one point, then time it → a row. Its `fault` says what broke a bound, and then there are no times; `left_out` which
+    forms PyTorch or the GPU lack for this shape, and why; "all" where that is the kernel itself.
+
+    Args:
+        compiled: time torch.compile's form of the eager one too.
+    """
+    operation, step = OPERATIONS[point.name], point.step
+    row: Row = {
+        "kernel": point.name, "what": operation.what, "model": point.model, "tokens": step.tokens,
+        "context": step.context if operation.context else None, "dtype": str(step.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    try:
+        problem = operation.build(step)
+        forms = dict(problem.forms)
+        if compiled and problem.compiles:
+            torch._dynamo.reset()  # past a few functions from one place in the source it would go on eagerly
+            forms = {"eager": forms["eager"], "compiled": Form(torch.compile(forms["eager"].run, dynamic=False)), **forms}
+        found, left_out, broken = _check(problem, forms)
+    except (UnsupportedError, RuntimeError) as error:
+        if not (isinstance(error, UnsupportedError) or _no_memory(error)):
+            raise
+        return row | _empty() | {"left_out": {"all": str(error).splitlines()[0]}}
+    least, bound = limits.seconds(problem) if limits else (None, None)
+    nbytes, flops = problem.cost
+    row |= _empty() | {
+        "shape": problem.shape, "bytes": nbytes, "flops": flops, "limit_s": least, "bound": bound, "errors": found,
+        "lacks": {name: form.lacks for name, form in problem.forms.items() if form.lacks}, "left_out": left_out,
+        "fault": broken,
+    }  # fmt: skip
+    if broken is not None:
+        return row
+    times = _time({name: form.run for name, form in forms.items() if name not in left_out}, clock, repeats)
+    own = times["triton"]["median"]
+    return row | {
+        "seconds": times,
+        "bytes_per_s": nbytes / own if limits else None,
+        "flops_per_s": flops / own if limits else None,
+        "share_of_limit": least / own if least else None,
+        "lost_s": own - least if least else None,
+    }
+
+
+def _empty() -> Row:
+    names = ("shape", "bytes", "flops", "limit_s", "bound", "fault", "bytes_per_s", "flops_per_s", "share_of_limit", "lost_s")
+    return dict.fromkeys(names) | {"errors": {}, "lacks": {}, "left_out": {}, "seconds": {}}
+
+
+def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str], str | None]:
+    """(errors of each form that computes the whole, forms that cannot run and why, what is wrong with the Triton form)."""
+    results: dict[str, Errors] = {}
+    left_out: dict[str, str] = {}
+    exact: tuple[Tensor, Tensor] | None = None  # rows, and what they should be
+    broken = None
+    for name, form in forms.items():
+        problem.blank()
+        try:
+            out = form.run()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if name in ("eager", "triton") or _no_memory(error):
+                raise
+            left_out[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            continue
+        if form.lacks:
+            continue
+        value = problem.view(out)
+        if exact is None:
+            rows = ops.sampled(len(value), problem.rows, value.device)
+            exact = rows, problem.truth(rows)
+        if name == "triton" and not bool(torch.isfinite(value).all()):
+            broken = f"{int((~torch.isfinite(value)).sum())} of {value.numel()} values are not finite"
+        results[name] = errors(value[exact[0]], exact[1])
+    found = {name: own._asdict() for name, own in results.items()}
+    return found, left_out, broken or fault(results["triton"], results["eager"], problem.floor)
+
+
+def _no_memory(error: Exception) -> bool:
+    """On a CPU PyTorch has no class of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+Clock = Callable[[Callable[[], Any]], float]
+
+
+def _time(runs: dict[str, Callable[[], Any]], clock: Clock, repeats: int) -> Row:
+    """Seconds of each by name, as `measure.summarize` has them; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(_WARM + repeats if repeats > 1 else 1):
+        for name, run in runs.items():
+            seconds = clock(run)
+            if turn >= _WARM or repeats == 1:
+                times[name].append(seconds)
+    return {name: summarize(values) for name, values in times.items()}
+
+
+class ColdClock:
+    """Seconds of one launch on the current GPU, queued while the GPU waits, after reading twice as much as the L2 holds."""
+
+    def __init__(self, device: torch.device) -> None:
+        from minirt.kernels.bandwidth import read_sums
+
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._other = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        self._read = partial(read_sums, self._other, read_sums(self._other), check=False)
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        return gpu_seconds(run, self._read)
+
+    def nothing(self, repeats: int = 20) -> float:
+        """What two events cost with nothing between: part of every time."""
+        return statistics.median(self(lambda: None) for _ in range(repeats))
+
+
+def host_clock(run: Callable[[], Any]) -> float:
+    """Seconds of one call on a CPU."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+# --- two runs ---
+
+_SLOWER = 1.03  # of the older median, beyond what the spreads of both explain
+
+
+def compare(rows: Sequence[Row], older: Sequence[Row]) -> list[str]:
+    """Give each row its `baseline`, the older run's, where that has the same point → the regressions, in words.
+
+    A regression is a median that is more than 3% above the older, and by more than twice the two spreads together.
+    """
+    known = {_key(row): row["seconds"]["triton"] for row in older if row["seconds"]}
+    slower = []
+    for row in rows:
+        before = known.get(_key(row))
+        row["baseline"] = None
+        if before is None or not row["seconds"]:
+            continue
+        now = row["seconds"]["triton"]
+        ratio = now["median"] / before["median"]
+        noise = 2 * ((now["stddev"] or 0) ** 2 + (before["stddev"] or 0) ** 2) ** 0.5
+        regressed = ratio > _SLOWER and now["median"] - before["median"] > noise
+        row["baseline"] = {"median": before["median"], "stddev": before["stddev"], "ratio": ratio, "regressed": regressed}
+        if regressed:
+            where = f" @ {row['context']}" if row["context"] is not None else ""
+            times = f"{before['median'] * 1e6:.1f} → {now['median'] * 1e6:.1f} µs"
+            slower.append(f"{row['kernel']} {row['model']} {row['tokens']}{where}: {times} ({ratio - 1:+.1%})")
+    return slower
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("kernel", "model", "tokens", "context", "dtype"))

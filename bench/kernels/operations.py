@@ -1,0 +1,400 @@
+"""What `minirt bench kernels` measures: each operation on a model's shapes, with its inputs and every form that computes it.
+
+An operation becomes a `Problem` for one model and step. Its forms are the eager one, PyTorch's own kernel for the same or for
+the core of it (matrix product, attention), and the Triton kernel that a layer uses; the truth is the eager form in fp64. What the
+work needs is the `cost` of the kernel's file. Attention is in `attention_operations`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minirt.bench.bounds import Floor, floor
+from minirt.engine.sampler import SamplingBatch, sample
+from minirt.errors import UnsupportedError
+from minirt.kernels import reference
+from minirt.modeling.config import ModelConfig
+from minirt.sampling_params import SamplingParams, resolve
+
+_ROWS = 192  # of an output that are compared with the truth; that all are finite is checked of all
+FP8 = torch.float8_e4m3fn
+
+
+class Step(NamedTuple):
+    """A model's shapes, T tokens (decoding: sequences), and how many each sequence has cached before them."""
+
+    config: ModelConfig
+    tokens: int
+    context: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Form:
+    """`run` computes it; `lacks`: what a library kernel leaves to others, so that its error cannot be compared."""
+
+    run: Callable[[], Any]
+    lacks: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One operation on inputs that exist.
+
+    Args:
+        shape: its sizes, for a table.
+        forms: "eager" and "triton", and what else there is.
+        truth: rows [R] int64 → those rows of the result in fp64.
+        cost: bytes that must be read and written, floating-point operations.
+        view: what a form returns → [T, …, N], a token a row of the first dimension.
+        blank: fills with NaN what the forms write in place.
+        rate: the dtype of the matrix product whose speed bounds the arithmetic.
+        compiles: whether torch.compile is to try the eager form.
+    """
+
+    shape: str
+    forms: dict[str, Form]
+    truth: Callable[[Tensor], Tensor]
+    cost: tuple[int, int]
+    rate: torch.dtype
+    floor: Floor
+    view: Callable[[Any], Tensor] = lambda out: out
+    blank: Callable[[], Any] = lambda: None
+    rows: int = _ROWS
+    compiles: bool = True
+
+
+class Inputs:
+    """Seeded tensors for one step."""
+
+    def __init__(self, step: Step, seed: int = 1) -> None:
+        self.step = step
+        self._random = torch.Generator(step.device).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.empty(shape, dtype=dtype or self.step.dtype, device=self.step.device)
+        return values.normal_(0.0, scale, generator=self._random)
+
+    def integers(self, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=self._random, device=self.step.device)
+
+    def order(self, n: int) -> Tensor:
+        return torch.randperm(n, generator=self._random, device=self.step.device)
+
+    def norm(self, n: int) -> Tensor:
+        return 1 + self.normal(n, scale=0.3)
+
+    def nan(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype or self.step.dtype, device=self.step.device)
+
+
+def fill_nan(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype == FP8:
+            tensor.view(torch.uint8).fill_(0x7F)
+        else:
+            tensor.fill_(torch.nan)
+
+
+def sampled(T: int, rows: int, device: torch.device) -> Tensor:
+    """`rows` of T: the first and last third of them, and others between at random, in order; all if there are no more."""
+    if rows >= T:
+        return torch.arange(T, device=device)
+    ends = rows // 3
+    between = torch.randperm(T - 2 * ends, generator=torch.Generator().manual_seed(0))[: rows - 2 * ends] + ends
+    chosen = torch.cat((torch.arange(ends), between.sort().values, torch.arange(T - ends, T)))
+    return chosen.to(device)
+
+
+def dequantized(pair: tuple[Tensor, Tensor]) -> Tensor:
+    values, scale = pair
+    return values.to(torch.float32) * scale.unsqueeze(-1)
+
+
+def wide(*tensors: Tensor | None) -> list[Any]:
+    """In fp64, but for what is absent or fp8."""
+    return [None if t is None else t.double() if t.dtype != FP8 else t for t in tensors]
+
+
+# --- rows: embedding, norms, quantization, sampling ---
+
+
+def embedding(step: Step) -> Problem:
+    from minirt.kernels.embedding import cost
+    from minirt.kernels.embedding import embedding as kernel
+
+    inputs, (V, H) = Inputs(step), (step.config.vocab_size, step.config.hidden_size)
+    table, tokens, out = inputs.normal(V, H), inputs.integers(V, step.tokens), inputs.nan(step.tokens, H)
+    forms = {
+        "eager": Form(lambda: reference.embedding(tokens, table)),
+        "triton": Form(lambda: kernel(tokens, table, out, check=False)),
+    }
+    return Problem(
+        f"V={V} H={H}", forms, lambda rows: table[tokens[rows]].double(), cost(step.tokens, H, table.itemsize),
+        step.dtype, floor(step.dtype), blank=partial(fill_nan, out),
+    )  # fmt: skip
+
+
+def rms_norm(step: Step, quantized: bool = False) -> Problem:
+    from minirt.kernels.norm import cost
+    from minirt.kernels.norm import rms_norm as kernel
+    from minirt.kernels.norm import rms_norm_quantize as fused
+
+    inputs, (T, H, eps) = Inputs(step), (step.tokens, step.config.hidden_size, step.config.rms_norm_eps)
+    x, weight, out = inputs.normal(T, H, scale=3.0), inputs.norm(H), inputs.nan(T, H)
+    shape = f"H={H}"
+    if not quantized:
+        forms = {
+            "eager": Form(lambda: reference.rms_norm(x, weight, eps)),
+            "library": Form(lambda: F.rms_norm(x, (H,), weight, eps)),
+            "triton": Form(lambda: kernel(x, weight, eps, out, check=False)),
+        }
+        truth = lambda rows: reference.rms_norm(x[rows].double(), weight.double(), eps)  # noqa: E731
+        nbytes = cost(T, H, x.itemsize)
+        return Problem(shape, forms, truth, nbytes, step.dtype, floor(step.dtype), blank=partial(fill_nan, out))
+    values, scale = torch.empty(T, H, dtype=FP8, device=step.device), inputs.nan(T, dtype=torch.float32)
+    forms = {
+        "eager": Form(lambda: reference.quantize_fp8(reference.rms_norm(x, weight, eps))),
+        "triton": Form(lambda: fused(x, weight, eps, values, scale, check=False)),
+    }
+    return Problem(
+        shape, forms,
+        lambda rows: dequantized(reference.quantize_fp8(reference.rms_norm(x[rows].double(), weight.double(), eps))).double(),
+        cost(T, H, x.itemsize, 1), step.dtype, floor(step.dtype, True), dequantized, partial(fill_nan, values, scale),
+    )  # fmt: skip
+
+
+def quantize(step: Step) -> Problem:
+    """Of the inputs of the down projection, the widest there are; a few of them not finite or far out would show as such."""
+    from minirt.kernels.quantize import cost
+    from minirt.kernels.quantize import quantize as kernel
+
+    inputs, (T, K) = Inputs(step), (step.tokens, step.config.intermediate_size)
+    x, values = inputs.normal(T, K, scale=3.0), torch.empty(T, K, dtype=FP8, device=step.device)
+    x[:, 0] *= 1000
+    scale = inputs.nan(T, dtype=torch.float32)
+    forms = {
+        "eager": Form(lambda: reference.quantize_fp8(x)),
+        "triton": Form(lambda: kernel(x, values, scale, check=False)),
+    }
+    return Problem(
+        f"K={K}", forms, lambda rows: dequantized(reference.quantize_fp8(x[rows].double())).double(), cost(T, K, x.itemsize),
+        step.dtype, floor(step.dtype, True), dequantized, partial(fill_nan, values, scale),
+    )  # fmt: skip
+
+
+def draw(step: Step, **settings: Any) -> Problem:
+    """One token for each of T rows of logits: those of the eager sampler, all of them."""
+    from minirt.kernels.sampling.sample import SamplingWorkspace, cost
+
+    inputs, (B, V) = Inputs(step), (step.tokens, step.config.vocab_size)
+    logits, out = inputs.normal(B, V, scale=3.0, dtype=torch.float32), inputs.integers(1, B)
+    requests = [(resolve(SamplingParams(seed=i, **settings), None), i) for i in range(B)]
+    batch, workspace = SamplingBatch.build(requests, step.device), SamplingWorkspace(B, V, step.device)
+    forms = {
+        "eager": Form(lambda: sample(logits, batch, "eager")),
+        "triton": Form(lambda: sample(logits, batch, "triton", workspace, out)),
+    }
+    return Problem(
+        f"V={V}", forms, lambda rows: sample(logits, batch, "eager")[rows].double().unsqueeze(1), cost(B, V), step.dtype,
+        Floor(0.0, 0.0), lambda tokens: tokens.double().unsqueeze(1), lambda: out.fill_(-7), compiles=False,
+    )  # fmt: skip
+
+
+# --- linear layers with what is fused around them ---
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x [T, K] by weight [N, K] (with an activation: [2N, K]) and what the layer does around it."""
+
+    N: int
+    K: int
+    norm: bool = False
+    bias: bool = False
+    activation: str | None = None
+    residual: bool = False
+    out_dtype: torch.dtype | None = None
+
+
+def linears(config: ModelConfig) -> dict[str, Linear]:
+    """Those of a model by name."""
+    H, D, I = config.hidden_size, config.head_dim, config.intermediate_size  # noqa: E741
+    return {
+        "qkv": Linear((config.num_heads + 2 * config.num_kv_heads) * D, H, norm=True, bias=config.qkv_bias),
+        "o": Linear(H, config.num_heads * D, residual=True, bias=config.o_bias),
+        "gate_up": Linear(I, H, norm=True, activation=config.hidden_act, bias=config.mlp_bias),
+        "down": Linear(H, I, residual=True, bias=config.mlp_bias),
+        "lm_head": Linear(config.vocab_size, H, norm=True, out_dtype=torch.float32),
+    }
+
+
+class Operands:
+    """The tensors of a linear layer, and its formula."""
+
+    def __init__(self, step: Step, linear: Linear, fp8: bool, seed: int = 1) -> None:
+        inputs, self.linear, self.eps = Inputs(step, seed), linear, step.config.rms_norm_eps
+        T, N, K = step.tokens, linear.N, linear.K
+        rows = 2 * N if linear.activation else N
+        self.x = inputs.normal(T, K, scale=2.0)
+        self.norm = inputs.norm(K) if linear.norm else None
+        self.bias = inputs.normal(rows) if linear.bias else None
+        self.residual = inputs.normal(T, N) if linear.residual else None
+        self.weight, self.scale = inputs.normal(rows, K, scale=K**-0.5), None
+        if fp8:
+            self.weight, self.scale = reference.quantize_fp8(self.weight)
+        self.out = inputs.nan(T, N, dtype=linear.out_dtype)
+
+    def compute(self, x: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, weight: Tensor) -> Tensor:
+        y = x if norm is None else reference.rms_norm(x, norm, self.eps)
+        y = reference.linear(y, weight, bias, self.scale)
+        y = y if self.linear.activation is None else reference.gated(y, self.linear.activation)
+        y = y if residual is None else y + residual
+        return y if self.linear.out_dtype is None or y.dtype == torch.float64 else y.to(self.linear.out_dtype)
+
+    def eager(self) -> Tensor:
+        return self.compute(self.x, self.norm, self.bias, self.residual, self.weight)
+
+    def truth(self, rows: Tensor) -> Tensor:
+        residual = None if self.residual is None else self.residual[rows]
+        x, norm, bias, residual, weight = wide(self.x[rows], self.norm, self.bias, residual, self.weight)
+        return self.compute(x, norm, bias, residual, weight)
+
+    @property
+    def lacks(self) -> str:
+        """What a product alone leaves out."""
+        linear = self.linear
+        parts = ["norm"] * linear.norm + ["SwiGLU"] * (linear.activation is not None) + ["residual"] * linear.residual
+        return ", ".join(parts)
+
+    def products(self, quantized: bool) -> dict[str, Form]:
+        """The library's: of 16-bit values, or of fp8 ones that were quantized before, with sums promoted and not."""
+        if self.scale is None:
+            return {"library": Form(lambda: F.linear(self.x, self.weight, self.bias), self.lacks)}
+        values, x_scale = reference.quantize_fp8(self.x)
+        scales: dict[str, Any] = {"scale_a": x_scale.unsqueeze(1), "scale_b": self.scale.unsqueeze(0)}
+        left = ", ".join(filter(None, (self.lacks, "" if quantized else "quantization", "bias" if self.linear.bias else "")))
+
+        def product(fast: bool) -> Tensor:
+            return torch._scaled_mm(values, self.weight.t(), out_dtype=torch.bfloat16, use_fast_accum=fast, **scales)
+
+        return {"library": Form(partial(product, False), left), "library_fast": Form(partial(product, True), left)}
+
+    def shape(self) -> str:
+        linear = self.linear
+        return f"N={linear.N}{' (gate, up)' if linear.activation else ''} K={linear.K}"
+
+    def cost(self) -> tuple[int, int]:
+        from minirt.kernels.linear.dispatch import cost
+
+        linear, item = self.linear, self.x.itemsize
+        gated = linear.activation is not None
+        return cost(
+            len(self.x), linear.N, linear.K, item, weight_itemsize=self.weight.itemsize, gated=gated, residual=linear.residual
+        )
+
+
+def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
+    """As the layers call it: norm or quantization, product, activation, residual."""
+    from minirt.kernels.launch import Workspace
+    from minirt.kernels.linear import dispatch as kernels
+
+    o, workspace = Operands(step, linears(step.config)[name], fp8), Workspace(step.device)
+    options: dict[str, Any] = {"scale": o.scale, "check": False}
+
+    def triton() -> Tensor:
+        if o.linear.activation is not None:
+            return kernels.norm_gate_up(o.x, o.norm, o.eps, o.weight, o.linear.activation, o.out, o.bias, **options)
+        if o.residual is not None:
+            return kernels.linear_residual(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, **options)
+        return kernels.norm_linear(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
+
+    forms = {"eager": Form(o.eager)} | o.products(False) | {"triton": Form(triton)}
+    return _linear_problem(step, o, forms, fp8)
+
+
+def gemm(step: Step, name: str, fp8: bool) -> Problem:
+    """The product alone (and the activation, which is its epilogue), as a library has it: fp8 tokens are quantized before."""
+    from minirt.kernels.launch import Workspace
+    from minirt.kernels.linear.dispatch import product
+    from minirt.kernels.linear.gemv import gemv
+
+    if fp8 and step.tokens == 1:
+        raise UnsupportedError("a single token is not quantized", where=f"gemm_{name}.fp8", expected="2 tokens or more")
+    plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
+    o, workspace = Operands(step, plain, fp8), Workspace(step.device)
+    values, x_scale = reference.quantize_fp8(o.x) if fp8 else (o.x, None)
+    scales: dict[str, Any] = {"scale": o.scale, "x_scale": x_scale}
+    activation = plain.activation
+
+    def triton() -> Tensor:
+        if step.tokens == 1:
+            return gemv(o.x, None, 0.0, o.weight, None, None, o.out, activation)
+        return product(values, o.weight, None, None, o.out, activation, workspace=workspace, **scales)
+
+    return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}, fp8)
+
+
+def _linear_problem(step: Step, o: Operands, forms: dict[str, Form], fp8: bool) -> Problem:
+    eight = fp8 and step.tokens > 1  # a single token keeps its 16 bits
+    rate, blank = FP8 if eight else step.dtype, partial(fill_nan, o.out)
+    return Problem(o.shape(), forms, o.truth, o.cost(), rate, floor(step.dtype, eight), blank=blank)
+
+
+def mlp(step: Step, activation: str | None = None) -> Problem:
+    """norm, gate/up, activation, down, residual: two fused kernels; `activation` None: the model's."""
+    from minirt.kernels.launch import Workspace
+    from minirt.kernels.linear import dispatch as kernels
+
+    both = linears(step.config)
+    first = Operands(step, replace(both["gate_up"], activation=activation or both["gate_up"].activation), False)
+    second, workspace = Operands(step, both["down"], False, seed=2), Workspace(step.device)
+    tensors = (first.norm, first.bias, first.weight, second.bias, second.weight)
+
+    def compute(x: Tensor, norm: Any, gate_up_bias: Any, gate_up: Any, down_bias: Any, down: Any) -> Tensor:
+        return second.compute(first.compute(x, norm, gate_up_bias, None, gate_up), None, down_bias, x, down)
+
+    def triton() -> Tensor:
+        act = str(first.linear.activation)
+        h = kernels.norm_gate_up(first.x, first.norm, first.eps, first.weight, act, first.out, first.bias, check=False)
+        return kernels.linear_residual(h, second.weight, first.x, second.bias, second.out, workspace=workspace, check=False)
+
+    (a, b), (c, d) = first.cost(), second.cost()
+    between = 2 * step.tokens * first.linear.N * first.x.itemsize  # need not leave the chip
+    return Problem(
+        f"H={second.linear.N} I={second.linear.K} {first.linear.activation}",
+        {"eager": Form(lambda: compute(first.x, *tensors)), "triton": Form(triton)},
+        lambda rows: compute(*wide(first.x[rows], *tensors)), (a + c - between, b + d), step.dtype, floor(step.dtype),
+        blank=partial(fill_nan, first.out, second.out),
+    )  # fmt: skip
+
+
+def residual_norm(step: Step) -> Problem:
+    """The down projection with its residual, and the norm of the sum, which the next layer starts with; both are results."""
+    from minirt.kernels.launch import Workspace
+    from minirt.kernels.linear import dispatch as kernels
+    from minirt.kernels.norm import rms_norm as norm_kernel
+
+    o, workspace = Operands(step, linears(step.config)["down"], False), Workspace(step.device)
+    weight, normed = Inputs(step, seed=2).norm(o.linear.N), torch.empty_like(o.out)
+
+    def both(y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return y, reference.rms_norm(y, weight, o.eps)
+
+    def triton() -> tuple[Tensor, Tensor]:
+        y = kernels.linear_residual(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, check=False)  # type: ignore[arg-type]
+        return y, norm_kernel(y, weight, o.eps, normed, check=False)
+
+    nbytes, flops = o.cost()
+    forms = {"eager": Form(lambda: both(o.eager(), weight)), "triton": Form(triton)}
+    return Problem(
+        o.shape(), forms, lambda rows: torch.stack(both(o.truth(rows), weight.double()), 1),
+        (nbytes + o.out.nbytes, flops), step.dtype, floor(step.dtype), lambda pair: torch.stack(pair, 1),
+        partial(fill_nan, o.out, normed),
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""What `minirt bench kernels` prints: a table row for each kernel and shape, and what broke."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from minirt.bench.compare.report import NO_SPEED
+from minirt.bench.report import Column, Report, Row, heading, table
+
+FORMS = {
+    "eager": "eager µs", "compiled": "torch.compile µs", "library": "PyTorch's kernel µs", "library_fast": "its fast sums µs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelReport(Report):
+    """As `Report`; its context has what `context` adds."""
+
+    def _markdown(self) -> str:
+        shared, rows = self.context, self.results
+        lines = heading(shared)
+        if shared["no_speed"]:
+            lines += [f"**{shared['no_speed']}.**", ""]
+        for product in shared["matmul_ceilings"]:
+            lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
+        if shared["event_s"] is not None:
+            lines += [f"{shared['event_s'] * 1e6:.1f} µs of every time are the measuring itself.", ""]
+        lines += table(_columns(rows), rows, left=4)
+        lacks = {f"{row['kernel']}: {what}" for row in rows for name, what in row["lacks"].items() if name in row["seconds"]}
+        if lacks:
+            lines += ["", r"\* computes less: it leaves out " + "; ".join(sorted(lacks)) + "."]
+        left_out = {f"{_place(row)}: {name}: {why}" for row in rows for name, why in row["left_out"].items()}
+        lines += ["", *(f"- Left out: {text}" for text in sorted(left_out))] if left_out else []
+        return "\n".join([*lines, "", *_verdict(shared)]) + "\n"
+
+
+def _place(row: Row) -> str:
+    context = "" if row["context"] is None else f" @ {row['context']}"
+    return f"{row['kernel']} {row['model']} {row['tokens']}{context}"
+
+
+def faults(rows: list[Row]) -> list[str]:
+    """What broke a bound, with its place."""
+    return [f"{_place(row)}: {row['fault']}" for row in rows if row["fault"]]
+
+
+def context(shared: Row, rows: list[Row], slower: list[str], products: list[Row], event_s: float | None) -> Row:
+    """`shared` (of `report.machine`) with what all rows share: speeds of products, cost of measuring, faults, regressions."""
+    return shared | {
+        "no_speed": None if shared["backend"] == "CUDA" else NO_SPEED,
+        "matmul_ceilings": products,
+        "event_s": event_s,
+        "correctness": {"checked": True, "against": "the eager forms in fp64 on the same inputs"},
+        "faults": faults(rows),
+        "slower": slower,
+    }
+
+
+def _verdict(shared: Row) -> list[str]:
+    lines = []
+    if shared["faults"]:
+        lines += [f"**{len(shared['faults'])} checks failed; nothing was timed there:**", ""]
+        lines += [f"- {text}" for text in shared["faults"]]
+    else:
+        lines += ["Every kernel is within its bound."]
+    if shared["slower"]:
+        lines += ["", "**Slower than the baseline:**", "", *(f"- {text}" for text in shared["slower"])]
+    return lines
+
+
+def _columns(rows: list[Row]) -> list[Column]:
+    """Without those that are empty in every row."""
+    timed = {name for row in rows for name in row["seconds"]}
+    columns: list[Column] = [
+        ("kernel", lambda r: r["kernel"]),
+        ("model", lambda r: f"{r['model']} {r['dtype']}"),
+        ("shape", lambda r: r["shape"] or ""),
+        ("tokens", lambda r: f"{r['tokens']:,}" + ("" if r["context"] is None else f" @ {r['context']:,}")),
+        ("error / eager's", _errors),
+    ]
+    columns += [(title, partial(_micros, name)) for name, title in FORMS.items() if name in timed]
+    columns.append(("Triton µs", partial(_micros, "triton")))
+    if any(row["limit_s"] for row in rows):
+        columns += [
+            ("speedup", _speedup),
+            ("TB/s · TFLOP/s", _rate),
+            ("of the limit", lambda r: _text(r["share_of_limit"], lambda v: f"{v:.0%} ({r['bound']})")),
+            ("lost µs", lambda r: _text(r["lost_s"], lambda v: f"{v * 1e6:,.1f}")),
+        ]
+    if any(row.get("baseline") for row in rows):
+        columns.append(("since the baseline", _since))
+    return columns
+
+
+def _text(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)
+
+
+def _errors(row: Row) -> str:
+    if row["fault"]:
+        return "**broken**"
+    return " / ".join(f"{row['errors'][name]['relative']:.1e}" for name in ("triton", "eager")) if row["errors"] else "-"
+
+
+def _micros(name: str, row: Row) -> str:
+    own = row["seconds"].get(name)
+    if own is None:
+        return "-"
+    spread = f" ± {own['stddev'] * 1e6:,.1f}" if name == "triton" and own["stddev"] is not None else ""
+    return f"{own['median'] * 1e6:,.1f}{spread}" + ("\\*" if name in row["lacks"] else "")
+
+
+def _speedup(row: Row) -> str:
+    """Over the fastest of the others that compute the same, and which that is."""
+    others = {name: own["median"] for name, own in row["seconds"].items() if name != "triton" and name not in row["lacks"]}
+    if not others:
+        return "-"
+    name = min(others, key=lambda name: others[name])
+    return f"{others[name] / row['seconds']['triton']['median']:.2f} × {FORMS[name].removesuffix(' µs')}"
+
+
+def _rate(row: Row) -> str:
+    if row["bytes_per_s"] is None:
+        return "-"
+    return f"{row['bytes_per_s'] / 1e12:.2f} · {row['flops_per_s'] / 1e12:,.1f}"
+
+
+def _since(row: Row) -> str:
+    own = row.get("baseline")
+    return "-" if not own else f"{'**' * own['regressed']}{own['ratio'] - 1:+.1%}{'**' * own['regressed']}"

@@ -1,0 +1,334 @@
+"""What each fusion and each trick of the Triton layers brings: decode steps with all of them, and without one.
+
+python bench/tools/ablation.py MODEL [--fp8] [BATCH …]     random weights; needs a GPU; prints JSON
+
+A variant is the model as it is, with one function of `minirt.kernels` replaced by what one would call without the trick. Its
+logits must agree with those of the step as it is; steps are CUDA graphs that take turns, without the sampler, but for the trick
+that is about it. A trick that a step does not use is not listed.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minirt import Generator
+from minirt.bench.ceiling import read_ceiling
+from minirt.bench.compare import compare, timing
+from minirt.bench.compare import layers as compare_layers
+from minirt.bench.compare.layers import Place, Step
+from minirt.bench.report import machine
+from minirt.device import on_device
+from minirt.engine.cuda_graphs import NARROWEST
+from minirt.engine.kv_cache import LayerKV
+from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.step_input import Batch
+from minirt.errors import MinirtError, NumericsError
+from minirt.kernels import reference
+from minirt.layers import Forward, implementation
+from minirt.modeling.model import Model
+from minirt.sampling_params import SamplingParams, resolve
+
+CONTEXT = 128
+_TOLERANCE = {torch.bfloat16: 8 * 2**-7, torch.float16: 8 * 2**-10, torch.float32: 1e-4}  # as before a benchmark, see `check`
+_FP8_NOISE = 0.2
+
+Replacement = Callable[..., Any]  # the original function, then its arguments
+
+
+class Trick(NamedTuple):
+    """`name` of a function of the module `where`, and what computes the same without the trick: it gets the original first, and
+    raises Untouched where there is nothing to leave out."""
+
+    what: str
+    where: str
+    name: str
+    without: Replacement
+
+
+class Untouched(Exception):
+    """For these arguments the original has no such trick."""
+
+
+def _norm_apart(original: Replacement, x: Tensor, norm_weight: Tensor | None, eps: float, *args: Any, **options: Any) -> Any:
+    from minirt.kernels.norm import rms_norm
+
+    if norm_weight is None:
+        raise Untouched
+    return original(rms_norm(x, norm_weight, eps, pdl=options["pdl"], check=False), None, 0.0, *args, **options)
+
+
+def _quantization_apart(original: Replacement, x: Tensor, norm_weight: Tensor, eps: float, **options: Any) -> Any:
+    from minirt.kernels.norm import rms_norm
+    from minirt.kernels.quantize import quantize
+
+    return quantize(rms_norm(x, norm_weight, eps, **options), **options)
+
+
+def _residual_apart(
+    original: Replacement, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None, **options: Any
+) -> Tensor:
+    from minirt.kernels.linear.dispatch import norm_linear
+
+    return norm_linear(x, None, 0.0, weight, bias, **options) + residual
+
+
+def _activation_apart(
+    original: Replacement, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, activation: str, **options: Any
+) -> Tensor:
+    from minirt.kernels.linear.dispatch import norm_linear
+
+    return reference.gated(norm_linear(x, norm_weight, eps, weight, options.pop("bias"), **options), activation)
+
+
+def _rope_apart(
+    original: Replacement, qkv: Tensor, cos_sin: Tensor, k: Tensor, v: Tensor, tables: Tensor, lens: Tensor, starts: Tensor,
+    max_splits: int, scale: float, workspace: Any, Nq: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    from minirt.kernels.attention.decode import paged_attention_decode
+    from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
+
+    positions, slots = _places(tables, lens, k.shape[1])
+    scales = {name: options[name] for name in ("k_scales", "v_scales")}
+    own = {"pdl": options["pdl"], "check": False}
+    q = qk_norm_rope_kv_write(qkv, cos_sin, positions, slots, k, v, Nq, k.shape[2], q_norm, k_norm, eps, **scales, **own)
+    return paged_attention_decode(q, k, v, tables, lens, starts, max_splits, scale, workspace, **options)
+
+
+_PLACES: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the lengths' tensor, which is kept, so that no other takes its place
+
+
+def _places(tables: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Position and slot of each sequence's last token: a batch has them, and the fused kernel does not ask for them."""
+    if id(lens) not in _PLACES:
+        last = lens.long() - 1
+        slots = tables.gather(1, (last // page_size).unsqueeze(1)).squeeze(1).long() * page_size + last % page_size
+        _PLACES[id(lens)] = last, slots, lens
+    return _PLACES[id(lens)][:2]
+
+
+def _combined(original: Replacement, *args: Any, max_seq_len: int, split: int, **options: Any) -> Tensor:
+    if max_seq_len > split:
+        raise Untouched
+    return original(*args, split=split, **options)
+
+
+def _tensor_cores(
+    original: Replacement, x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
+    residual: Tensor | None, out: Tensor, activation: str | None = None, *, scale: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    from minirt.kernels.linear.gemm_small import gemm_small
+    from minirt.kernels.norm import rms_norm
+    from minirt.kernels.quantize import quantize
+
+    h = x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)
+    values, x_scale = (h, None) if scale is None else quantize(h, pdl=pdl, check=False)
+    return gemm_small(values, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, pdl=pdl)
+
+
+def _k_whole(original: Replacement, *args: Any, workspace: Any = None, **options: Any) -> Tensor:
+    if workspace is None:
+        raise Untouched
+    return original(*args, workspace=None, **options)
+
+
+def _no_tma(original: Replacement, *args: Any) -> Any:
+    config = original(*args)
+    if not config.tma:
+        raise Untouched
+    return replace(config, tma=False)
+
+
+def _not_on_hopper(original: Replacement, *args: Any) -> bool:
+    if not original(*args):
+        raise Untouched
+    return False
+
+
+_KERNELS = "minirt.kernels"
+TRICKS = {
+    "norm": Trick("the norm in the product's kernel (one token)", f"{_KERNELS}.linear.dispatch", "gemv", _norm_apart),
+    "quantize": Trick(
+        "norm and quantization in one kernel", f"{_KERNELS}.linear.dispatch", "rms_norm_quantize", _quantization_apart
+    ),
+    "residual": Trick(
+        "the residual in the product's epilogue", f"{_KERNELS}.linear.dispatch", "linear_residual", _residual_apart
+    ),
+    "activation": Trick("SwiGLU in the product's epilogue", f"{_KERNELS}.linear.dispatch", "norm_gate_up", _activation_apart),
+    "rope": Trick(
+        "rotation and KV write inside attention", f"{_KERNELS}.attention.decode", "rope_paged_attention_decode", _rope_apart
+    ),
+    "combine": Trick(
+        "nothing combined where no sequence is split", f"{_KERNELS}.attention.decode", "rope_paged_attention_decode", _combined
+    ),
+    "fma": Trick("products of one token by FMA, not tensor cores", f"{_KERNELS}.linear.dispatch", "gemv", _tensor_cores),
+    "split_k": Trick("K split where there are few tiles", f"{_KERNELS}.linear.dispatch", "gemm_small", _k_whole),
+    "tma": Trick("weights fetched by TMA", f"{_KERNELS}.linear.gemm_small", "lookup_gemm_small_config", _no_tma),
+    "hopper": Trick("the warp-specialized GEMM", f"{_KERNELS}.linear.gemm", "operands_fit_tma", _not_on_hopper),
+    "fetching": Trick("pages fetched by a warp of their own", f"{_KERNELS}.attention.decode_sm90", "can_decode", _not_on_hopper),
+}
+
+
+@contextmanager
+def without(trick: Trick, used: list[str]) -> Iterator[None]:
+    """Within it a trick is left out: by layers that are bound, and by what is called. `used` grows each time that happens."""
+    module = import_module(trick.where)
+    original = getattr(module, trick.name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            result = trick.without(original, *args, **options)
+        except Untouched:
+            return original(*args, **options)
+        used.append(trick.name)
+        return result
+
+    setattr(module, trick.name, call)
+    try:
+        yield
+    finally:
+        setattr(module, trick.name, original)
+
+
+def forwards(sequence: Sequence[Place], trick: Trick) -> tuple[list[Forward], list[str]]:
+    """A forward for each place, without the trick; the list grows with every use of the replacement."""
+    used: list[str] = []
+
+    def bound(place: Place) -> Forward:
+        with without(trick, used):
+            own = implementation(place.layer.kind, "triton").factory(place.layer)
+
+        def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+            with without(trick, used):
+                return own(x, batch, kv)
+
+        return forward
+
+    return [bound(place) for place in sequence], used
+
+
+@contextmanager
+def _launches_in_turn(model: Model) -> Iterator[None]:
+    """Layers that are bound within it use no programmatic dependent launch."""
+    shared = model.layers[0].context
+    before = shared.pdl
+    shared.__dict__["pdl"] = False
+    try:
+        yield
+    finally:
+        shared.__dict__["pdl"] = before
+
+
+def variants(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
+    """The step as it is ("all") and without each trick that it uses, whose logits have been compared.
+
+    Raises:
+        NumericsError: a variant computes something else.
+    """
+    result = {"all": [place.candidate for place in sequence]}
+    expected = compare_layers.stream(result["all"], sequence, step.batch, step.cache).float()
+    found: dict[str, list[Forward]] = {}
+    for name, trick in TRICKS.items():
+        own, used = forwards(sequence, trick)
+        logits = compare_layers.stream(own, sequence, step.batch, step.cache)
+        if used:
+            found[name] = own
+            _agree(name, logits, expected, model)
+    if model.layers[0].context.pdl:
+        with _launches_in_turn(model):
+            found["pdl"] = [implementation(place.layer.kind, "triton").factory(place.layer) for place in sequence]
+        _agree("pdl", compare_layers.stream(found["pdl"], sequence, step.batch, step.cache), expected, model)
+    return result | found
+
+
+def greedy(sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
+    """The whole step with the greedy sampler, which reads the "logits" or the "row_maxima" that the head stores beside them. Both
+    find the same tokens. Empty if the head stores none.
+
+    Raises:
+        NumericsError: they do not.
+    """
+    from minirt.kernels.linear.row_maxima import RowMaxima
+    from minirt.kernels.sampling.sample import SamplingWorkspace
+
+    *others, head = [place.candidate for place in sequence]
+    B, V = compare_layers.stream([*others, head], sequence, step.batch, step.cache).shape
+    device = step.batch.flat.device
+    values = torch.zeros(B, -(-V // NARROWEST), dtype=torch.int64, device=device)
+    row_maxima = RowMaxima(values, torch.zeros(1, dtype=torch.int32, device=device))
+    settings = SamplingBatch.build([(resolve(SamplingParams(temperature=0.0), None), 0)] * B, device)
+    workspace = SamplingWorkspace(B, V, device)
+
+    def over_logits(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        return sample(head(x, batch, kv), settings, "triton", workspace)
+
+    def over_row_maxima(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        logits = head(x, replace(batch, row_maxima=row_maxima), kv)
+        return sample(logits, settings, "triton", workspace, row_maxima=row_maxima.stored())
+
+    found = {"logits": [*others, over_logits], "row_maxima": [*others, over_row_maxima]}
+    tokens = [compare_layers.stream(own, sequence, step.batch, step.cache) for own in found.values()]
+    if not torch.equal(*tokens):
+        raise NumericsError("other tokens", where="row_maxima", expected=tokens[0].tolist(), found=tokens[1].tolist())
+    return found if row_maxima.num_tiles else {}
+
+
+def _agree(name: str, logits: Tensor, expected: Tensor, model: Model) -> None:
+    error = ((logits.float() - expected).norm() / expected.norm()).item()
+    fp8 = any(linear.format for layer in model.layers for linear in layer.linears())
+    most = _FP8_NOISE if fp8 else _TOLERANCE[model.dtype]
+    if not error <= most:
+        raise NumericsError("a variant computes something else", where=name, expected=f"at most {most:.1e}", found=f"{error:.1e}")
+
+
+@torch.inference_mode()
+def measure(model: Model, tokens: Sequence[int], batch: int) -> dict[str, Any]:
+    """Seconds of a decode step of `batch` sequences with CONTEXT tokens, in every variant, on a GPU."""
+    sequence = compare_layers.places(model)
+    model.reserve_splits(batch * -(-CONTEXT // compare.KV_SPLIT))
+    texts = [[tokens[(17 * i + j) % len(tokens)] for j in range(CONTEXT)] for i in range(batch)]
+    with on_device(model.device):
+        step = compare_layers.decode(model, sequence, texts)
+        own = variants(model, sequence, step) | greedy(sequence, step)
+        seconds = timing.step_times(own, sequence, step)
+        launched = timing.launched_time(own["all"], sequence, step)
+    _PLACES.clear()
+    best, row_maxima, logits = seconds.pop("all"), seconds.pop("row_maxima", None), seconds.pop("logits", None)
+    rows = {name: {"without_s": s, "brings_s": s - best} for name, s in seconds.items()}
+    rows["graph"] = {"without_s": launched, "brings_s": launched - best}
+    if row_maxima and logits:
+        rows["row_maxima"] = {"without_s": logits, "brings_s": logits - row_maxima}
+    return {"batch_size": batch, "context_len": CONTEXT, "step_s": best, "tricks": rows}
+
+
+def main(words: list[str]) -> None:
+    names = [word for word in words if not word.isdecimal() and word != "--fp8"]
+    if len(names) != 1:
+        raise MinirtError("expected one model", found=" ".join(names) or "none", hint="ablation.py MODEL [--fp8] [BATCH …]")
+    batches = [int(word) for word in words if word.isdecimal()] or [1, 8, 64, 256]
+    load = partial(Generator.from_pretrained, names[0], device="cuda", impl="eager", random_weights=True, warmup=False)
+    with load(quantization="fp8" if "--fp8" in words else None, max_num_seqs=1, kv_cache_memory=256 << 20) as generator:
+        model: Any = generator.model
+        ceiling = read_ceiling(model.device)
+        compare.bind(model, ())
+        tokens = torch.randint(model.config.vocab_size, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+        results = [measure(model, tokens, batch) for batch in batches]
+        shared = machine("ablation", model.device, ["python", "bench/tools/ablation.py", *words], ceiling)
+    what = {name: trick.what for name, trick in TRICKS.items()}
+    what |= {"pdl": "programmatic dependent launch", "graph": "the CUDA graph"}
+    what |= {"row_maxima": "the LM head leaves each tile's largest logits to the greedy sampler (which both steps have)"}
+    correctness = {"checked": True, "against": "the logits of the step as it is"}
+    own = {"model": names[0], "quantization": "fp8" if "--fp8" in words else None, "what": what, "correctness": correctness}
+    print(json.dumps(shared | own | {"results": results}, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,117 @@
+"""Measure on this GPU what bench/results holds: `python bench/tools/collect.py FOLDER [NAME or glob …]`; all without a name.
+
+Each run is a command line of its own in a process of its own, and leaves FOLDER/GPU-NAME.json; one that fails leaves none, and
+the exit code is 1. `bench/tools/tables.py` makes the README's tables and pictures from what is stored.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from minirt.errors import InputError, MinirtError
+
+_MODEL = ["--model", "Qwen2.5-7B", "--random-weights"]
+_DECODE = ["bench", "decode", *_MODEL, "--max-num-seqs", "256", "--max-model-len", "8448"]
+_PREFILL = ["bench", "prefill", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check"]
+# Prompts that arrive beside requests which are being answered, by the most tokens of a step: 8448 hold a whole prompt and them.
+_BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "--repeats", "3", "--skip-check"]
+_STEP_LIMITS = (8448, 2048, 512)
+# Other shapes than those that the kernels' rules were fitted to.
+_OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
+# In parts, since torch.compile takes seconds for each shape.
+_KERNELS = {
+    "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
+    "attention": ("attention_*",),
+    "linears": ("qkv*", "o", "o.fp8", "gate_up*", "down*", "lm_head*"),
+    "mlp": ("mlp*",),
+}
+
+
+def _runs() -> dict[str, list[str]]:
+    """Name of the result → what follows `minirt`; a name that ends with .py is a script of this folder."""
+    runs = {}
+    for kind, flags in (("bf16", []), ("fp8", ["--fp8"])):
+        runs[f"decode-{kind}"] = [*_DECODE, "-b", "1,8,64,256", "-c", "128", *flags]
+        runs[f"decode-{kind}-8000"] = [*_DECODE, "-b", "1", "-c", "8000", "--skip-check", *flags]
+        runs[f"decode-{kind}-odd"] = [*_DECODE, "-b", "3,24,100", "-c", "128,3000", "--skip-check", *flags]
+        runs[f"prefill-{kind}"] = [*_PREFILL, *flags]
+        runs[f"compare-7b-{kind}"] = ["compare", *_MODEL, *flags]
+        runs[f"tune-{kind}"] = ["tune", "--model", "Qwen2.5-7B", *flags]
+        runs[f"startup-{kind}"] = ["startup.py", "Qwen2.5-7B", *flags]
+        runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
+        for model in _OTHERS:
+            own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
+            runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
+    for limit in _STEP_LIMITS:
+        runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
+    runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
+    runs["power"] = ["power.py", "Qwen2.5-7B"]
+    # Real weights: the embedded model, and one that has to be in the Hub's cache.
+    runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
+    runs["compare-smollm2"] = ["compare", "--model", "SmolLM2-135M-Instruct", "--dtype", "bfloat16", "-b", "3"]
+    for name, kernels in _KERNELS.items():
+        runs[f"kernels-{name}"] = ["bench", "kernels", *kernels, "--model", "Qwen2.5-7B"]
+    runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
+    others = [word for model in ("Qwen2.5-7B", *_OTHERS) for word in ("--model", model)]
+    linears = _KERNELS["linears"]
+    runs["kernels-others"] = ["bench", "kernels", *linears, *others, "-t", "1,3,24,100", "--no-compile"]
+    attention = ["attention_decode*", *others, "-t", "1,3,24,100", "-c", "128,3000", "--no-compile"]
+    runs["kernels-others-attention"] = ["bench", "kernels", *attention]
+    return runs
+
+
+RUNS = _runs()
+
+
+def select(patterns: Sequence[str]) -> list[str]:
+    """The runs that names or globs mean, all without any. InputError: one matches none."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in RUNS):
+            raise InputError("matches no run", where=pattern, expected=", ".join(RUNS))
+    return [name for name in RUNS if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+
+
+def command(name: str) -> list[str]:
+    """What runs it, JSON to stdout."""
+    first, *rest = RUNS[name]
+    if first.endswith(".py"):
+        return [sys.executable, str(Path(__file__).parent / first), *rest]
+    return [sys.executable, "-m", "minirt", first, *rest, "-o", "json", "--quiet"]
+
+
+def prefix() -> str:
+    """Of the files' names: "NVIDIA H200" → "h200"."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MinirtError("there is no GPU to measure")
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+
+
+def main(words: list[str]) -> int:
+    if not words or not Path(words[0]).is_dir():
+        found = words[0] if words else "none"
+        raise MinirtError("expected a folder to write to", found=found, hint="collect.py FOLDER [NAME or glob …]")
+    names, gpu, failed = select(words[1:]), prefix(), 0
+    for name in names:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as scratch:  # what is tuned here shall change no other run
+            cache = {"MINIRT_CACHE": scratch} if name.startswith("tune-") else {}
+            done = subprocess.run(command(name), capture_output=True, text=True, check=False, env=os.environ | cache)
+        line = f"{name}: {time.monotonic() - started:.0f} s"
+        if done.returncode == 0:
+            (Path(words[0]) / f"{gpu}-{name}.json").write_text(done.stdout, encoding="utf-8")
+        else:
+            failed += 1
+            line += f", exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+        print(line, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

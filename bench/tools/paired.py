@@ -1,0 +1,124 @@
+"""Is one build as fast as another? Decode steps and prompts of two installed builds, in alternation on one GPU.
+
+python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--fp8] [--pairs 12]     random weights; prints JSON
+
+OLD and NEW are folders that `pip install --target FOLDER` filled. Each build runs in its own process, and both keep their model
+on the GPU. They measure by turns, and the one that goes first alternates. A result is NEW's time over OLD's: the median of all
+pairs, with a 95% confidence interval of that median by order statistics.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BATCHES, PROMPTS = ((1, 128), (8, 128), (64, 128), (1, 8000)), (128, 512, 2048)  # (sequences, context), tokens
+STEPS, REPEATS = 128, 3
+KV_BYTES = 4 << 30
+
+
+def child(model: str, fp8: bool) -> None:
+    """Load a model, then measure once for each line on stdin and answer with a line of JSON."""
+    import time
+
+    from minirt import Generator, SamplingParams
+
+    options: dict[str, Any] = {"quantization": "fp8"} if fp8 else {}
+    generator = Generator.from_pretrained(model, random_weights=True, kv_cache_memory=KV_BYTES, **options)
+    vocab, serial = generator.config.vocab_size, 0
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        nonlocal serial
+        serial += 1  # other tokens each time
+        return [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(length)] for i in range(count)]
+
+    def seconds(count: int, length: int, tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        asked, started = prompts(count, length), time.perf_counter()
+        generator.generate(asked, params)
+        return time.perf_counter() - started
+
+    def measure() -> dict[str, float]:
+        found = {}
+        for count, context in BATCHES:
+            pairs = [(seconds(count, context, 8), seconds(count, context, 8 + STEPS)) for _ in range(REPEATS)]
+            found[f"decode step, batch {count} @ {context}"] = statistics.median(b - a for a, b in pairs) / STEPS
+        for length in PROMPTS:
+            found[f"first token, {length} tokens"] = statistics.median(seconds(1, length, 1) for _ in range(8 * REPEATS))
+        return found
+
+    measure()
+    print(json.dumps("ready"), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(measure()), flush=True)
+
+
+def start(site: str, model: str, fp8: bool) -> subprocess.Popen:
+    command = [sys.executable, __file__, site, site, "--model", model, "--child", *(["--fp8"] if fp8 else [])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def ask(process: subprocess.Popen) -> dict[str, float]:
+    process.stdin.write("\n")  # type: ignore[union-attr]
+    process.stdin.flush()  # type: ignore[union-attr]
+    return answer(process)
+
+
+def answer(process: subprocess.Popen) -> Any:
+    line = process.stdout.readline()  # type: ignore[union-attr]
+    if not line:
+        sys.exit(f"a build ended with exit code {process.wait()}")
+    return json.loads(line)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """The order statistics that enclose the median with at least 95% (Conover 1999, section 3.2); needs six values."""
+    n, ordered = len(ratios), sorted(ratios)
+    outside, low = 0.0, 0
+    while outside + math.comb(n, low) / 2**n <= 0.025:
+        outside += math.comb(n, low) / 2**n
+        low += 1
+    return ordered[low - 1], ordered[n - low]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--model", default="Qwen2.5-7B")
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.model, options.fp8)
+        return
+    sites = {name: str(Path(getattr(options, name)).resolve()) for name in ("old", "new")}
+    builds = {name: start(site, options.model, options.fp8) for name, site in sites.items()}
+    for process in builds.values():
+        answer(process)
+    runs: list[dict[str, dict[str, float]]] = []
+    for pair in range(options.pairs):
+        order = ("old", "new") if pair % 2 == 0 else ("new", "old")
+        runs.append({name: ask(builds[name]) for name in order})
+    for process in builds.values():
+        process.stdin.close()  # type: ignore[union-attr]
+    rows = []
+    for name in runs[0]["old"]:
+        ratios = [run["new"][name] / run["old"][name] for run in runs]
+        low, high = interval(ratios)
+        medians = {build: statistics.median(run[build][name] for run in runs) for build in builds}
+        ratio = {"ratio": statistics.median(ratios), "low": low, "high": high}
+        rows.append({"what": name, "old_s": medians["old"], "new_s": medians["new"], **ratio})
+    print(json.dumps({"model": options.model, "fp8": options.fp8, "pairs": options.pairs, "results": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

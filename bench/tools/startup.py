@@ -1,0 +1,66 @@
+"""From the start of the process to the first token, with the kernel caches empty and then warm.
+
+python bench/tools/startup.py MODEL [--fp8]     random weights, each start a process of its own; prints JSON
+
+Triton's cache is a folder of its own, which is empty at the first start; the operating system's cache of Python's files is warm.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+WARM = 3  # starts, of which the median counts
+
+
+def start(began: float, model: str, fp8: bool) -> dict[str, float]:
+    """Seconds since `began`, when this process was started: until all is imported, loaded, warmed up, and until the first
+    token is there."""
+    from minirt import Generator, SamplingParams
+
+    imported = time.time() - began
+    quantization = "fp8" if fp8 else None
+    with Generator.from_pretrained(model, random_weights=True, quantization=quantization) as generator:
+        ready = time.time() - began
+        stream = generator.stream_completion([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+        next(stream)
+        first = time.time() - began
+        stream.close()
+        return {
+            "imported_s": imported, "loaded_s": ready - generator.warm_up_time_s, "ready_s": ready, "first_token_s": first
+        }  # fmt: skip
+
+
+def child(words: list[str], cache: str) -> dict[str, float]:
+    """`start` in a new process with this cache of kernels."""
+    command = [sys.executable, __file__, "--child", repr(time.time()), *words]
+    environment = os.environ | {"TRITON_CACHE_DIR": cache}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()[-1000:]}")
+    return json.loads(done.stdout)
+
+
+def main(words: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        empty = child(words, cache)
+        warm = [child(words, cache) for _ in range(WARM)]
+    from minirt.bench.measure import summarize
+    from minirt.bench.report import machine
+    from minirt.device import pick_device
+
+    shared = machine("startup", pick_device("auto"), ["python", "bench/tools/startup.py", *words], None)
+    names = ("imported_s", "loaded_s", "ready_s", "first_token_s")
+    own = {"model": words[0], "quantization": "fp8" if "--fp8" in words else None}
+    results = [{"caches": "empty"} | {name: summarize([empty[name]]) for name in names}]
+    results += [{"caches": "warm"} | {name: summarize([run[name] for run in warm]) for name in names}]
+    print(json.dumps(shared | own | {"results": results}, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--child":
+        print(json.dumps(start(float(sys.argv[2]), sys.argv[3], "--fp8" in sys.argv)))
+    else:
+        main(sys.argv[1:])

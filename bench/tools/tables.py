@@ -1,0 +1,740 @@
+"""The README's tables and pictures of measurements, made from the stored results.
+
+python bench/tools/tables.py [FILE …]     copies the files to bench/results if there are any, then makes all of them anew
+
+A block stands between `<!-- NAME -->` and `<!-- end of NAME -->` and is empty as long as none of its results is stored; a
+picture, beside its results, carries their digest. A test compares both with the results. Pictures need matplotlib.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minirt.bench.compare.picture import draw, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Result = Any  # what a file holds: a dictionary, of older loads a list of them
+Records = Mapping[str, Result]
+
+# vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured apart on the same GPU model with the same torch: not
+# among the stored results.
+VLLM_STEPS = {
+    (1, 128): (4.78, 3.41), (1, 8000): (4.91, 3.61), (8, 128): (4.93, 3.47), (64, 128): (5.22, 3.99), (256, 128): (9.08, 7.29)
+}  # fmt: skip
+VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: (195.0, 129.0)}
+
+FORMATS = ("bf16", "fp8")
+NONE = "–"  # in a cell: not measured
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; numbers, in all columns but the first, to the right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def milliseconds(ms: float) -> str:
+    """About three digits: two decimals below 10, else one."""
+    return f"{ms:.2f}" if ms < 9.995 else f"{ms:,.1f}"
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else "< 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
+def signed(value: float, digits: int) -> str:
+    text = f"{value:+.{digits}f}"
+    return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
+
+
+def format_of(record: Result) -> str:
+    return "fp8" if record.get("quantization") or "fp8" in record.get("dtype", "") else "bf16"
+
+
+def title_of(form: str) -> str:
+    return "`--fp8`" if form == "fp8" else form
+
+
+def _by_format(records: Records, key: Callable[[Result, Result], Any]) -> dict[str, dict[Any, Result]]:
+    """Format → `key(record, row)` → row."""
+    found: dict[str, dict[Any, Result]] = {form: {} for form in FORMATS}
+    for record in records.values():
+        found[format_of(record)] |= {key(record, row): row for row in record["results"]}
+    return found
+
+
+def _steps(records: Records) -> dict[str, dict[Any, Result]]:
+    return _by_format(records, lambda _, row: (row["batch_size"], row["context_len"]))
+
+
+def _prompts(records: Records) -> dict[str, dict[Any, Result]]:
+    return _by_format(records, lambda _, row: row["input_len"])
+
+
+# --- steps and prompts ---
+
+
+def about_table(records: Records) -> str:
+    """Machine, versions and ceilings of the results."""
+
+    def rates(values: Iterable[float], form: str, unit: str) -> str:
+        texts = list(dict.fromkeys(format(value / 1e12, form) for value in sorted(values)))
+        return (texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}") + f" {unit}" if texts else "not measured"
+
+    first = next(iter(records.values()))
+    machines = {(r["device"], r["versions"]["torch"], r["versions"]["triton"]) for r in records.values()}
+    where = "; ".join(f"one {device}, torch {torch}, Triton {triton}" for device, torch, triton in sorted(machines))
+    reads = [r["read_ceiling"]["bytes_per_s"] for r in records.values() if r["read_ceiling"]]
+    products = {
+        form: [r["matmul_ceiling"]["flops_per_s"] for r in records.values() if r["matmul_ceiling"] and format_of(r) == form]
+        for form in FORMATS
+    }
+    return (
+        f"{where[0].upper()}{where[1:]}; {first['model']} shapes, random weights, greedy, through `Generator` with every token "
+        f"in Python's hands. A step's limit is the time in which a kernel that only reads would read the weights, "
+        f"{rates(reads, '.2f', 'TB/s')} in the same run, or PyTorch's large matrix product would multiply by them, "
+        f"{rates(products['bf16'], ',.0f', 'TFLOP/s')} in bf16 and {rates(products['fp8'], ',.0f', 'TFLOP/s')} in fp8, "
+        f"whichever is longer, and then read the KV cache; a prompt's is that of its products alone."
+    )
+
+
+def decode_table(records: Records) -> str:
+    """Milliseconds of a decode step, and the limit's share of it."""
+    return _beside_vllm(
+        "ms a step", _steps(records), VLLM_STEPS, lambda key: f"batch {key[0]}, context {key[1]}", "step_s",
+        "share_of_limit",
+    )  # fmt: skip
+
+
+def prefill_table(records: Records) -> str:
+    """Milliseconds to the first token of one prompt, and the share of the rate of PyTorch's matrix product."""
+    return _beside_vllm(
+        "ms to the first token", _prompts(records), VLLM_PROMPTS, lambda key: f"{key} tokens", "time_to_first_token_s",
+        "share_of_matmul_ceiling",
+    )  # fmt: skip
+
+
+def _beside_vllm(
+    title: str, found: dict[str, dict[Any, Result]], peers: Mapping[Any, tuple[float, float]], name: Callable[[Any], str],
+    time: str, share: str,
+) -> str:  # fmt: skip
+    rows = []
+    for key, theirs in peers.items():
+        own = [name(key)]
+        for form, peer in zip(FORMATS, theirs, strict=True):
+            row = found[form].get(key)
+            own += [milliseconds(row[time]["median"] * 1e3), f"{row[share]:.0%}"] if row else [NONE, NONE]
+            own += [milliseconds(peer)]
+        rows.append(own)
+    return table([title, *(text for form in FORMATS for text in (title_of(form), "of the limit", "vLLM 0.24"))], rows)
+
+
+def losses_table(records: Records) -> str:
+    """Where vLLM's figure is the smaller."""
+    steps = _steps({name: r for name, r in records.items() if r["benchmark"] == "decode"})
+    prompts = _prompts({name: r for name, r in records.items() if r["benchmark"] == "prefill"})
+    found, compared = [], 0
+    for column, form in enumerate(FORMATS):
+        pairs = [
+            (f"batch {key[0]} at context {key[1]}", steps[form][key]["step_s"]["median"] * 1e3, peers[column])
+            for key, peers in VLLM_STEPS.items()
+            if key in steps[form]
+        ]
+        pairs += [
+            (f"a prompt of {key} tokens", prompts[form][key]["time_to_first_token_s"]["median"] * 1e3, peers[column])
+            for key, peers in VLLM_PROMPTS.items()
+            if key in prompts[form]
+        ]
+        compared += len(pairs)
+        found += [f"{form}, {what}: {own / peer - 1:+.1%}" for what, own, peer in pairs if own > peer]
+    if not found:
+        return f"None of these {compared} figures is above vLLM's."
+    return f"Slower than vLLM at {len(found)} of these {compared} figures: {'; '.join(found)}."
+
+
+def checks_table(records: Records) -> str:
+    """Which results were compared with something before they were timed, and which were not."""
+    done: dict[str, list[str]] = {}
+    for name, record in records.items():
+        own = record["correctness"]
+        how = f"before timing compared with {own['against']}" if own["checked"] else own["why"]
+        done.setdefault(how, []).append(f"`{name}`")
+    return "; ".join(f"{', '.join(names)}: {how}" for how, names in done.items()) + "."
+
+
+def others_table(records: Records) -> str:
+    """Decode steps of other models, batches and contexts."""
+    found = _by_format(records, lambda record, row: (record["model"], row["batch_size"], row["context_len"]))
+    rows = []
+    for key in dict.fromkeys([key for form in FORMATS for key in found[form]]):
+        own = [f"{key[0]}, batch {key[1]}, context {key[2]}"]
+        for form in FORMATS:
+            row = found[form].get(key)
+            own += [milliseconds(row["step_s"]["median"] * 1e3), f"{row['share_of_read_ceiling']:.0%}"] if row else [NONE, NONE]
+        rows.append(own)
+    return table(["ms a step", *(text for form in FORMATS for text in (title_of(form), "of the read ceiling"))], rows)
+
+
+# --- around a step ---
+
+
+def trace_table(records: Records) -> str:
+    """Idle time, and the cost of drawing from the nucleus, for each batch size."""
+    greedy: dict[Any, Result] = {}
+    drawn: dict[Any, Result] = {}
+    for record in records.values():
+        for row in record["results"]:
+            (drawn if row["temperature"] else greedy)[row["batch"], row["context"]] = row
+    rows = []
+    for key, row in sorted(greedy.items()):
+        other = drawn.get(key)
+        own = [f"batch {key[0]}, context {key[1]}", milliseconds(row["step_ms"]), f"{row['idle']:.1%}"]
+        if other:
+            own += [milliseconds(other["step_ms"]), f"{other['idle']:.1%}"]
+            own += [signed((other["step_ms"] / row["step_ms"] - 1) * 100, 1) + "%"]
+        rows.append(own if other else [*own, *[NONE] * 3])
+    return table(["decode step, traced", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p over greedy"], rows)
+
+
+def power_table(records: Records) -> str:
+    """Times, watts and clocks of each GPU, a column each."""
+    (record,) = records.values()
+    gpus = sorted({row["gpu"] for row in record["results"]})
+
+    def cells(name: Callable[[Result], str | None], show: Callable[[Result], str]) -> dict[str, list[str]]:
+        """Name of a line → a cell for each GPU."""
+        found: dict[str, list[str]] = {}
+        for row in record["results"]:
+            line = name(row)
+            if line:
+                found.setdefault(line, [NONE] * len(gpus))[gpus.index(row["gpu"])] = show(row)
+        return found
+
+    def whole(row: Result) -> str:
+        return f"{milliseconds(row['seconds'] * 1e3)} · {row['watts']:.0f} W · {row['sm_clock_mhz']:,.0f} MHz"
+
+    units = {"reading": ("bytes", 1e9, "J/GB"), "product": ("flops", 1e12, "J/TFLOP")}
+    awake = {row["gpu"]: row["watts"] for row in record["results"] if row["what"] == "awake"}
+
+    def draw(row: Result) -> str:
+        return f"{row['watts']:.0f} of {row['limit_w']:.0f} W"
+
+    def cost(row: Result) -> str:
+        count, scale, unit = units[row["what"]]
+        return f"{(row['watts'] - awake[row['gpu']]) * row['seconds'] / row[count] * scale:.3f} {unit}"
+
+    lines = cells(lambda r: "awake, of its limit" if r["what"] == "awake" else None, draw)
+    lines |= cells(lambda r: {"reading": "reading", "product": "multiplying, bf16"}.get(r["what"]), cost)
+    lines |= cells(lambda r: f"bare step, batch {r['batch_size']}" if r["what"] == "step" else None, whole)
+    lines |= cells(lambda r: f"prompt of {r['input_len']} tokens" if r["what"] == "prompt" else None, whole)
+    lines |= cells(
+        lambda r: f"step of batch {r['batch_size']} through `Generator`" if r["what"] == "generator" else None,
+        lambda r: milliseconds(r["seconds"] * 1e3),
+    )
+    return table(["bf16", *(f"GPU {gpu}" for gpu in gpus)], [[line, *row] for line, row in lines.items()])
+
+
+def startup_table(records: Records) -> str:
+    """Seconds from the start of the process, with empty and warm caches of kernels."""
+    names = ("imported_s", "loaded_s", "ready_s", "first_token_s")
+    rows = [
+        [f"{title_of(format_of(record))}, {row['caches']} kernel caches", *(f"{row[name]['median']:.1f}" for name in names)]
+        for record in records.values()
+        for row in sorted(record["results"], key=lambda row: row["caches"], reverse=True)  # warm, then empty
+    ]
+    return table(["seconds from the process's start", "imported", "loaded", "warmed up", "first token"], rows)
+
+
+def loading_table(records: Records) -> str:
+    """Reading a checkpoint."""
+    rows = []
+    for record in records.values():
+        runs = record if isinstance(record, list) else record.get("results", [record])
+        speeds = sorted({f"{run['gb_per_s']:.1f}" for run in runs}, key=float)
+        last = [runs[-1].get(name) for name in ("weights_gb", "gpu_resident_gb", "gpu_peak_gb")]
+        rows.append([
+            f"{runs[0]['bytes'] / 1e9:.1f} GB" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else ""),
+            speeds[0] if len(speeds) == 1 else f"{speeds[0]} to {speeds[-1]}",
+            f"{max(run['host_peak_gb'] for run in runs):.1f}",
+            *(NONE if size is None else f"{size:.2f}" for size in last),
+        ])  # fmt: skip
+    names = ["checkpoint in the page cache", "GB/s", "host memory at most, GB", "weights in the end, GB"]
+    return table([*names, "on the GPU in the end, GB", "at most, until the first tokens, GB"], rows)
+
+
+def chunking_table(records: Records) -> str:
+    """What long prompts do to requests that are being answered, by the most tokens of a step."""
+    found = [row for record in records.values() for row in record["results"] if row["inter_token_s"]]
+    rows = [
+        [
+            f"{row['max_num_batched_tokens']:,}",
+            *(milliseconds(row["inter_token_s"][name] * 1e3) for name in ("p50", "p99", "max")),
+            f"{row['tokens_per_s']:,.0f}",
+        ]
+        for row in sorted(found, key=lambda row: -row["max_num_batched_tokens"])
+    ]
+    title = "tokens of a step at most"
+    return table([title, "between two tokens: p50, ms", "p99, ms", "longest, ms", "prompt tokens/s"], rows)
+
+
+def cpu_table(records: Records) -> str:
+    """Of SmolLM2-135M, beside transformers."""
+    (record,) = records.values()
+    return (
+        f"On {record['threads']} CPU threads SmolLM2-135M decodes at {record['ratio']:.2f} times transformers' speed, in "
+        f"{record['peak_mb']:,.0f} MB ({record['weights_mb']:,.0f} MB of it weights);\nthe first token comes "
+        f"{record['first_token_s_after_process_start']:.1f} s after the process starts (`tests/tools/compare_transformers.py`)."
+    )
+
+
+def ablation_table(records: Records) -> str:
+    """Milliseconds of a step that each trick brings, for each batch."""
+    columns = [(format_of(record), row) for record in records.values() for row in record["results"]]
+    what: dict[str, str] = {}
+    for record in records.values():
+        what |= record["what"]
+    rows = [["the step as it is, ms", *(milliseconds(row["step_s"] * 1e3) for _, row in columns)]]
+    for name, text in what.items():
+        own = [row["tricks"].get(name) for _, row in columns]
+        if any(own):
+            rows.append([text, *("" if one is None else signed(one["brings_s"] * 1e3, 2) for one in own)])
+    return table(["ms more without", *(f"{title_of(form)}, batch {row['batch_size']}" for form, row in columns)], rows)
+
+
+def fusion_table(records: Records) -> str:
+    """A decode step in its variants: what fusing each kind of layer brings."""
+    whole = [(record, record["whole_model"]) for record in records.values()]
+    whole = [(record, own) for record, own in whole if own and own["decode"]]
+    if not whole:
+        return ""
+    _, first = whole[0]
+    kinds = dict.fromkeys(kind for _, own in whole for kind in own["fusion"])
+    names = ["eager, launched from Python", "eager in a CUDA graph", "Triton", *(f"Triton, but {kind} eager" for kind in kinds)]
+    cells: list[list[str]] = [[name] for name in names]
+    for _, own in whole:
+        step = own["decode"]
+        best = step["candidate_s"]
+        parts = [own["fusion"].get(kind, {}).get("step_s") for kind in kinds]
+        for row, seconds in zip(cells, [step["launched_s"], step["eager_s"], best, *parts], strict=True):
+            factor = "" if row[0] == "Triton" else NONE if seconds is None else f"{seconds / best:.2f} ×"
+            row += [NONE if seconds is None else f"{seconds * 1e3:.3f}", factor]
+    columns = [f"decode step, batch {first['decode']['batch_size']}, context {first['decode']['context_len']}"]
+    several = len({record["model"] for record, _ in whole}) > 1
+    for record, _ in whole:
+        title = title_of(format_of(record))
+        columns += [f"{record['model']}, {title}, ms" if several else f"{title}, ms", "Triton is faster by"]
+    return table(columns, cells)
+
+
+def layers_table(records: Records) -> str:
+    """Medians over the layers of each kind, and their largest error; then the whole step."""
+    found = [(record, row) for record in records.values() for row in record["results"]]
+    rows = []
+    for step, kind in dict.fromkeys((row["step"], row["kind"]) for _, row in found):
+        cells = [f"{step}, {kind}"]
+        for record in records.values():
+            own = [row for row in record["results"] if (row["step"], row["kind"]) == (step, kind)]
+            cells += _layer(own)
+        rows.append(cells)
+    names = ("eager, µs", "Triton, µs", "of the limit", "error / PyTorch's")
+    columns = [f"{title_of(format_of(record))}: {name}" for record in records.values() for name in names]
+    return "\n\n".join(filter(None, (table(["layer, medians", *columns], rows), fusion_table(records))))
+
+
+def _layer(rows: list[Result]) -> list[str]:
+    timed = [row for row in rows if row["candidate_s"] is not None]
+    cells = [NONE] * 3
+    if timed:
+        cells = [f"{statistics.median(row[name] for row in timed) * 1e6:,.1f}" for name in ("eager_s", "candidate_s")]
+        shares = [row["share_of_limit"] for row in timed if row["share_of_limit"] is not None]
+        cells.append(percent(statistics.median(shares) if shares else None))
+    # What a layer adds to the residual stream; of those that add nothing, the output.
+    parts = [row["out"] if row["added"]["error"]["relative"] is None else row["added"] for row in rows]
+    errors = [max(part[whose]["relative"] for part in parts) for whose in ("error", "torch") if parts]
+    return [*cells, " / ".join(f"{error:.1e}" for error in errors) or NONE]
+
+
+_MODEL = "Qwen2.5-7B"  # whose shapes have a row each; the others count in the summary
+_BESIDE = {
+    "eager": "eager PyTorch", "compiled": "torch.compile", "library": "PyTorch's own kernel", "library_fast": "cuBLAS, fast sums"
+}  # fmt: skip
+_SUMS = ("library", "library_fast")  # cuBLAS's, exact and fast
+
+
+class Telling(NamedTuple):
+    """(tokens, context) of the few and of the many; the context is None where there is none."""
+
+    few: tuple[int, int | None]
+    many: tuple[int, int | None]
+
+
+def telling(kernel: str) -> Telling:
+    """The two of a kernel's points that the README shows."""
+    if kernel.startswith("attention_prefill"):
+        return Telling((16, 32752), (8192, 0))
+    if kernel.startswith("attention_decode"):
+        return Telling((1, 8000), (64, 1000))
+    if kernel.startswith(("lm_head", "sample_")):
+        return Telling((1, None), (64, None))
+    return Telling((512 if kernel.startswith("gemm_") else 1, None), (2048, None))
+
+
+def kernels_table(records: Records) -> str:
+    """A row for each operation at two points, then how often it beats what over all of them."""
+    rows = _points(records)
+    own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == _MODEL}
+    cells = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows if row["model"] == _MODEL):
+        cells.append([f"`{kernel}`"])
+        for tokens, context in telling(kernel):
+            cells[-1] += _kernel(own.get((kernel, tokens, context)))
+    point = ["tokens", "µs", "of the limit", "speedups"]
+    parts = [table([f"kernel, {_MODEL}", *point, *point], cells)] if cells else []
+    return "\n\n".join([*parts, _summary(rows)])
+
+
+def _points(records: Records) -> list[Result]:
+    """The rows of all records. Where two have a point, the first counts."""
+    points: dict[tuple[str, str, int, int | None], Result] = {}
+    for row in (row for record in records.values() for row in record["results"]):
+        points.setdefault((row["kernel"], row["model"], row["tokens"], row["context"]), row)
+    return list(points.values())
+
+
+def _kernel(row: Result | None) -> list[str]:
+    if row is None:
+        return [NONE] * 4
+    tokens = f"{row['tokens']:,}" + ("" if row["context"] is None else f" @ {row['context']:,}")
+    if not row["seconds"]:
+        return [tokens, "not timed", NONE, NONE]
+    best = row["seconds"]["triton"]["median"]
+    factors = []
+    for name in ("eager", "compiled", "library"):
+        factor = row["seconds"][name]["median"] / best if name in row["seconds"] else None
+        text = NONE if factor is None else f"{factor:.2f}" if factor < 1.995 else f"{factor:.1f}"
+        factors.append(text + "\\*" * (name in row["seconds"] and name in row["lacks"]))
+    return [tokens, f"{best * 1e6:,.1f}", percent(row["share_of_limit"]), " · ".join(factors)]
+
+
+def _summary(rows: list[Result]) -> str:
+    lines = []
+    for name, title in _BESIDE.items():
+        for lacking in (False, True):
+            found = [
+                (row["seconds"][name]["median"] / row["seconds"]["triton"]["median"], row)
+                for row in rows
+                if name in row["seconds"] and (name in row["lacks"]) == lacking
+            ]
+            if not found:
+                continue
+            least, where = min(found, key=lambda pair: pair[0])
+            context = "" if where["context"] is None else f" @ {where['context']:,}"
+            model = "" if where["model"] == _MODEL else f", {where['model']}"
+            lines.append([
+                title + ", which computes less\\*" * lacking, str(len(found)), str(sum(ratio > 1 for ratio, _ in found)),
+                f"{statistics.median(ratio for ratio, _ in found):.2f} ×",
+                f"{least:.2f} × (`{where['kernel']}`, {where['tokens']:,}{context}{model})",
+            ])  # fmt: skip
+    return table(["Triton beside, all stored points", "points", "Triton faster at", "median", "least"], lines)
+
+
+def shapes_table(records: Records) -> str:
+    """Microseconds that each kernel loses to its limit, a model's mean over its points, and the most beside Qwen2.5-7B's."""
+    rows = [row for row in _points(records) if row["seconds"]]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        lost = {
+            model: [row["lost_s"] for row in rows if (row["kernel"], row["model"]) == (kernel, model)] for model in models
+        }
+        means = {model: statistics.mean(own) for model, own in lost.items() if own}
+        own = means.pop(_MODEL, None)
+        factor = NONE if own is None or not means else f"{max(means.values()) / own:.2f} ×"
+        shown = ({_MODEL: own} if own is not None else {}) | means
+        cells.append([f"`{kernel}`", *(f"{shown[m] * 1e6:,.1f}" if m in shown else NONE for m in models), factor])
+    return table(["µs lost", *models, f"the most, beside {_MODEL}'s"], cells)
+
+
+def gemms_table(records: Records) -> str:
+    """The products of many tokens: microseconds, and how much longer PyTorch's take, by tokens."""
+    rows = [row for record in records.values() for row in record["results"] if row["seconds"]]
+    counts = sorted({row["tokens"] for row in rows})
+    cells = []
+    for kernel, model in dict.fromkeys((row["kernel"], row["model"]) for row in rows):
+        own = {row["tokens"]: row for row in rows if (row["kernel"], row["model"]) == (kernel, model)}
+        cells.append([f"`{kernel}`, {model}", *(_gemm(own.get(count)) for count in counts)])
+        forms = [name for name in ("triton", *_SUMS) if any(name in row["errors"] for row in own.values())]
+        most = (max(row["errors"][name]["relative"] for row in own.values() if name in row["errors"]) for name in forms)
+        cells[-1].append(" · ".join(f"{error:.1e}" for error in most))
+    return table(["product, model", *(f"{count:,} tokens" for count in counts), "largest error"], cells)
+
+
+def _gemm(row: Result | None) -> str:
+    if row is None:
+        return NONE
+    best = row["seconds"]["triton"]["median"]
+    beside = [
+        f"{row['seconds'][name]['median'] / best:.2f}" + "\\*" * (name in row["lacks"])
+        for name in _SUMS
+        if name in row["seconds"]
+    ]
+    return " · ".join([f"{best * 1e6:,.1f}", *beside])
+
+
+def attention_table(records: Records) -> str:
+    """Attention of prompts and of their chunks, by new tokens @ those in the cache, with pages of both kinds."""
+    rows = [
+        row for record in records.values() for row in record["results"]
+        if row["seconds"] and row["kernel"].startswith("attention_prefill") and row["model"] == _MODEL
+    ]  # fmt: skip
+    names = list(dict.fromkeys(row["kernel"] for row in rows))
+    own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows}
+    cells = []
+    for tokens, context in dict.fromkeys((row["tokens"], row["context"]) for row in rows):
+        cells.append([f"{tokens:,} @ {context:,}"])
+        for kernel in names:
+            cells[-1] += _attention(own.get((kernel, tokens, context)))
+    columns = ["µs", "TFLOP/s", "GB/s", "SDPA"]
+    return table(["tokens", *(f"`{kernel}`: {name}" if name == "µs" else name for kernel in names for name in columns)], cells)
+
+
+def _attention(row: Result | None) -> list[str]:
+    if row is None:
+        return [NONE] * 4
+    best = row["seconds"]["triton"]["median"]
+    rates = [f"{row[name] / unit:,.0f}" for name, unit in (("flops_per_s", 1e12), ("bytes_per_s", 1e9))]
+    beside = f"{row['seconds']['library']['median'] / best:.2f} ×" if "library" in row["seconds"] else NONE
+    return [f"{best * 1e6:,.1f}", *rates, beside]
+
+
+def _gains(gains: list[float]) -> list[str]:
+    """How many, their median and the largest, in per cent."""
+    return [str(len(gains)), *([f"{statistics.median(gains):.1%}", f"{max(gains):.1%}"] if gains else [NONE, NONE])]
+
+
+def tuned_table(records: Records) -> str:
+    """How often configurations were found that are faster than the rules' in chains, and how often steps confirmed them, and by
+    how much, for each family and format."""
+    cells = []
+    for record in records.values():
+        for kernel in dict.fromkeys(row["kernel"] for row in record["results"]):
+            own = [row for row in record["results"] if row["kernel"] == kernel]
+            chains = [1 - row["best_s"] / row["rule_s"] for row in own if row["best_s"] < row["rule_s"]]
+            kept = [row for row in own if row["config"] is not None and row["best_step_s"] is not None]
+            steps = [1 - row["best_step_s"] / row["rule_step_s"] for row in kept]
+            name = f"`{kernel}`, {title_of(format_of(record))}"
+            cells.append([name, str(len(own)), str(sum(row["tried"] for row in own)), *_gains(chains), *_gains(steps)])
+    columns = ["kernel", "buckets", "tried", "faster in chains", "median", "most", "and in steps", "median", "most"]
+    return table(columns, cells)
+
+
+def speed_picture(records: Records, target: Path, note: str) -> None:
+    """Decode steps and times to the first token of Qwen2.5-7B, beside vLLM's and the limits'."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 6.0), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for column, kind in enumerate(("bf16", "fp8")):
+        found = [row for name in (f"h200-decode-{kind}", f"h200-decode-{kind}-8000") for row in records[name]["results"]]
+        steps = {(row["batch_size"], row["context_len"]): row for row in found}
+        labels = [f"batch {batch}" + (f"\ncontext {context}" if context != 128 else "") for batch, context in VLLM_STEPS]
+        own = [steps[key]["step_s"]["median"] * 1e3 for key in VLLM_STEPS]
+        least = [t * steps[key]["share_of_limit"] for t, key in zip(own, VLLM_STEPS, strict=True)]
+        _bars(axes[0][column], labels, own, [peers[column] for peers in VLLM_STEPS.values()], least)
+        axes[0][column].set_title(f"{kind}: a decode step, ms", fontsize=9)
+        prompts = {row["input_len"]: row for row in records[f"h200-prefill-{kind}"]["results"]}
+        each = [1e3 / n for n in VLLM_PROMPTS]  # ms of a prompt → µs of a token
+        own = [prompts[n]["time_to_first_token_s"]["median"] * 1e3 for n in VLLM_PROMPTS]
+        reading = steps[1, 128]["weight_bytes_read"] / records[f"h200-decode-{kind}"]["read_ceiling"]["bytes_per_s"] * 1e3
+        least = [max(reading, t * prompts[n]["share_of_matmul_ceiling"]) for t, n in zip(own, VLLM_PROMPTS, strict=True)]
+        labels = [f"{n} tokens" for n in VLLM_PROMPTS]
+        peers = [peers[column] for peers in VLLM_PROMPTS.values()]
+        _bars(axes[1][column], labels, *([t * e for t, e in zip(ms, each, strict=True)] for ms in (own, peers, least)))
+        axes[1][column].set_title(f"{kind}: a prompt's first token, µs for each of its tokens", fontsize=9)
+    first = next(iter(records.values()))
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in records.values()))
+    figure.suptitle(f"{first['model']} shapes, random weights · {first['device']} · minirt {commits}", fontsize=9)
+    save(figure, target, note)
+
+
+def _bars(axes: "Axes", labels: list[str], own: list[float], peers: list[float], least: list[float]) -> None:
+    where = range(len(labels))
+    axes.bar([i - 0.2 for i in where], own, 0.4, label="minirt", color="C1")
+    axes.bar([i + 0.2 for i in where], peers, 0.4, label="vLLM 0.24, measured apart", color="C7")
+    axes.hlines(least, [i - 0.4 for i in where], [i + 0.4 for i in where], "k", label="what the measured ceilings allow")
+    axes.set_xticks(where, labels, fontsize=7)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.set_ylim(0, 1.3 * max(*own, *peers))
+    axes.legend(fontsize=6, ncols=3, loc="upper left")
+
+
+def layers_picture(records: Records, target: Path, note: str) -> None:
+    """Error and time of each layer of the embedded model."""
+    (record,) = records.values()
+    draw(record, record["results"], target, note)
+
+
+_BENCH = Path(__file__).resolve().parents[1]
+README, RESULTS = _BENCH.parent / "README.md", _BENCH / "results"
+
+
+class Block(NamedTuple):
+    """`sources`: names or globs of the results, in order; `says`: what stands before the table, if there is one; `names`: say
+    below it which results they are."""
+
+    sources: tuple[str, ...]
+    make: Callable[[Records], str]
+    says: str = ""
+    names: bool = True
+
+
+_STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000")
+_PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
+_OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
+BLOCKS = {
+    "about": Block(_STEPS + _PROMPTS, about_table, names=False),
+    "decode": Block(_STEPS, decode_table),
+    "prefill": Block(_PROMPTS, prefill_table),
+    "losses": Block(_STEPS + _PROMPTS, losses_table, names=False),
+    "checks": Block(_STEPS + _PROMPTS, checks_table, names=False),
+    "others": Block(
+        tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table,
+        "Decode steps of models, batches and contexts that the kernels' rules were not fitted to:",
+    ),
+    "trace": Block(
+        ("h200-trace",), trace_table,
+        "The GPU while decoding, by the profiler; every gap between two kernels counts as idle (`bench/tools/gpu_trace.py`):",
+    ),
+    "power": Block(
+        ("h200-power",), power_table,
+        "GPUs of one host side by side, under sustained load: milliseconds, watts, and the clock to which the power limit brings "
+        "them; energies are those above an idle GPU's (`bench/tools/power.py`):",
+    ),
+    "startup": Block(
+        ("h200-startup-bf16", "h200-startup-fp8"), startup_table,
+        "Process start to first token, random weights; warm: the median of several starts (`bench/tools/startup.py`):",
+    ),
+    "loading": Block(
+        ("h200-loading-bf16", "h200-loading-fp8"), loading_table, "Loading a checkpoint (`bench/tools/loading.py`):"
+    ),
+    "chunking": Block(
+        ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table,
+        "Long prompts that arrive at once beside requests that are being answered: the times between two tokens of those, by the "
+        "most tokens of a step (`minirt bench prefill --beside`; the commands are in the results):",
+    ),
+    "ablation": Block(
+        ("h200-ablation-bf16", "h200-ablation-fp8"), ablation_table,
+        "What each fusion and trick brings to a decode step of Qwen2.5-7B: milliseconds that a step takes more when that one "
+        "is left out. An empty cell: the step does not use it. Steps are CUDA graphs, without the sampler "
+        "(`bench/tools/ablation.py`):",
+    ),
+    "kernels": Block(
+        tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others-attention", "others")),
+        kernels_table,
+        "Kernel by kernel, with a cold L2 (`minirt bench kernels`). Speedups are those over eager PyTorch · torch.compile · "
+        "PyTorch's own kernel (cuBLAS, SDPA); where one is marked \\*, that form computes less than the kernel. Tokens of "
+        "attention are new ones @ those in the cache; in decode, sequences @ tokens of each. Every point, with its error and "
+        "its spread, is in the results:",
+    ),
+    "shapes": Block(
+        ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table,
+        "Microseconds by which the kernels of a decode step miss their limits, means over 1, 3, 24 and 100 tokens, attention "
+        "over 128 and 3000 tokens of context each:",
+    ),
+    "gemms": Block(
+        ("h200-kernels-gemm",), gemms_table,
+        "The products of prompts alone: microseconds · cuBLAS's time over ours, with `.fp8` that of its exact sums · of its fast "
+        "ones (\\*: without the activation); errors against fp64, in the same order:",
+    ),
+    "attention": Block(
+        ("h200-kernels-attention",), attention_table,
+        "Attention of prompts alone, new tokens @ those in the cache; SDPA's fastest backend, which reads no pages, takes so "
+        "many times as long:",
+    ),
+    "tuned": Block(
+        ("h200-tune-bf16", "h200-tune-fp8"), tuned_table,
+        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in: buckets where a configuration is faster in "
+        "chains of dependent launches, and those where it makes a whole step shorter, which alone are kept:",
+    ),
+    "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), fusion_table),
+    "layers-7b": Block(
+        ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers_table,
+        "The same of Qwen2.5-7B, random weights, where the time goes into reading weights (`minirt compare`); errors are "
+        "relative to fp64, the largest of all layers of a kind:",
+    ),
+    "cpu": Block(("cpu-smollm2",), cpu_table),
+}  # fmt: skip
+
+
+def load(name: str) -> Result:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def stored(sources: tuple[str, ...]) -> dict[str, Result]:
+    """Those of the results that there are, each once, in the order of the sources."""
+    names = dict.fromkeys(file.stem for source in sources for file in sorted(RESULTS.glob(f"{source}.json")))
+    return {name: load(name) for name in names}
+
+
+def block(name: str) -> str:
+    """What stands in a block: text, table, and which results at which commit that is; "" if none is stored."""
+    own = BLOCKS[name]
+    records = stored(own.sources)
+    made = own.make(records) if records else ""
+    parts = (own.says, made, origin(records) if own.names else "") if made else ()
+    return "\n\n".join(filter(None, parts))
+
+
+def origin(records: Records) -> str:
+    """The results' names, by commit."""
+    by_commit: dict[str, list[str]] = {}
+    for name, record in records.items():
+        for run in record if isinstance(record, list) else [record]:
+            by_commit[run["commit"]] = list(dict.fromkeys([*by_commit.get(run["commit"], []), f"`{name}`"]))
+    return "From " + "; ".join(f"{', '.join(names)} (commit {commit})" for commit, names in by_commit.items()) + "."
+
+
+def render(text: str) -> str:
+    """`text`, a README, with every block made anew."""
+
+    def anew(match: re.Match[str]) -> str:
+        made = block(match["name"])
+        return match["start"] + (f"{made}\n" if made else "") + match["end"]
+
+    names = "|".join(BLOCKS)
+    pattern = rf"(?P<start><!-- (?P<name>{names}) -->\n)(?:.*?\n)??(?P<end><!-- end of (?P=name) -->)"
+    return re.sub(pattern, anew, text, flags=re.DOTALL)
+
+
+# Name → the results that it shows.
+PICTURES = {"speed": _STEPS + _PROMPTS, "layers": ("h200-compare-embedded",)}
+
+
+def digest(name: str) -> str:
+    """Of the results that a picture shows."""
+    content = b"".join((RESULTS / f"{source}.json").read_bytes() for source in PICTURES[name])
+    return f"results {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def picture(name: str, target: Path) -> None:
+    {"speed": speed_picture, "layers": layers_picture}[name](stored(PICTURES[name]), target, digest(name))
+
+
+def main(files: list[str]) -> None:
+    for file in files:
+        shutil.copy(file, RESULTS)
+    README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in PICTURES:
+        picture(name, RESULTS / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""`minirt tune`: launch configurations measured on this GPU."""

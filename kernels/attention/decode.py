@@ -1,0 +1,444 @@
+"""Attention of one new token per sequence on the paged KV cache, alone or fused with what comes before it: per-head
+RMSNorm, rotary embedding and the write of the new K and V.
+
+Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), whatever its batch. The
+splits of all sequences form one list of work items, which a fixed number of programs takes turns at, so that neither the
+grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of a sequence in order.
+
+On Hopper the fused form is computed by `decode_sm90`, or on pages of fp8 by `decode_fp8_sm90`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.attention import decode_fp8_sm90, decode_sm90
+from minirt.kernels.attention.combine import combine
+from minirt.kernels.attention.online_softmax import (
+    LOG2_E,
+    attend,
+    blank,
+    fuses,
+    no_queries,
+    prepare,
+    split_channels,
+    whole,
+)
+from minirt.kernels.attention.prefill import MAX_GROUP, check_inputs, check_scale
+from minirt.kernels.attention.rope_write import as_integers
+from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.launch import Workspace, capability, cdiv, launch_options, sm_count
+
+SPLIT = 256
+_SPLITS = (64, 128, 256, 512, 1024)
+_FEW = 32  # sequences that are looked up with a small table, and that leave SMs to single programs
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tokens of K and V that a program holds at a time, and how many programs an SM runs at once: each keeps
+    (num_stages − 1) · block_n tokens on their way and has its share of the registers. Neither num_stages nor programs changes a
+    bit of a result."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+CASES = [
+    {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 16, "seq_lens": (1, 2, 0), "split": 64},
+    {"Nq": 3, "Nkv": 1, "D": 128, "page_size": 16, "seq_lens": (65, 64, 63, 129), "split": 64},
+    {"Nq": 7, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (500, 0, 7), "split": 128},
+    {"Nq": 14, "Nkv": 2, "D": 64, "page_size": 128, "seq_lens": (257, 1100), "split": 256},
+    {"Nq": 16, "Nkv": 2, "D": 128, "page_size": 32, "seq_lens": (100,), "split": 256},
+    {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (1300,), "split": 64},
+    {"Nq": 2, "Nkv": 2, "D": 64, "page_size": 256, "seq_lens": (0, 0, 130, 0, 64, 1, 0), "split": 64},
+]
+
+
+@triton.jit
+def _wait():
+    """`gdc_wait`, in a form that leaves a loop around it pipelined in Triton 3.9 too: what is loaded ahead of it there
+    are tokens of earlier steps."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _rotated(x, y, norm, norm_partner, cos, sin, eps, D: tl.constexpr):
+    """Whole heads x [M, D] after RMSNorm (if `norm` is given) and rotary embedding; y and norm_partner are x and norm with
+    their halves swapped."""
+    dtype: tl.constexpr = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = (x * scale).to(dtype).to(tl.float32) * norm.to(tl.float32)
+        y = (y * scale).to(dtype).to(tl.float32) * norm_partner.to(tl.float32)
+    return (x * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -y, y) * sin).to(dtype)
+
+
+@triton.jit
+def _rotated_heads(
+    heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps,
+    NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of one token's raw heads: q of the heads `head` [M], and M times k and v of kv_head, [M, D] each.
+
+    Repeated loads cost nothing here, but tiles of one shape have one layout, and conversions would take longer than the
+    arithmetic. All loads come first, or each would be waited for in turn.
+    """
+    d = tl.arange(0, D)[None, :] + tl.zeros_like(head)[:, None]
+    partner = (d + D // 2) % D  # channel d turns with channel d ± D/2: each is loaded in both places
+    cos, sin = tl.load(angles_ptr + d % (D // 2)), tl.load(angles_ptr + D // 2 + d % (D // 2))
+    q_norm, q_norm_partner, k_norm, k_norm_partner = None, None, None, None
+    if q_norm_ptr is not None:
+        q_norm, q_norm_partner = tl.load(q_norm_ptr + d), tl.load(q_norm_ptr + partner)
+    if k_norm_ptr is not None:
+        k_norm, k_norm_partner = tl.load(k_norm_ptr + d), tl.load(k_norm_ptr + partner)
+    if PDL:
+        _wait()
+    q_ptrs = heads_ptr + (head * D)[:, None]
+    k_ptr = heads_ptr + (NQ + kv_head) * D
+    q, q_partner = tl.load(q_ptrs + d), tl.load(q_ptrs + partner)
+    k, k_partner, v = tl.load(k_ptr + d), tl.load(k_ptr + partner), tl.load(k_ptr + NKV * D + d)
+    q = _rotated(q, q_partner, q_norm, q_norm_partner, cos, sin, eps, D)
+    return q, _rotated(k, k_partner, k_norm, k_norm_partner, cos, sin, eps, D), v
+
+
+@triton.jit
+def _find_work_item(
+    item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width,
+    PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Of a work item: its sequence, that one's length, the number of the split in it, and the pages of the split.
+
+    A load that waits for another takes as long as the attention of a short sequence. So all starts and lengths are loaded
+    side by side, and a single sequence needs neither to know its pages.
+    """
+    if BLOCK_B == 1:
+        b, length, split = tl.full((), 0, tl.int64), tl.load(seq_lens_ptr), item
+    else:
+        index = tl.arange(0, BLOCK_B)
+        starts = tl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
+        lens = tl.load(seq_lens_ptr + index, mask=index < B, other=0)
+        # The last sequence that starts at or before the item: empty ones start where the next one does.
+        found = tl.max(tl.where(starts <= item, (index.to(tl.int64) << 32) | lens.to(tl.int64), 0), 0)
+        b, length = found >> 32, found.to(tl.int32)
+        split = item - tl.max(tl.where(starts <= item, starts, 0), 0)
+    place = split * SPLIT // PAGE_SIZE + tl.arange(0, (SPLIT + PAGE_SIZE - 1) // PAGE_SIZE)
+    pages = tl.load(tables_ptr + b * table_width + place, mask=place < table_width, other=0)
+    return b, length, split, pages
+
+
+@triton.jit
+def _slots(pages, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens first + [0, BLOCK_N) are, whose split begins at `begin` and has its K and V in `pages`: a slot for
+    all of them, and one for each, to be added."""
+    n = tl.arange(0, BLOCK_N)
+    place = tl.arange(0, pages.shape[0])
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.sum(tl.where(place == first // PAGE_SIZE - begin // PAGE_SIZE, pages, 0), 0).to(tl.int64)
+        return page * PAGE_SIZE + first % PAGE_SIZE, n
+    else:
+        t = first + n
+        chosen = place[None, :] == (t // PAGE_SIZE - begin // PAGE_SIZE)[:, None]
+        page = tl.sum(tl.where(chosen, pages[None, :], 0), 1).to(tl.int64)
+        return tl.full((), 0, tl.int64), page * PAGE_SIZE + t % PAGE_SIZE
+
+
+@triton.jit
+def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, D: tl.constexpr):
+    """Write row 0 of x [M, D] to a slot → x as the page has it."""
+    at = (slot * NKV + kv_head) * D + tl.arange(0, D)[None, :] + tl.zeros_like(row)[:, None]
+    if scales_ptr is None:
+        tl.store(pages_ptr + at, x, mask=row[:, None] == 0)
+        return x.to(tl.float32)
+    else:
+        scale = fp8_scale(tl.max(finite_magnitude(x), 1))
+        x = to_fp8(x, scale[:, None])
+        tl.store(pages_ptr.to(tl.pointer_type(tl.uint8)) + at, x, mask=row[:, None] == 0)
+        tl.store(scales_ptr + (slot * NKV + kv_head) + row, scale, mask=row == 0)
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+
+
+@triton.jit(do_not_specialize=["B", "table_width"])
+def _decode_kernel(
+    q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, seq_lens_ptr,
+    starts_ptr, query_starts_ptr, out_ptr, sums_ptr, row_stats_ptr, B, table_width, scale, eps,
+    NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One KV head of every so many-th item. The result of a sequence of one split is final.
+
+    With cos_sin_ptr q_ptr holds raw q, k and v heads, and the new token is not in the pages yet. With query_starts_ptr there are
+    sequences with more new tokens, or none, whose items are skipped.
+    """
+    GROUP: tl.constexpr = NQ // NKV
+    FP8: tl.constexpr = k_scales_ptr is not None
+    HEADS: tl.constexpr = NQ if cos_sin_ptr is None else NQ + 2 * NKV
+    kv_head = tl.program_id(0) % NKV
+    first_item, programs = tl.program_id(0) // NKV, tl.num_programs(0) // NKV
+    items = tl.load(starts_ptr + B)
+    b, length, split, pages = _find_work_item(
+        first_item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+    )
+    if PDL and cos_sin_ptr is None:
+        tl.extra.cuda.gdc_wait()  # the kernel before may have written the new token's K and V
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)[None, :]
+    head = kv_head * GROUP + tl.minimum(row, GROUP - 1)  # rows past the group repeat its last head and are not stored
+    valid = row < GROUP
+    for item in range(first_item, items, programs):
+        begin = split * SPLIT
+        limit = length if cos_sin_ptr is None else length - 1  # tokens in the pages
+        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = blank(BLOCK_M, D, FP8)
+        q = no_queries(BLOCK_M, D, q_ptr.dtype.element_ty, FP8)
+        row_limit = tl.zeros((BLOCK_M,), tl.int32) + limit
+        # At least once, also for a new token that is the first of its split.
+        end = tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1)
+        token, stored = b, valid
+        if query_starts_ptr is not None:
+            token = tl.load(query_starts_ptr + b).to(tl.int64)
+            single = tl.load(query_starts_ptr + b + 1) == token + 1
+            end = tl.where(single, end, begin)
+            stored = row < tl.where(single, GROUP, 0)
+        next_b, next_length, next_split, next_pages = b, length, split, pages
+        for first in range(begin, end, BLOCK_N):
+            if first == begin:
+                # In the loop, so that its first loads of K and V are on their way before anything is waited for.
+                if query_starts_ptr is None and item + programs < items:
+                    next_b, next_length, next_split, next_pages = _find_work_item(
+                        item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+                    )
+                heads_ptr = q_ptr + token * HEADS * D
+                if cos_sin_ptr is None:
+                    q = prepare(tl.load(heads_ptr + (head * D)[:, None] + d), FP8)
+                else:
+                    angles_ptr = cos_sin_ptr + limit.to(tl.int64) * D
+                    turned, k, v = _rotated_heads(
+                        heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps, NQ, NKV, D, PDL
+                    )
+                    q = prepare(turned, FP8)
+                    if limit < begin + SPLIT:
+                        # The last split: the online softmax starts with the new token, which nobody else reads.
+                        base, slot = _slots(pages, limit, begin, PAGE_SIZE, 1)
+                        base += tl.sum(slot, 0)
+                        new_k = _store_new(k, row, k_ptr, k_scales_ptr, base, kv_head, NKV, D)
+                        new_v = _store_new(v, row, v_ptr, v_scales_ptr, base, kv_head, NKV, D)
+                        row_max = tl.sum(turned.to(tl.float32) * new_k, 1) * scale
+                        total += 1.0
+                        acc = split_channels(new_v) if FP8 else (new_v,)
+            base, slot = _slots(pages, first, begin, PAGE_SIZE, BLOCK_N)
+            t = first + tl.arange(0, BLOCK_N)
+            row_max, total, acc = attend(
+                q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
+                row_limit, scale, NKV, D, True,
+            )  # fmt: skip
+        if length <= SPLIT:
+            out = (whole(acc) / tl.where(stored, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + ((token * NQ + head) * D)[:, None] + d, out, mask=stored[:, None])
+        else:
+            part = tl.cast(item, tl.int64) * NQ + head
+            tl.store(sums_ptr + part[:, None] * D + d, whole(acc), mask=stored[:, None])
+            tl.store(row_stats_ptr + 2 * part, row_max, mask=stored)
+            tl.store(row_stats_ptr + 2 * part + 1, total, mask=stored)
+        if query_starts_ptr is not None:  # noqa: SIM102 — known when compiled; no loop where an item is skipped
+            if item + programs < items:
+                next_b, next_length, next_split, next_pages = _find_work_item(
+                    item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
+                )
+        b, length, split, pages = next_b, next_length, next_split, next_pages
+    if PDL:
+        # Every program waits, also without an item: the next kernel must not start before the one before this has ended.
+        # It is let in only now, since its waiting programs would take room from those of this one.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def choose_decode_config(itemsize: int, fp8: bool, split: int, sequences: int) -> DecodeConfig:
+    """The configuration for q's element size, pages of fp8 or of that size, a split, and a batch."""
+    if itemsize == 4:
+        return DecodeConfig(32, 8, 3, 3)
+    if fp8:  # With half the bytes it is the work on each block that takes the time: fewer, larger ones.
+        return DecodeConfig(min(128, split), 4, 2, 3)
+    # Programs that share an SM hide each other's waiting; one alone has to load further ahead.
+    return DecodeConfig(64, 4, 2 if sequences > _FEW else 3, 3)
+
+
+def splits_before(seq_lens: Sequence[int], split: int = SPLIT) -> list[int]:
+    """`split_starts`: how many splits the sequences before each one have, and at the end all: [B + 1]."""
+    return list(accumulate((cdiv(n, split) for n in seq_lens), initial=0))
+
+
+def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
+    """fp32 values that decoding keeps in the workspace: of each split and head a sum [D], a row_max and a total."""
+    return max_splits * Nq * (D + 2)
+
+
+def paged_attention_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    split_starts: Tensor,
+    max_splits: int,
+    scale: float,
+    workspace: Workspace,
+    out: Tensor | None = None,
+    *,
+    query_starts: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    split: int = SPLIT,
+    max_seq_len: int | None = None,
+    pdl: bool = False,
+    check: bool = True,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """Attention of one token per sequence on all its cached ones, itself included: q [B, Nq, D] → [B, Nq, D].
+
+    pages [P, page_size, Nkv, D]; block_tables [B, pages] int32; seq_lens [B] int32, 0: padding, whose result is 0.
+    split: tokens of a work item, a power of two from 64 to 1024; a result's bits depend on it, but not on the rest of the
+    batch. split_starts [B + 1] int32: `splits_before` of the same lengths and split. max_splits bounds split_starts[B]
+    and sizes the grid and the workspace. max_seq_len bounds seq_lens; where that is at most a split, there is nothing to combine,
+    and rows of padding stay as they are. That these agree is not checked, which would need a read from the device.
+    With query_starts [B + 1] int32, q is [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b; the others
+    than single ones are left to `paged_attention_prefill`, which leaves out single ones with shortest=2.
+    With k_scales, v_scales [P, page_size, Nkv] fp32 the pages are float8_e4m3fn. scale must be positive. `pdl`: overlap with
+    the kernel before it in the stream (sm_90 and later), which must not write block_tables, seq_lens or split_starts.
+    """
+    if check:
+        check_activations("q", q, 3)
+        check_scale(scale)
+        _check(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, q.shape[1], q.shape[2], out, split)
+        if query_starts is None:
+            check_tensor("seq_lens", seq_lens, (q.shape[0],), torch.int32, q.device)
+        else:
+            check_tensor("query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
+    out = torch.empty_like(q) if out is None else out
+    cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, query_starts)
+    return _launch((q, None, None, None), cache, out, max_splits, scale, 0.0, workspace, split, max_seq_len, pdl, config)
+
+
+def rope_paged_attention_decode(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    split_starts: Tensor,
+    max_splits: int,
+    scale: float,
+    workspace: Workspace,
+    Nq: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    split: int = SPLIT,
+    max_seq_len: int | None = None,
+    pdl: bool = False,
+    check: bool = True,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
+
+    seq_lens counts the new token, whose position is therefore seq_lens − 1 and whose page block_tables names; where
+    seq_lens is 0 nothing is written. cos_sin [L, D] fp32 (cosines | sines); q_norm, k_norm [D]; the rest as in
+    `paged_attention_decode`. With `pdl` the kernel before it must not write to the pages either, of which it reads the
+    older tokens while that one runs. With `config` it is this file's kernel that runs.
+    """
+    Nkv, D = k_pages.shape[2], k_pages.shape[3]
+    B = qkv.shape[0]
+    if check:
+        check_activations("qkv", qkv)
+        check_scale(scale)
+        check_tensor("seq_lens", seq_lens, (B,), torch.int32, qkv.device)
+        _check(qkv, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, Nq, D, out, split)
+        check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
+        check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if norm is not None:
+                check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
+    out = torch.empty(B, Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, None)
+    inputs = (qkv, cos_sin, q_norm, k_norm)
+    return _launch(inputs, cache, out, max_splits, scale, eps, workspace, split, max_seq_len, pdl, config)
+
+
+def _launch(
+    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
+    out: Tensor,
+    max_splits: int,
+    scale: float,
+    eps: float,
+    workspace: Workspace,
+    split: int,
+    max_seq_len: int | None,
+    pdl: bool,
+    config: DecodeConfig | None,
+) -> Tensor:
+    k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, query_starts = cache
+    B, (Nq, D), (page_size, Nkv) = seq_lens.shape[0], out.shape[1:], k_pages.shape[1:3]
+    if B == 0:
+        return out
+    sums = workspace.sums(workspace_floats(max_splits, Nq, D))
+    row_stats = sums[max_splits * Nq * D :]
+    block_b = 1 if B == 1 else _FEW if B <= _FEW else max(512, triton.next_power_of_2(B))  # few: each is compiled
+    fused = inputs[1] is not None
+    on_hopper = config is None and fused and capability(out.device) == 90
+    batch = (block_tables, seq_lens, split_starts, out, sums, row_stats, max_splits, scale, eps, split, block_b, pdl)
+    if on_hopper and decode_sm90.can_decode(out, k_pages, v_pages, B, split):
+        decode_sm90.launch_decode(inputs, k_pages, v_pages, *batch)
+    elif (
+        on_hopper
+        and (k_scales is not None and v_scales is not None)
+        and decode_fp8_sm90.can_decode_fp8(inputs[0], Nq, k_pages, v_pages, k_scales, v_scales, B, split)
+    ):
+        decode_fp8_sm90.launch_decode_fp8(inputs, k_pages, v_pages, k_scales, v_scales, *batch)
+    else:
+        config = config or choose_decode_config(out.element_size(), k_scales is not None, split, B)
+        if config.block_n > split:
+            what = f"at most the split, {split}"
+            raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
+        at_once = config.programs * sm_count(out.device)
+        registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
+        _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
+            *inputs, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, seq_lens, split_starts,
+            query_starts, out, sums, row_stats, B, block_tables.shape[1], scale * LOG2_E, eps,
+            NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
+            BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
+            maxnreg=min(255, registers), enable_fp_fusion=fuses(out.dtype),
+            **launch_options(config.num_warps, config.num_stages, pdl),
+        )  # fmt: skip
+    if max_seq_len is None or max_seq_len > split:
+        # It also fills the rows of empty sequences, and only the device knows whether there is more to do.
+        combine(split_starts, query_starts, out, sums, row_stats, pdl)
+    return out
+
+
+def _check(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, split_starts: Tensor, Nq: int, D: int, out: Tensor | None, split: int,
+) -> None:  # fmt: skip
+    check_inputs(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, Nq, D)
+    check_tensor("split_starts", split_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
+    if out is not None:
+        check_tensor("out", out, (q.shape[0], Nq, D), q.dtype, q.device)
+    if split not in _SPLITS:
+        raise InputError("not a power of two from 64 to 1024", where="split", found=split)

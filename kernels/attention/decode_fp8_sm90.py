@@ -1,0 +1,545 @@
+"""Decode attention of `decode.py` for Hopper on pages of fp8, fused with rotary embedding and KV write.
+
+As in `decode_sm90` one warp fetches pages by TMA, and four warps compute an item at a time, with tokens, then
+channels on the M side of the MMA. How work items are found is in `work_items_sm90`.
+
+K and V are widened to fp16, exactly, between shared memory and the tensor cores, so they are the MMA's operand in registers.
+That is `mma.sync`, not Hopper's own instruction: ptxas before CUDA 13.3 may overwrite registers that the latter still reads
+(triton#11781), and where memory is what takes the time the slower one will do.
+
+An item has one tile of 128 channels or, for several sequences and few queries a KV head, four: what an item costs beside its
+products is spent once for four times the bytes then, and all of a sector that holds scales is used. Each head has columns of
+its own in the MMA. A tile is multiplied with all columns' queries, of which those of its heads are kept; where it has two heads
+of 64 channels, each one's queries are zeros in the channels of the other. Columns do not feel each other, so an item's width
+changes no bit. Beside an odd last head, TMA puts zeros.
+
+The code is loops, not copies, with which wide items took up to 1.7 times as long where sequences are few and short: presumably
+instructions that no cache has. So scores go through shared memory, where a loop finds them again. K's scales multiply the scores;
+V's enter as a term of the exponents, as in `online_softmax.attend`.
+
+A tile is 64 tokens and 64 pairs of channels, as int16: 128 bytes of a token are one head of 128 channels or two of 64. An item
+has `TILES` side by side. A ring is (tiles, full, empty), a barrier each for "has arrived" and "may be overwritten" of every
+stage; a stage is as many tiles side by side as there are for each of `STAGES`.
+
+Slots are K's and V's scales of a block of tokens, [tokens, columns] each, where a column is a head of the item or, of more than
+two heads, a query. They arrive and are taken with the first stage of the block's K.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.kernels.attention.online_softmax import inverse, log2, widen
+from minirt.kernels.attention.rope_write import as_integers
+from minirt.kernels.attention.work_items_sm90 import (
+    BLOCK_N,
+    LONGEST,
+    MOST_SEQUENCES,
+    count_blocks,
+    find_candidates,
+    find_firsts,
+    find_place,
+    in_rows,
+    lanes,
+    norm_halves,
+    turn,
+)
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.gluon_sm90 import CHANNELS, cp_async, tma_descriptor, tma_load
+from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.linear.gemm_sm90 import LEAST_TOKENS
+
+PAIRS = CHANNELS  # of channels: what a tile has
+PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+WIDE = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))  # K and V
+NARROW = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))  # queries and probabilities
+
+
+@gluon.jit
+def ask_token(
+    place, first_head, batch, row, writes, d, m,
+    NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """All that an item needs of its sequence's new token, asked for side by side: both halves of the channels of q, k and v, for
+    each row its head's, v of the first tiles once more in the order of sums, cosines and sines, and, for the rows that write its
+    K and V, the token's page."""
+    GROUP: gl.constexpr = NQ // NKV
+    HALF: gl.constexpr = D // 2
+    qkv_ptr, cos_sin_ptr, tables_ptr, table_width = batch
+    b, length, _ = place
+    limit = length - 1
+    heads_ptr = qkv_ptr + b * ((NQ + 2 * NKV) * D)
+    # Rows without a head of their own repeat a last one and are not stored.
+    q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, NQ - 1) * D)[:, None] + d[None, :]
+    k_ptrs = heads_ptr + ((NQ + gl.minimum(first_head + row // GROUP, NKV - 1)) * D)[:, None] + d[None, :]
+    v_ptrs = k_ptrs + NKV * D
+    angles_ptr = cos_sin_ptr + gl.maximum(limit, 0).to(gl.int64) * D + d
+    # Rows that write nothing load another page: one page for all would go to a uniform register, and be waited for at once.
+    place_in_table = gl.maximum(limit // PAGE_SIZE - gl.where(writes, 0, 1), 0)
+    page = gl.load(tables_ptr + b * table_width + place_in_table)
+    return (
+        gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptrs),
+        gl.load(v_ptrs + HALF), ask_values(b, first_head * (D // 2), qkv_ptr, m, NQ, NKV, D, SIDE), gl.load(angles_ptr),
+        gl.load(angles_ptr + HALF), page,
+    )  # fmt: skip
+
+
+@gluon.jit
+def ask_values(b, pair, qkv_ptr, m, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, SIDE: gl.constexpr):
+    """The new token's V in the order of sums, from a pair of channels on: for each tile of a stage [pairs], as int32. Behind the
+    last head its last pair comes again, which is not stored."""
+    pairs_ptr = (qkv_ptr + b * ((NQ + 2 * NKV) * D) + (NQ + NKV) * D).to(gl.pointer_type(gl.int32))
+    pairs = ()
+    for c in gl.static_range(SIDE):
+        pairs += (gl.load(pairs_ptr + gl.minimum(pair + c * PAIRS + m, NKV * D // 2 - 1)),)  # type: ignore[assignment]
+    return pairs
+
+
+@gluon.jit
+def _may_be_written(ring, step, STAGES: gl.constexpr):
+    """Waits until all that was fetched `STAGES` steps before this one has been taken."""
+    mbarrier.wait(ring[2].index(step % STAGES), (step // STAGES & 1) ^ 1)
+
+
+@gluon.jit
+def _fetch(pages, rows, ring, block, column, step, STAGES: gl.constexpr):
+    """The tiles of one stage: a block's tokens, whose rows the lanes have, from a column of the pages on."""
+    BOX: gl.constexpr = pages.block_type.shape[0]
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    tiles, full, _ = ring
+    SIDE: gl.constexpr = tiles.shape[0] // STAGES
+    stage = step % STAGES
+    _may_be_written(ring, step, STAGES)
+    mbarrier.expect(full.index(stage), SIDE * BLOCK_N * PAIRS * 2)
+    for j in gl.static_range(BOXES):
+        row = gl.sum(gl.where(lanes() == block * BOXES + j, rows, 0), 0)
+        for c in gl.static_range(SIDE):
+            tile = tiles.index(stage * SIDE + c).slice(j * BOX, BOX)
+            tma_load(pages, [row, column + c * PAIRS], full.index(stage), tile)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)  # every lane's, once its scales are there
+
+
+@gluon.jit
+def _fetch_scales(
+    scale_ptrs, rows, slots, block, first_head, count,
+    NKV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """The scales of a block's tokens, whose rows the lanes have, to the next slot after `count` blocks."""
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    SLOTS: gl.constexpr = slots.shape[0] // 2
+    COLUMNS: gl.constexpr = slots.shape[2]
+    VECTOR: gl.constexpr = min(COLUMNS, 4)
+    COPIES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // COLUMNS, COLUMNS // VECTOR], [1, 1], [1, 0])
+    m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
+    n = gl.arange(0, COLUMNS, gl.SliceLayout(0, COPIES))
+    row = gl.zeros_like(m)
+    for j in gl.static_range(BOXES):
+        row = gl.where(m // BOX == j, gl.sum(gl.where(lanes() == block * BOXES + j, rows, 0), 0) + m % BOX, row)
+    head = first_head + n
+    if COLUMNS > HEADS:
+        head = first_head + n // GROUP
+    if COLUMNS > HEADS or NKV % HEADS != 0:
+        head = gl.minimum(head, NKV - 1)  # columns without a head of their own repeat a last one
+    k_scales_ptr, v_scales_ptr = scale_ptrs
+    at, slot = (row.to(gl.int64) * NKV)[:, None] + head[None, :], count % SLOTS
+    cp_async(slots.index(2 * slot), k_scales_ptr + at)
+    cp_async(slots.index(2 * slot + 1), v_scales_ptr + at)
+
+
+@gluon.jit
+def fetch_stages(
+    k_pages, v_pages, k_scales_ptr, v_scales_ptr, ring, slots, tables_ptr, table_width, starts_ptr, lens_ptr, B,
+    NKV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, UNITS: gl.constexpr, TILES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Of one item after the other the scales of the first block and all tiles of its K, then those of its second one, and so on;
+    then of V the first stage of all blocks, then its next one of all blocks. Without a wait for the kernel before, as
+    `work_items_sm90.fetch_items`."""
+    BOX: gl.constexpr = k_pages.block_type.shape[0]
+    SIDE: gl.constexpr = ring[0].shape[0] // STAGES
+    programs = gl.num_programs(0)
+    items = gl.load(starts_ptr + B)
+    firsts = find_firsts(starts_ptr, B, STRIDE)
+    candidates = find_candidates(gl.program_id(0) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    TURN: gl.constexpr = slots.shape[0] // 2 * (TILES // SIDE)  # so many steps ago, or more, a slot was last written
+    step, count = 0, 0
+    for unit in range(gl.program_id(0), items * UNITS, programs):
+        b, length, split = find_place(unit // UNITS, candidates)
+        blocks = count_blocks(split, length, SPLIT)
+        column = unit % UNITS * (TILES * PAIRS)
+        # Where each box of the split begins, a lane each. Behind a sequence's end its last rows come again.
+        t = gl.maximum(gl.minimum(split * SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
+        rows = gl.load(tables_ptr + b * table_width + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE
+        candidates = find_candidates((unit + programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        for i in range(blocks):
+            _may_be_written(ring, step + STAGES - TURN, STAGES)
+            _fetch_scales((k_scales_ptr, v_scales_ptr), rows, slots, i, unit % UNITS * HEADS, count, NKV, GROUP, HEADS, BOX)
+            count += 1
+            for c in range(0, TILES, SIDE):
+                _fetch(k_pages, rows, ring, i, column + c * PAIRS, step, STAGES)
+                step += 1
+        for c in range(0, TILES, SIDE):
+            for i in range(blocks):
+                _fetch(v_pages, rows, ring, i, column + c * PAIRS, step, STAGES)
+                step += 1
+
+
+@gluon.jit
+def _of_columns(scales, second):
+    """A slot's scales for each column [tokens, columns], or [tokens, 1] of one head."""
+    if scales.shape[1] == 2:
+        return gl.where(second[None, :], scales.slice(1, 1, 1).load(PRODUCTS), scales.slice(0, 1, 1).load(PRODUCTS))
+    else:
+        return scales.load(PRODUCTS)
+
+
+@gluon.jit
+def _load(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+    """The tiles of a stage in registers, once all of it has arrived."""
+    tiles, full, _ = ring
+    SIDE: gl.constexpr = tiles.shape[0] // STAGES
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    taken = ()
+    for c in gl.static_range(SIDE):
+        tile = tiles.index(stage * SIDE + c)
+        if TRANSPOSED:
+            tile = tile.permute((1, 0))
+        taken += (tile.load(WIDE),)  # type: ignore[assignment]
+    return taken
+
+
+@gluon.jit
+def _release(ring, step, STAGES: gl.constexpr):
+    """Lets a stage, and the scales that came with it, be overwritten."""
+    # TMA's writes are ordered behind such reads by a fence alone: without it some came first where programs fetched far ahead.
+    fence_async_shared()
+    mbarrier.arrive(ring[2].index(step % STAGES))
+
+
+@gluon.jit
+def take(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+    """The tiles of the ring's next stage in registers, once they have arrived; then they may be overwritten."""
+    taken = _load(ring, step, TRANSPOSED, STAGES)
+    _release(ring, step, STAGES)
+    return taken
+
+
+@gluon.jit
+def take_with_scales(ring, slots, step, count, second, STAGES: gl.constexpr):
+    """The first tiles of a block's K, and for each column the scales of its head's K and V, [tokens, columns], or [tokens, 1] of
+    one head. Behind a sequence's end these are whatever the pages hold. `second`: columns of the second head, of two."""
+    slot = count % (slots.shape[0] // 2)
+    taken = _load(ring, step, False, STAGES)
+    k_scale, v_scale = _of_columns(slots.index(2 * slot), second), _of_columns(slots.index(2 * slot + 1), second)
+    _release(ring, step, STAGES)
+    return taken, k_scale, v_scale
+
+
+_MOST_ROWS = 8  # queries of an item; with 16 products take more time than wider items save
+_BOX = 32  # tokens that are fetched at once
+_FEW = 6  # sequences, whose items are many programs' sooner than wide ones
+
+
+class _Shape(NamedTuple):
+    """Tiles of an item and of a stage, stages, slots of scales, programs that share an SM, and registers of a thread of the
+    warp that fetches. What waits most, a narrow item, has the most programs beside it."""
+
+    tiles: int
+    side: int
+    stages: int
+    slots: int
+    programs: int
+    registers: int
+
+
+_NARROW, _WIDE = _Shape(1, 1, 6, 4, 3, 24), _Shape(4, 2, 5, 2, 2, 64)
+
+
+@gluon.jit
+def _write(left, right, pages_ptr, scales_ptr, slot, d, writes, D: gl.constexpr):
+    """Heads, given as halves [N, D/2], to their slots [N] as fp8 where `writes` → as the pages have them, and the scales [N]."""
+    scale = fp8_scale(gl.max(gl.maximum(finite_magnitude(left), finite_magnitude(right)), 1))
+    left, right = to_fp8(left, scale[:, None]), to_fp8(right, scale[:, None])
+    ptrs = pages_ptr + slot[:, None] * D + d[None, :]
+    gl.store(ptrs, left, mask=writes[:, None])
+    gl.store(ptrs + D // 2, right, mask=writes[:, None])
+    gl.store(scales_ptr + slot, scale, mask=writes)
+    left, right = left.to(gl.float8e4nv, bitcast=True), right.to(gl.float8e4nv, bitcast=True)
+    return left.to(gl.float32), right.to(gl.float32), scale
+
+
+@gluon.jit
+def _store_queries(x, q_tiles, head, START: gl.constexpr, D: gl.constexpr):
+    """Half the channels of the queries [N, D/2] in fp16 to the tiles of even and of odd channels, zeros beside them."""
+    N: gl.constexpr = x.shape[0]
+    QUARTER: gl.constexpr = D // 4
+    WITHIN: gl.constexpr = PAIRS * 2 // D  # heads of a tile
+    for h in gl.static_range(WITHIN):
+        own = gl.where((head % WITHIN == h)[:, None], x, gl.zeros_like(x))
+        even, odd = gl.split(gl.reshape(own, [N, QUARTER, 2]))
+        q_tiles.index(0).slice(h * (D // 2) + START, QUARTER, 1).store(even)
+        q_tiles.index(1).slice(h * (D // 2) + START, QUARTER, 1).store(odd)
+
+
+@gluon.jit
+def _scores(scores, taken, q_even, q_odd, tile):
+    """K · Qᵀ [tokens, heads] of those heads whose `tile` is taken; of the others the scores so far."""
+    for j in gl.static_range(len(taken)):
+        even, odd = widen(taken[j], gl.float16)
+        zeros = gl.zeros_like(scores)
+        product = mma_v2(even, q_even, zeros) + mma_v2(odd, q_odd, zeros)  # two short chains, not a long one
+        scores = gl.where((tile == j)[None, :], product, scores)
+    return scores
+
+
+@gluon.jit
+def _times(pairs, dtype: gl.constexpr, weight, scale):
+    """The new token's V, [pairs] of channels of 16 bits as int32, rounded to fp8, times each head's weight [heads] → of even and
+    of odd channels [pairs, heads]."""
+    even, odd = pairs.to(gl.int16).to(dtype, bitcast=True), (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    blank = gl.zeros([PAIRS, weight.shape[0]], gl.float32, PRODUCTS)
+    even = to_fp8(even[:, None] + blank, scale[None, :]).to(gl.float8e4nv, bitcast=True)
+    odd = to_fp8(odd[:, None] + blank, scale[None, :]).to(gl.float8e4nv, bitcast=True)
+    return even.to(gl.float32) * weight[None, :], odd.to(gl.float32) * weight[None, :]
+
+
+@gluon.jit
+def _attend_items(
+    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ring, slots, q_tiles, score_tiles,
+    tables_ptr, table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, scale, eps,
+    NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr,
+    STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The attention of one item after the other. The new token is not in the tiles: who has the split that it ends adds its score
+    and its value, as rounded to fp8, by plain arithmetic, and writes its K and V and their scales to the pages."""
+    s_tiles, inverse_tiles, p_tiles = score_tiles
+    GROUP: gl.constexpr = NQ // NKV
+    N: gl.constexpr = q_tiles.shape[1]
+    WITHIN: gl.constexpr = PAIRS * 2 // D  # heads of a tile
+    HEADS: gl.constexpr = TILES * WITHIN  # of an item
+    SIDE: gl.constexpr = ring[0].shape[0] // STAGES
+    UNITS: gl.constexpr = (NKV + HEADS - 1) // HEADS
+    HALF: gl.constexpr = D // 2
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // HALF, HALF // 4], [4, 1], [1, 0])
+    m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and pairs of channels
+    n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
+    row = gl.arange(0, N, gl.SliceLayout(1, ROWS))
+    d = gl.arange(0, HALF, gl.SliceLayout(0, ROWS))
+    token = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
+    second = n >= GROUP
+    writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # the new token's K and V
+    q_norm, k_norm = in_rows(norm_halves(q_norm_ptr, d, D)), in_rows(norm_halves(k_norm_ptr, d, D))
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    items = gl.load(starts_ptr + B)
+    firsts = find_firsts(starts_ptr, B, STRIDE)
+    next_place = find_place(first // UNITS, find_candidates(first // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE))
+    candidates = find_candidates((first + programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    next_head = first % UNITS * HEADS
+    if PDL:
+        gdc_wait()  # before anything of the kernel before is read, and before anything is written
+    if PDL and EARLY:
+        gdc_launch_dependents()  # as in `decode_sm90`
+    batch = (qkv_ptr, cos_sin_ptr, tables_ptr, table_width)
+    asked = ask_token(next_place, next_head, batch, row, writes, d, m, NQ, NKV, D, PAGE_SIZE, SIDE)
+    step, count = 0, 0
+    for unit in range(first, items * UNITS, programs):
+        item, head = unit // UNITS, unit % UNITS * HEADS
+        place = next_place
+        b, length, split = place
+        q_left, q_right, k_left, k_right, v_left, v_right, v_pairs, cos, sin, page = asked
+        begin, limit = split * SPLIT, length - 1
+        blocks = count_blocks(split, length, SPLIT)
+        newest = limit < begin + SPLIT  # the new token belongs to this split
+        cos, sin = cos[None, :], sin[None, :]
+        q_left, q_right = turn(q_left, q_right, q_norm, cos, sin, eps, D)
+        q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
+        # A power of two for each row makes queries fit fp16, see `attention.prepare`.
+        largest = gl.max(gl.maximum(gl.abs(q_left), gl.abs(q_right)), 1)
+        exponent = gl.minimum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+        shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
+        _store_queries((q_left * shrink).to(gl.float16), q_tiles, row // GROUP, 0, D)
+        _store_queries((q_right * shrink).to(gl.float16), q_tiles, row // GROUP, D // 4, D)
+        power = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(0, PRODUCTS)) * scale
+        # The new token's own score, [heads]: −inf where it belongs to another split.
+        new_score = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
+        new_scale = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
+        if newest:
+            turned_left, turned_right = turn(k_left, k_right, k_norm, cos, sin, eps, D)
+            slot = (page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + head + row // GROUP
+            exists = writes & (head + row // GROUP < NKV)
+            new_left, new_right, k_scale = _write(turned_left, turned_right, k_ptr, k_scales_ptr, slot, d, exists, D)
+            v_scale = _write(v_left, v_right, v_ptr, v_scales_ptr, slot, d, exists, D)[2]
+            score = gl.sum(q_left * new_left + q_right * new_right, 1) * k_scale
+            new_score = gl.convert_layout(score, gl.SliceLayout(0, PRODUCTS)) * scale
+            new_scale = gl.convert_layout(v_scale, gl.SliceLayout(0, PRODUCTS))
+        new_score += log2(new_scale)
+        # What the next item needs arrives while this one is computed.
+        next_place = find_place((unit + programs) // UNITS, candidates)
+        next_head = (unit + programs) % UNITS * HEADS
+        asked = ask_token(next_place, next_head, batch, row, writes, d, m, NQ, NKV, D, PAGE_SIZE, SIDE)
+        candidates = find_candidates((unit + 2 * programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        # Scores [tokens, heads], in powers of two and with V's scales as a term; −inf where no token of the pages is.
+        highest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
+        q_even = q_tiles.index(0).permute((1, 0)).load(NARROW)
+        q_odd = q_tiles.index(1).permute((1, 0)).load(NARROW)
+        for i in range(blocks):
+            taken, k_scale, v_scale = take_with_scales(ring, slots, step, count, second, STAGES)
+            step, count = step + 1, count + 1
+            s = _scores(gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS), taken, q_even, q_odd, n // (GROUP * WITHIN))
+            for c in range(SIDE, TILES, SIDE):
+                taken = take(ring, step, False, STAGES)
+                s = _scores(s, taken, q_even, q_odd, n // (GROUP * WITHIN) - c)
+                step += 1
+            inside = (begin + i * BLOCK_N + m < limit)[:, None]
+            v_scale = gl.where(inside, v_scale, 1.0) + gl.zeros_like(s)
+            s = gl.where(inside, s * power[None, :] * k_scale + log2(v_scale), float("-inf"))
+            highest = gl.maximum(highest, s)
+            s_tiles.index(i).store(s)
+            inverse_tiles.index(i).store(inverse(v_scale))
+        # 2^15 times a probability is the most that occurs; they go to shared memory, where the next products take them from.
+        row_max = gl.maximum(gl.max(highest, 0), new_score) - 15
+        weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
+        for i in range(blocks):
+            p = gl.exp2(s_tiles.index(i).load(PRODUCTS) - row_max[None, :])
+            weights += p * inverse_tiles.index(i).load(PRODUCTS)
+            p_tiles.index(i).store(p.to(gl.float16))
+        new_weight = gl.exp2(new_score - row_max)
+        total = gl.sum(weights, 0) + new_weight * inverse(new_scale)
+        own = (n < HEADS * GROUP) & (head * GROUP + n < NQ)
+        factor = 1 / total
+        part = item.to(gl.int64) * NQ + head * GROUP
+        if length > SPLIT:
+            gl.store(row_stats_ptr + 2 * (part + n), row_max, mask=own)
+            gl.store(row_stats_ptr + 2 * (part + n) + 1, total, mask=own)
+        # Vᵀ · Pᵀ [pairs of channels, heads], a tile after the other.
+        for c in range(0, TILES, SIDE):
+            sums = ()
+            for _ in gl.static_range(SIDE):
+                sums += (gl.zeros([PAIRS, N], gl.float32, PRODUCTS), gl.zeros([PAIRS, N], gl.float32, PRODUCTS))  # type: ignore[assignment]
+            if newest:  # a split that the new token does not belong to must not see its V, which may be NaN
+                started = ()
+                for j in gl.static_range(SIDE):
+                    started += _times(v_pairs[j], qkv_ptr.dtype.element_ty, new_weight, new_scale)  # type: ignore[assignment]
+                sums = started
+            if TILES > SIDE:
+                v_pairs = ask_values(b, head * (D // 2) + (c + SIDE) * PAIRS, qkv_ptr, m, NQ, NKV, D, SIDE)
+            for i in range(blocks):
+                taken = take(ring, step, True, STAGES)
+                p = p_tiles.index(i).load(NARROW)
+                remaining = limit - begin - i * BLOCK_N
+                added = ()
+                for j in gl.static_range(SIDE):
+                    v = taken[j]
+                    if remaining < BLOCK_N:  # behind the last token may be NaN, which a weight of zero would not stop
+                        v = gl.where((token < remaining)[None, :], v, gl.zeros_like(v))
+                    even, odd = widen(v, gl.float16)
+                    added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
+                sums = added
+                step += 1
+            for j in gl.static_range(SIDE):
+                even, odd = sums[2 * j], sums[2 * j + 1]
+                channel = (c + j) * (PAIRS * 2) + 2 * m
+                stored = own[None, :] & ((channel // D)[:, None] == (n // GROUP)[None, :])
+                at = n[None, :] * D + (channel % D)[:, None]
+                if length <= SPLIT:
+                    out_ptrs = out_ptr + (b * NQ + head * GROUP) * D + at
+                    gl.store(out_ptrs, (even * factor[None, :]).to(out_ptr.dtype.element_ty), mask=stored)
+                    gl.store(out_ptrs + 1, (odd * factor[None, :]).to(out_ptr.dtype.element_ty), mask=stored)
+                else:
+                    gl.store(sums_ptr + part * D + at, even, mask=stored)
+                    gl.store(sums_ptr + part * D + at + 1, odd, mask=stored)
+    if PDL and not EARLY:
+        gdc_launch_dependents()
+
+
+@gluon.jit(do_not_specialize=["B", "table_width"])
+def _decode_fp8_sm90_kernel(
+    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_pages, v_pages, tables_ptr,
+    lens_ptr, starts_ptr, out_ptr, sums_ptr, row_stats_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr,
+    D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+    SIDE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The KV heads of `TILES` tiles of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D/2]."""
+    UNITS: gl.constexpr = (NKV * D + 2 * PAIRS * TILES - 1) // (2 * PAIRS * TILES)
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.int16)
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PAIRS], gl.float16)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    HEADS: gl.constexpr = 2 * PAIRS * TILES // D
+    tiles = gl.allocate_shared_memory(gl.int16, [STAGES * SIDE, BLOCK_N, PAIRS], BLOCK)
+    q_tiles = gl.allocate_shared_memory(gl.float16, [2, N, PAIRS], QUERIES)
+    s_tiles = gl.allocate_shared_memory(gl.float32, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
+    inverse_tiles = gl.allocate_shared_memory(gl.float32, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
+    p_tiles = gl.allocate_shared_memory(gl.float16, [SPLIT // BLOCK_N, BLOCK_N, N], PLAIN)
+    slots = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, BLOCK_N, HEADS if HEADS <= 2 else N], LINES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=33)  # TMA's arrival, and that of each lane that copies scales
+        mbarrier.init(empty.index(i), count=1)
+    ring = (tiles, full, empty)
+    fence_async_shared()
+    score_tiles = (s_tiles, inverse_tiles, p_tiles)
+    gl.warp_specialize(
+        [
+            (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ring,
+             slots, q_tiles, score_tiles, tables_ptr, table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B,
+             scale, eps, NQ, NKV, D, TILES, PAGE_SIZE, SPLIT, STRIDE, STAGES, EARLY, PDL)),
+            (fetch_stages, (k_pages, v_pages, k_scales_ptr, v_scales_ptr, ring, slots, tables_ptr, table_width, starts_ptr,
+             lens_ptr, B, NKV, NQ // NKV, HEADS, UNITS, TILES, PAGE_SIZE, SPLIT, STRIDE, STAGES)),
+        ],
+        [1],
+        [REGISTERS],
+    )  # fmt: skip
+
+
+def _rows(Nq: int, Nkv: int, D: int) -> int:
+    """Queries of an item: those of one KV head, or of two."""
+    return min(Nkv, 2 * PAIRS.value // D) * (Nq // Nkv)
+
+
+def _shape(Nq: int, Nkv: int, D: int, sequences: int) -> _Shape:
+    within, group = 2 * PAIRS.value // D, Nq // Nkv
+    wide = _WIDE.tiles * within * group <= _MOST_ROWS and Nkv > 2 * within  # more than two tiles' heads
+    return _WIDE if wide and sequences > _FEW else _NARROW
+
+
+def can_decode_fp8(
+    qkv: Tensor, Nq: int, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor, v_scales: Tensor, sequences: int, split: int
+) -> bool:
+    """Whether qkv has 16 bits and can be read by pairs, TMA can move the pages, aligned to 16 bytes, and rows, splits, sequences
+    are few or short enough."""
+    aligned = all(t.data_ptr() % 16 == 0 for t in (k_pages, v_pages, k_scales, v_scales)) and qkv.data_ptr() % 4 == 0
+    few = _rows(Nq, *k_pages.shape[2:]) <= _MOST_ROWS
+    return aligned and qkv.element_size() == 2 and few and split <= LONGEST and sequences <= MOST_SEQUENCES
+
+
+def launch_decode_fp8(
+    inputs: tuple[Tensor | None, ...], k_pages: Tensor, v_pages: Tensor, k_scales: Tensor, v_scales: Tensor,
+    block_tables: Tensor, seq_lens: Tensor, split_starts: Tensor, out: Tensor, sums: Tensor, row_stats: Tensor, max_splits: int,
+    scale: float, eps: float, split: int, block_b: int, pdl: bool,
+) -> None:  # fmt: skip
+    """What `_decode_kernel` does of checked arguments that TMA can move. `scale` is for powers of two; inputs: qkv, cos_sin,
+    q_norm, k_norm."""
+    (page_size, Nkv, D), Nq, B = k_pages.shape[1:], out.shape[1], seq_lens.shape[0]
+    pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in (k_pages, v_pages))
+    k, v = (tma_descriptor(x, min(page_size, _BOX), PAIRS.value) for x in pairs)
+    shape = _shape(Nq, Nkv, D, B)
+    units = cdiv(Nkv * D, 2 * PAIRS.value * shape.tiles)
+    programs = max(1, min(max_splits * units, shape.programs * sm_count(out.device)))
+    _decode_fp8_sm90_kernel[(programs,)](
+        *inputs, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales, k, v, block_tables, seq_lens, split_starts, out,
+        sums, row_stats, B, block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
+        SPLIT=split, STRIDE=max(1, block_b // 32), N=_MOST_ROWS, TILES=shape.tiles, SIDE=shape.side, STAGES=shape.stages,
+        SLOTS=shape.slots, REGISTERS=shape.registers, EARLY=B >= LEAST_TOKENS, maxnreg=65536 // (256 * shape.programs) // 8 * 8,
+        **launch_options(4, 1, pdl),
+    )  # fmt: skip

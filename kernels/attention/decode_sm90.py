@@ -1,0 +1,295 @@
+"""Decode attention of `decode.py` for Hopper (compute capability 9.0), fused with rotary embedding and KV write.
+
+One warp fetches the pages of one work item after the other by TMA, so that memory never waits for arithmetic. Four warps
+compute an item at a time: all scores of a split, one softmax over them, all values. Products have the tokens, then the channels,
+on the M side of the tensor cores' MMA, and the query heads of a KV head, padded to 8 or 16, on its N side: scores
+[tokens, heads] = K · Qᵀ and sums [channels, heads] = Vᵀ · Pᵀ. Pages of 16 bits only; what the form for fp8 needs too is in
+`work_items_sm90`.
+"""
+
+import math
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.kernels.attention.work_items_sm90 import (
+    BLOCK_N,
+    BOX,
+    LONGEST,
+    MOST_SEQUENCES,
+    PROGRAMS,
+    REGISTERS,
+    count_blocks,
+    fetch_items,
+    find_candidates,
+    find_firsts,
+    find_place,
+    in_rows,
+    norm_halves,
+    turn,
+)
+from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, zero_rows_from
+from minirt.kernels.launch import launch_options, sm_count
+from minirt.kernels.linear.gemm_sm90 import LEAST_TOKENS
+
+STAGES = 6  # blocks of K or V that a program has room for; a block has D // CHANNELS tiles
+
+
+@gluon.jit
+def _ask(
+    place, kv_head, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m,
+    NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """All that an item needs of its sequence's new token, asked for side by side: of q, k and v both halves of the channels, v
+    once more in the order of sums, cosines and sines, and the token's page."""
+    GROUP: gl.constexpr = NQ // NKV
+    HALF: gl.constexpr = D // 2
+    b, length, _ = place
+    limit = length - 1
+    heads_ptr = qkv_ptr + b * ((NQ + 2 * NKV) * D)
+    # Heads past the group repeat its last one and are not stored.
+    q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None] + d[None, :]
+    k_ptrs = heads_ptr + (NQ + kv_head) * D + d
+    v_ptr = heads_ptr + (NQ + NKV + kv_head) * D
+    v_sums = ()
+    for c in gl.static_range(0, D, CHANNELS):
+        v_sums += (gl.load(v_ptr + c + m),)  # type: ignore[assignment]
+    angles_ptr = cos_sin_ptr + gl.maximum(limit, 0).to(gl.int64) * D + d
+    page = gl.load(tables_ptr + b * table_width + gl.maximum(limit, 0) // PAGE_SIZE)
+    return (
+        gl.load(q_ptrs), gl.load(q_ptrs + HALF), gl.load(k_ptrs), gl.load(k_ptrs + HALF), gl.load(v_ptr + d),
+        gl.load(v_ptr + HALF + d), v_sums, gl.load(angles_ptr), gl.load(angles_ptr + HALF), page,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT: gl.constexpr, STAGES: gl.constexpr):
+    """K · Qᵀ of the tokens from `begin` on, [tokens, heads] for each block of the split, in powers of two; −inf where no token of
+    the pages is. With the next step in the ring."""
+    N: gl.constexpr = q_tiles.shape[1]
+    TILES: gl.constexpr = q_tiles.shape[0]
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    tiles, full, empty = ring
+    m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))
+    scores = ()
+    for i in gl.static_range(SPLIT // BLOCK_N):
+        s = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
+        if i < blocks:
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            for c in gl.static_range(TILES):
+                k = tiles.index(stage * TILES + c)
+                s = warpgroup_mma(k, q_tiles.index(c).permute((1, 0)), s, use_acc=c > 0, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(empty.index(stage))
+            s = gl.where((begin + i * BLOCK_N + m < limit)[:, None], s * scale, float("-inf"))
+            step += 1
+        scores += (s,)  # type: ignore[assignment]
+    return scores, step
+
+
+@gluon.jit
+def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
+    """Vᵀ · Pᵀ of the split's blocks, [channels, heads] for each tile of the channels, and the next step in the ring."""
+    BLOCKS: gl.constexpr = p_tiles.shape[0]
+    N: gl.constexpr = p_tiles.shape[1]
+    TILES: gl.constexpr = D // CHANNELS
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    tiles, full, empty = ring
+    accs = ()
+    for _ in gl.static_range(TILES):
+        accs += (gl.zeros([CHANNELS, N], gl.float32, PRODUCTS),)  # type: ignore[assignment]
+    for i in gl.static_range(BLOCKS):
+        if i < blocks:
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            pending = ()
+            for c in gl.static_range(TILES):
+                v = tiles.index(stage * TILES + c).permute((1, 0))
+                acc = warpgroup_mma(v, p_tiles.index(i).permute((1, 0)), accs[c], is_async=True)
+                pending += (acc,)  # type: ignore[assignment]
+            done = ()
+            for c in gl.static_range(TILES):
+                done += (warpgroup_mma_wait(TILES - 1 - c, deps=[pending[c]]),)  # type: ignore[assignment]
+            accs = done
+            mbarrier.arrive(empty.index(stage))
+            step += 1
+    return accs, step
+
+
+@gluon.jit
+def _attend_items(
+    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr, table_width, starts_ptr,
+    lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The attention of one item after the other. The new token is not in the tiles: who has the split that it ends adds its score
+    and its value by plain arithmetic, and writes its K and V to the pages."""
+    GROUP: gl.constexpr = NQ // NKV
+    N: gl.constexpr = q_tiles.shape[1]
+    TILES: gl.constexpr = D // CHANNELS
+    BLOCKS: gl.constexpr = SPLIT // BLOCK_N
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    HALF: gl.constexpr = D // 2
+    HEADS: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [4, 1], [1, 0])
+    tiles, full, _ = ring
+    m = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PRODUCTS))  # tokens of a block, and channels of a tile
+    n = gl.arange(0, N, gl.SliceLayout(0, PRODUCTS))
+    row = gl.arange(0, N, gl.SliceLayout(1, HEADS))
+    d = gl.arange(0, HALF, gl.SliceLayout(0, HEADS))
+    q_norm, k_norm = norm_halves(q_norm_ptr, d, D), norm_halves(k_norm_ptr, d, D)
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    items = gl.load(starts_ptr + B)
+    firsts = find_firsts(starts_ptr, B, STRIDE)
+    next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE))
+    candidates = find_candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    if PDL:
+        gdc_wait()  # before anything of the kernel before is read, and before anything is written
+    if PDL and EARLY:
+        gdc_launch_dependents()  # `gemm_sm90` has an SM for each program; others would crowd on the first idle ones
+    asked = _ask(next_place, first % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE)
+    step = 0
+    for pair in range(first, items * NKV, programs):
+        item, kv_head = pair // NKV, pair % NKV
+        b, length, split = next_place
+        q_left, q_right, k_left, k_right, v_left, v_right, v_sums, cos, sin, page = asked
+        begin, limit = split * SPLIT, length - 1
+        blocks = count_blocks(split, length, SPLIT)
+        newest = limit < begin + SPLIT  # the new token belongs to this split
+        q_left, q_right = turn(q_left, q_right, in_rows(q_norm), cos[None, :], sin[None, :], eps, D)
+        k_left, k_right = turn(k_left, k_right, k_norm, cos, sin, eps, D)
+        if TILES == 2:
+            q_tiles.index(0).store(q_left)
+            q_tiles.index(1).store(q_right)
+        else:
+            q_tiles.index(0).slice(0, HALF, 1).store(q_left)
+            q_tiles.index(0).slice(HALF, HALF, 1).store(q_right)
+        fence_async_shared()
+        # Its own score, [heads]: −inf where it belongs to another split.
+        new_score = q_left.to(gl.float32) * k_left.to(gl.float32)[None, :]
+        new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
+        new_score = gl.where(newest, gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)) * scale, float("-inf"))
+        # What the next item needs arrives while this one is computed.
+        next_place = find_place((pair + programs) // NKV, candidates)
+        asked = _ask(
+            next_place, (pair + programs) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
+        )
+        candidates = find_candidates((pair + 2 * programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT, STAGES)
+        # The probabilities go to shared memory, where the next products take them from.
+        largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
+        for i in gl.static_range(BLOCKS):
+            largest = gl.maximum(largest, scores[i])
+        row_max = gl.maximum(gl.max(largest, 0), new_score)
+        weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
+        for i in gl.static_range(BLOCKS):
+            if i < blocks:
+                p = gl.exp2(scores[i] - row_max[None, :])
+                weights += p
+                p_tiles.index(i).store(gl.permute(p, (1, 0)).to(p_tiles.dtype))
+        new_weight = gl.exp2(new_score - row_max)
+        behind = begin + blocks * BLOCK_N - limit  # rows of the last block that no token has
+        if behind > 0:
+            last = step + blocks - 1
+            mbarrier.wait(full.index(last % STAGES), last // STAGES & 1)
+            for c in gl.static_range(TILES):
+                zero_rows_from(tiles.index(last % STAGES * TILES + c), BLOCK_N - behind, BLOCK_N)
+        fence_async_shared()
+        total = gl.sum(weights, 0) + new_weight
+        accs, step = _values(ring, p_tiles, step, blocks, D, STAGES)
+        at = n[None, :] * D + m[:, None]
+        stored = (n < GROUP)[None, :]
+        factor = 1 / total
+        final = length <= SPLIT
+        out_ptrs = out_ptr + (b * NQ + kv_head * GROUP) * D + at
+        part = item.to(gl.int64) * NQ + kv_head * GROUP
+        for c in gl.static_range(TILES):
+            # Whatever the new token's V holds, a split that it does not belong to must not see it.
+            new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
+            acc = accs[c] + new_v[:, None] * new_weight[None, :]
+            if final:
+                gl.store(out_ptrs + c * CHANNELS, (acc * factor[None, :]).to(out_ptr.dtype.element_ty), mask=stored)
+            else:
+                gl.store(sums_ptr + part * D + c * CHANNELS + at, acc, mask=stored)
+        if not final:
+            gl.store(row_stats_ptr + 2 * (part + n), row_max, mask=n < GROUP)
+            gl.store(row_stats_ptr + 2 * (part + n) + 1, total, mask=n < GROUP)
+        if newest:
+            slot = ((page.to(gl.int64) * PAGE_SIZE + limit % PAGE_SIZE) * NKV + kv_head) * D + d
+            gl.store(k_ptr + slot, k_left)
+            gl.store(k_ptr + slot + HALF, k_right)
+            gl.store(v_ptr + slot, v_left)
+            gl.store(v_ptr + slot + HALF, v_right)
+    if PDL and not EARLY:
+        gdc_launch_dependents()
+
+
+@gluon.jit(do_not_specialize=["B", "table_width"])
+def _decode_sm90_kernel(
+    qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_pages, v_pages, tables_ptr, lens_ptr, starts_ptr, out_ptr,
+    sums_ptr, row_stats_ptr, B, table_width, scale, eps, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One KV head of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
+    dtype: gl.constexpr = k_pages.dtype
+    TILES: gl.constexpr = D // CHANNELS
+    BLOCKS: gl.constexpr = SPLIT // BLOCK_N
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, CHANNELS], dtype)
+    SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, CHANNELS], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, BLOCK_N, CHANNELS], BLOCK)
+    q_tiles = gl.allocate_shared_memory(dtype, [TILES, N, CHANNELS], SMALL)
+    p_tiles = gl.allocate_shared_memory(dtype, [BLOCKS, N, BLOCK_N], SMALL)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    ring = (tiles, full, empty)
+    gl.warp_specialize(
+        [
+            (_attend_items, (qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, ring, q_tiles, p_tiles, tables_ptr,
+             table_width, starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, scale, eps, NQ, NKV, D, PAGE_SIZE,
+             SPLIT, STRIDE, STAGES, EARLY, PDL)),
+            (fetch_items, (k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B, NKV, D, PAGE_SIZE,
+             SPLIT, STRIDE, STAGES)),
+        ],
+        [1],
+        [REGISTERS],
+    )  # fmt: skip
+
+
+def can_decode(qkv: Tensor, k_pages: Tensor, v_pages: Tensor, sequences: int, split: int) -> bool:
+    """Whether TMA can move the pages, of 16 bits and aligned to 16 bytes, and splits and sequences are not too many or long."""
+    aligned = k_pages.data_ptr() % 16 == 0 and v_pages.data_ptr() % 16 == 0
+    narrow = qkv.element_size() == 2 and k_pages.dtype == qkv.dtype
+    return aligned and narrow and split <= LONGEST and sequences <= MOST_SEQUENCES
+
+
+def launch_decode(
+    inputs: tuple[Tensor | None, ...], k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    split_starts: Tensor, out: Tensor, sums: Tensor, row_stats: Tensor, max_splits: int, scale: float, eps: float, split: int,
+    block_b: int, pdl: bool,
+) -> None:  # fmt: skip
+    """What `_decode_kernel` does of checked arguments that TMA can move. `scale` is for powers of two; inputs: qkv, cos_sin,
+    q_norm, k_norm."""
+    (page_size, Nkv, D), Nq = k_pages.shape[1:], out.shape[1]
+    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BOX), CHANNELS.value) for x in (k_pages, v_pages))
+    programs = max(1, min(max_splits * Nkv, PROGRAMS * sm_count(out.device)))
+    _decode_sm90_kernel[(programs,)](
+        *inputs, k_pages, v_pages, k, v, block_tables, seq_lens, split_starts, out, sums, row_stats, seq_lens.shape[0],
+        block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
+        STRIDE=max(1, block_b // 32), N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, REGISTERS=REGISTERS,
+        EARLY=seq_lens.shape[0] >= LEAST_TOKENS,
+        maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, pdl),
+    )  # fmt: skip

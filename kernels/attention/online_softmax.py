@@ -1,0 +1,195 @@
+"""What the attention kernels share: how tokens are found in the pages, and one step of the online softmax.
+
+Online softmax in fp32, in powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minirt.kernels.fp8 import INTERPRETED
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def page_slots(table_ptr, first, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tokens t = first + [0, BLOCK_N) of a sequence and where they are in the pages: a slot for all of them, and one for
+    each, to be added; `first` is a multiple of BLOCK_N."""
+    n = tl.arange(0, BLOCK_N)
+    t = first + n
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
+        return t, page * PAGE_SIZE + first % PAGE_SIZE, n
+    else:
+        page = tl.load(table_ptr + t // PAGE_SIZE, mask=t < limit, other=0).to(tl.int64)
+        return t, tl.full((), 0, tl.int64), page * PAGE_SIZE + t % PAGE_SIZE
+
+
+@triton.jit
+def split_channels(x):
+    """The even and the odd channels of x [M, D], [M, D/2] each: the order in which pages of fp8 are read."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def prepare(q, FP8: tl.constexpr):
+    """Queries [M, D] as `attend` takes them: as they are, or for pages of fp8 their even and odd channels, times a power of two
+    for each row that makes them fit fp16 (e4m3 converts to that in one instruction), and what makes up for it [M, 1]."""
+    if FP8:
+        unit = tl.full((q.shape[0], 1), 1.0, tl.float32)
+        if q.dtype != tl.float32:
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)[:, None]
+            exponent = tl.minimum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+            unit = exponent.to(tl.float32, bitcast=True)
+            q = (q.to(tl.float32) * (0x7F000000 - exponent).to(tl.float32, bitcast=True)).to(tl.float16)
+        even, odd = split_channels(q)
+        return even, odd, unit
+    else:
+        return (q,)
+
+
+@triton.jit
+def no_queries(M: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, FP8: tl.constexpr):
+    """What `prepare` makes of zeros."""
+    if FP8:
+        half = tl.zeros((M, D // 2), tl.float32 if dtype == tl.float32 else tl.float16)
+        return half, half, tl.full((M, 1), 1.0, tl.float32)
+    else:
+        return (tl.zeros((M, D), dtype),)
+
+
+@triton.jit
+def blank(M: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
+    """Sums of no values."""
+    if FP8:
+        return tl.zeros((M, D // 2), tl.float32), tl.zeros((M, D // 2), tl.float32)
+    else:
+        return (tl.zeros((M, D), tl.float32),)
+
+
+@triton.jit
+def whole(acc):
+    """Sums [M, D] in the order of the channels."""
+    if len(acc) == 2:
+        even, odd = acc
+        return tl.join(even, odd).reshape(even.shape[0], even.shape[1] * 2)
+    else:
+        return acc[0]
+
+
+@triton.jit
+def widen(pairs, dtype: tl.constexpr):
+    """The e4m3 values in the lower and in the upper bytes of int16 values, exactly."""
+    if INTERPRETED:
+        lower = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        upper = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        lower, upper = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a;
+            .reg .b16 b, c;
+            prmt.b32 a, $2, 0, 0x3120;
+            mov.b32 {b, c}, a;
+            cvt.rn.f16x2.e4m3x2 $0, b;
+            cvt.rn.f16x2.e4m3x2 $1, c;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return lower.to(dtype), upper.to(dtype)
+
+
+@triton.jit
+def log2(x):
+    """Of normal numbers: what handles others takes most of the instructions otherwise."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def inverse(x):
+    """1 / x, of normal numbers."""
+    if INTERPRETED:
+        return 1 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+def fuses(dtype: torch.dtype) -> bool:
+    """Whether kernels that `attend` may fuse multiplications with additions.
+
+    In fp32 a lane holds one product of a row's sum, or few. A lane that fuses its own into the sum with a neighbour's rounded one
+    gets another result than that neighbour, and both hold, and store, what should be the same number.
+    """
+    return dtype != torch.float32
+
+
+@triton.jit
+def _settle(x):
+    """x [N], computed once: a sum keeps the compiler from loading and computing most of it again in every thread, in the layout
+    that large scores have."""
+    return tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, x[:, None], 0.0), 1)
+
+
+@triton.jit
+def attend(
+    q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base, slot, t, limit, row_limit, scale,
+    NKV: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: rows q [M, D], see `prepare`, on the tokens t [N] of one head, whose rows in the pages
+    [P · page_size · NKV, D] are base + NKV · slot [N]. scale > 0 is for powers of two.
+
+    MASKED: some of the tokens are at or past `limit`, the sequence's end (what the page holds there may be NaN, also in
+    V, where a probability of zero would not stop it), or hidden from some rows, which see tokens below row_limit [M].
+
+    Pages of fp8 come as pairs of channels, int16: 16 bits is what the tensor cores' loads can transpose. K's scales multiply
+    the scores. V's scales multiply the probabilities, as a term of their exponents, so that 2^15 times those are at most 2^15
+    and keep their precision in fp16.
+    """
+    inside = (t < limit)[:, None]
+    if k_scales_ptr is None:
+        at = slot[:, None] * (NKV * D) + tl.arange(0, D)[None, :]
+        k_ptr += base * D
+        v_ptr += base * D
+        k = tl.load(k_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(k_ptr + at)
+        s = tl.dot(q[0], tl.trans(k), input_precision="ieee")
+        if MASKED:
+            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
+        new_row_max = tl.maximum(row_max, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
+        total = total * rescale + tl.sum(p, 1)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(v_ptr + at)
+        return new_row_max, total, (tl.dot(p.to(v.dtype), v, acc[0] * rescale[:, None], input_precision="ieee"),)
+    else:
+        dtype: tl.constexpr = q[0].dtype
+        at = slot[:, None] * (NKV * D // 2) + tl.arange(0, D // 2)[None, :]
+        k_ptr += base * (D // 2)
+        v_ptr += base * (D // 2)
+        k = tl.load(k_ptr + at, mask=inside, other=0) if MASKED else tl.load(k_ptr + at)
+        k_factor = tl.load(k_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0) * scale
+        v_scale = tl.load(v_scales_ptr + base + slot * NKV, mask=t < limit, other=1.0)
+        exponent, per_scale = log2(v_scale), inverse(v_scale)
+        if q[0].shape[0] > 16:
+            k_factor, exponent, per_scale = _settle(k_factor), _settle(exponent), _settle(per_scale)
+        k_even, k_odd = widen(k, dtype)
+        s = tl.dot(q[0], tl.trans(k_even), input_precision="ieee")
+        s = tl.dot(q[1], tl.trans(k_odd), s, input_precision="ieee")
+        s = s * q[2] * k_factor[None, :] + exponent[None, :]
+        if MASKED:
+            s = tl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
+        new_row_max = tl.maximum(row_max, tl.max(s, 1) - 15)
+        p = tl.exp2(s - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
+        total = total * rescale + tl.sum(p * per_scale[None, :], 1)
+        v = tl.load(v_ptr + at, mask=inside, other=0) if MASKED else tl.load(v_ptr + at)
+        v_even, v_odd = widen(v, dtype)
+        p = p.to(dtype)
+        even = tl.dot(p, v_even, acc[0] * rescale[:, None], input_precision="ieee")
+        return new_row_max, total, (even, tl.dot(p, v_odd, acc[1] * rescale[:, None], input_precision="ieee"))

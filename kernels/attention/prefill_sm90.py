@@ -1,0 +1,285 @@
+"""Prefill attention of `prefill.py` for Hopper (compute capability 9.0): programs whose warps have different roles.
+
+One warp fetches K and V by TMA; two teams of four warps take 64 rows of a tile each. A team adds up the values of one block while
+it computes the softmax of the next, and the teams multiply in turn, so that one's softmax hides behind the other's products
+(FlashAttention-3, Shah et al. 2024). Pages of 16 bits only.
+"""
+
+import math
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from minirt.kernels.attention.partial import parts_of
+from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, tma_load, zero_rows_from
+from minirt.kernels.launch import sm_count
+
+# By head size; with fewer tokens `prefill.py`'s kernel runs. Prompts on an H200, TFLOP/s here and there: head size 128 at 512
+# tokens, the fewest that were measured, 139 and 108; head size 64 at 512 tokens 44 and 53, at 1024 tokens 123 and 115.
+LEAST_TOKENS = {64: 1024, 128: 512}
+TEAMS = gl.constexpr(2)  # a third is slower: that leaves 160 registers a thread
+ROWS = gl.constexpr(64)  # of a team, what a product of four warps has
+BLOCK_N = gl.constexpr(128)  # tokens of K and V at a time; 64 are slower
+STAGES = gl.constexpr(2)  # blocks of K, and of V, that there is room for; 3 are slower
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+
+
+@gluon.jit
+def _tile(
+    turn, batch, tiles, SHORTEST: gl.constexpr, CHUNKS: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_B: gl.constexpr,
+):  # fmt: skip
+    """A program's tile: its sequence, KV head, tokens there are and tokens seen (0: no work), first row of q, queries, and tokens
+    before them.
+
+    Programs take tiles there and back, so that each gets as much of the long ones, which come first; see `attention._find`.
+    """
+    QUERIES: gl.constexpr = TEAMS * ROWS // GROUP
+    starts_ptr, lens_ptr, B = batch
+    programs = gl.num_programs(0)
+    index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    block = (tiles - 1 - index) // NKV
+    n = gl.arange(0, BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    starts = gl.load(starts_ptr + n, mask=n < B, other=2**30)
+    b = gl.maximum(gl.sum((starts // QUERIES + n <= block).to(gl.int32), 0) - 1, 0)
+    start = gl.load(starts_ptr + b)
+    length = gl.load(starts_ptr + b + 1) - start
+    limit = gl.load(lens_ptr + b)
+    first = (block - start // QUERIES - b) * QUERIES
+    queries = gl.minimum(length - first, QUERIES)
+    before = limit - length + first
+    works = (index < tiles) & (queries > 0) & (length >= SHORTEST)
+    if CHUNKS:
+        parts, _ = parts_of(length, limit)
+        works = works & (parts == 0)
+    return b, index % NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
+
+
+@gluon.jit
+def _fetch_block(pages, rows, column, ring, step):
+    """Fetch a block, in boxes from those rows of the pages on, once its place in the ring is free."""
+    BOX: gl.constexpr = pages.block_type.shape[0]
+    tiles, full, empty = ring
+    D: gl.constexpr = tiles.shape[2]
+    tile, bar = tiles.index(step % STAGES), full.index(step % STAGES)
+    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(bar, BLOCK_N * D * 2)
+    for i in gl.static_range(BLOCK_N // BOX):
+        for c in gl.static_range(0, D, CHANNELS):
+            tma_load(pages, [rows[i], column + c], bar, tile.slice(i * BOX, BOX).slice(c, CHANNELS, 1))
+
+
+@gluon.jit
+def _fetch_blocks(
+    k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST: gl.constexpr,
+    CHUNKS: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """K and V of all tiles, a block after the other. Behind a sequence's end, its last page comes again."""
+    BOX: gl.constexpr = k_pages.block_type.shape[0]
+    step = 0
+    for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        b, kv_head, limit, seen, _, _, _ = _tile(turn, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP, BLOCK_B)
+        table_ptr = tables_ptr + b.to(gl.int64) * table_width
+        column = kv_head * k[0].shape[2]
+        for first in range(0, seen, BLOCK_N):
+            rows = ()  # of the pages, known before there is room
+            for i in gl.static_range(0, BLOCK_N, BOX):
+                t = gl.minimum(first + i, limit - 1) // BOX * BOX
+                rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
+            _fetch_block(k_pages, rows, column, k, step)
+            _fetch_block(v_pages, rows, column, v, step)
+            step += 1
+
+
+@gluon.jit
+def _hide(s, first, row_limit):
+    """Scores of the tokens from `first` on, without those that a row does not see."""
+    t = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    return gl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def _narrow(x, like):
+    """fp32 to the 16 bits of `like`, pairwise: else the assembler swaps every pair once more."""
+    PAIR: gl.constexpr = "bf16x2" if like.dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(f"cvt.rn.{PAIR}.f32 $0, $2, $1;", "=r,r,r", [x], like.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _next_block(
+    q_tile, k, v, turns, p, row_max, total, acc, step, round, first, row_limit, scale, TEAM: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add the products of the probabilities p and the block of V before; compute the probabilities of this block."""
+    k_tiles, k_full, k_empty = k
+    v_tiles, v_full, v_empty = v
+    stage = step % STAGES
+    before = (step - 1) % STAGES
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    mbarrier.wait(k_full.index(stage), step // STAGES & 1)
+    mbarrier.wait(turns.index(TEAM), round & 1)
+    s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
+    acc = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
+    mbarrier.arrive(turns.index((TEAM + 1) % TEAMS))
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(stage))
+    if MASKED:
+        s = _hide(s, first, row_limit)
+    new_row_max = gl.maximum(row_max, gl.max(s, 1) * scale)
+    s = gl.exp2(s * scale - new_row_max[:, None])
+    rescale = gl.exp2(row_max - new_row_max)
+    total = total * rescale + gl.sum(s, 1)
+    # Passed already. Within a basic block, the assembler would move the next wait, and so all of the softmax behind it.
+    mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    mbarrier.arrive(v_empty.index(before))
+    acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return gl.convert_layout(_narrow(s, p), p.type.layout), new_row_max, total, acc
+
+
+@gluon.jit
+def _attend_tiles(
+    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, CHUNKS: gl.constexpr,
+    NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
+):  # fmt: skip
+    """A team's rows of all tiles: row r of a tile is head r % GROUP of query r // GROUP."""
+    D: gl.constexpr = q_tiles.shape[2]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    k_tiles, k_full, k_empty = k
+    v_tiles, v_full, v_empty = v
+    q_tile = q_tiles.index(TEAM)
+    step = 0
+    done = 0
+    clears = 0
+    if TEAM == TEAMS - 1:
+        mbarrier.arrive(turns.index(0))
+    for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        _, kv_head, limit, seen, start, queries, before = _tile(turn, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP, BLOCK_B)
+        if seen > 0:
+            # Rows past the end repeat the last query instead of being masked; they are not stored.
+            row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
+            at = (gl.minimum(row // GROUP, queries - 1) * (NKV * GROUP) + row % GROUP) * D
+            at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]
+            base = (start.to(gl.int64) * NKV + kv_head) * (GROUP * D)
+            q_tile.store(gl.load(q_ptr + base + at))
+            fence_async_shared()
+            query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // GROUP
+            row_limit = before + 1 + gl.minimum(query, queries - 1)
+            acc = gl.zeros([ROWS, D], gl.float32, SUMS)
+            # The first block has a token that every row sees.
+            done += 1
+            stage = step % STAGES
+            mbarrier.wait(k_full.index(stage), step // STAGES & 1)
+            s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+            s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(stage))
+            s = _hide(s, 0, row_limit)
+            row_max = gl.max(s, 1) * scale
+            s = gl.exp2(s * scale - row_max[:, None])
+            total = gl.sum(s, 1)
+            p = gl.convert_layout(_narrow(s, q_tile), gl.DotOperandLayout(0, SUMS, 2))
+            seen_by_all = gl.maximum((before + 1) // BLOCK_N * BLOCK_N, BLOCK_N)
+            for MASKED in gl.static_range(2):
+                for first in range(seen_by_all if MASKED else BLOCK_N, seen if MASKED else seen_by_all, BLOCK_N):
+                    step += 1
+                    p, row_max, total, acc = _next_block(
+                        q_tile, k, v, turns, p, row_max, total, acc, step, step - done, first, row_limit, scale, TEAM, MASKED
+                    )
+            stage = step % STAGES
+            mbarrier.wait(v_full.index(stage), step // STAGES & 1)
+            last = (seen - 1) // BLOCK_N * BLOCK_N
+            if last + BLOCK_N > limit:
+                HALF: gl.constexpr = BLOCK_N // TEAMS  # the other team clears the rest
+                zero_rows_from(v_tiles.index(stage).slice(TEAM * HALF, HALF), limit - last - TEAM * HALF, 16)
+                fence_async_shared()
+                mbarrier.arrive(cleared)
+                mbarrier.wait(cleared, clears & 1)
+                clears += 1
+            acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            mbarrier.arrive(v_empty.index(stage))
+            step += 1
+            acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
+            q_tile.store(acc.to(q_tile.dtype))
+            stored = (row < TEAMS * ROWS // GROUP * GROUP) & (row // GROUP < queries)
+            gl.store(out_ptr + base + at, q_tile.load(MOVED), mask=stored[:, None])
+
+
+@gluon.jit
+def _ring(dtype: gl.constexpr, D: gl.constexpr):
+    """Room for blocks of K or V, and for each a barrier for its arrival and one for when both teams have read it."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return tiles, full, empty
+
+
+@gluon.jit(do_not_specialize=["B", "table_width", "tiles"])
+def _prefill_sm90_kernel(
+    q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, out_ptr, B, table_width, tiles, scale, NQ: gl.constexpr,
+    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_B: gl.constexpr, SHORTEST: gl.constexpr,
+    CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Tiles of TEAMS · 64 rows: some queries of one sequence, with the heads of one KV head. k_pages, v_pages: descriptors of
+    [P · page_size, NKV · D]."""
+    GROUP: gl.constexpr = NQ // NKV
+    dtype: gl.constexpr = k_pages.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [TEAMS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype))
+    k, v = _ring(dtype, D), _ring(dtype, D)
+    turns = gl.allocate_shared_memory(gl.int64, [TEAMS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k[1].index(i), count=1)
+        mbarrier.init(v[1].index(i), count=1)
+        mbarrier.init(k[2].index(i), count=TEAMS)
+        mbarrier.init(v[2].index(i), count=TEAMS)
+    for i in gl.static_range(TEAMS):
+        mbarrier.init(turns.index(i), count=1)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(cleared, count=TEAMS)
+    fence_async_shared()
+    batch = (starts_ptr, lens_ptr, B)
+    gl.warp_specialize(
+        [
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, CHUNKS, NKV, GROUP,
+             BLOCK_B, 0)),
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, CHUNKS, NKV, GROUP,
+             BLOCK_B, 1)),
+            (_fetch_blocks, (k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP,
+             BLOCK_B, PAGE_SIZE)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def can_prefill(q: Tensor, out: Tensor, *pages: Tensor) -> bool:
+    """Whether TMA can move the pages, of 16 bits and aligned to 16 bytes, and there are tokens enough."""
+    aligned = all(t.data_ptr() % 16 == 0 for t in (q, out, *pages))
+    narrow = q.element_size() == 2 and all(t.dtype == q.dtype for t in pages)
+    return aligned and narrow and q.shape[0] >= LEAST_TOKENS[q.shape[2]]
+
+
+def launch_prefill(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float,
+    out: Tensor, shortest: int = 1, chunks: bool = False,
+) -> Tensor:  # fmt: skip
+    """`paged_attention_prefill` of checked arguments that TMA can move, with any number of tokens and sequences but none."""
+    (T, Nq, D), (page_size, Nkv), B = q.shape, k_pages.shape[1:3], seq_lens.shape[0]
+    tiles = (T // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
+    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BLOCK_N.value), CHANNELS.value) for x in (k_pages, v_pages))
+    _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
+        q, k, v, block_tables, query_starts, seq_lens, out, B, block_tables.shape[1], tiles, scale * math.log2(math.e),
+        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=max(256, 1 << (B - 1).bit_length()), SHORTEST=shortest,
+        CHUNKS=chunks, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,186 @@
+"""Between the QKV projection and attention, in one kernel: per-head RMSNorm (Qwen3), rotary embedding, KV write."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
+from minirt.kernels.launch import capability, cdiv, launch_options
+
+HEAD_DIMS = (64, 128)
+
+CASES = [
+    {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16},
+    {"T": 3, "Nq": 4, "Nkv": 4, "D": 128, "page_size": 16},
+    {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32},
+    {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
+]
+
+
+@triton.jit(do_not_specialize=["T"])
+def _kv_write_kernel(
+    qkv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    q_ptr,
+    T,
+    eps,
+    NQ: tl.constexpr,
+    NKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head (of q, k or v) of BLOCK_T tokens."""
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(1)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < T
+    d = tl.arange(0, HALF)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    heads_ptrs = qkv_ptr + (t * (NQ + 2 * NKV) + head)[:, None] * D + d
+    lower = tl.load(heads_ptrs, mask=inside[:, None], other=0.0)
+    upper = tl.load(heads_ptrs + HALF, mask=inside[:, None], other=0.0)
+    if head < NQ + NKV:
+        position = tl.load(positions_ptr + t, mask=inside, other=0)[:, None] * D
+        if head < NQ:
+            lower, upper = _rotate(lower, upper, q_norm_ptr, cos_sin_ptr + position, eps, D)
+        else:
+            lower, upper = _rotate(lower, upper, k_norm_ptr, cos_sin_ptr + position, eps, D)
+    if head < NQ:
+        ptrs = q_ptr + (t * NQ + head)[:, None] * D + d
+        tl.store(ptrs, lower, mask=inside[:, None])
+        tl.store(ptrs + HALF, upper, mask=inside[:, None])
+    else:
+        # A negative slot: a token that pads a CUDA graph's batch and has nowhere to go.
+        slot = tl.load(slots_ptr + t, mask=inside, other=-1)[:, None]
+        if head < NQ + NKV:
+            _store(lower, upper, slot, head - NQ, k_pages_ptr, k_scales_ptr, NKV, D)
+        else:
+            _store(lower, upper, slot, head - NQ - NKV, v_pages_ptr, v_scales_ptr, NKV, D)
+
+
+@triton.jit
+def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, NKV: tl.constexpr, D: tl.constexpr):
+    """Heads in halves [M, D/2] to their slots [M, 1], as fp8 if there are scales."""
+    row = slot * NKV + kv_head
+    if scales_ptr is not None:
+        scale = fp8_scale(tl.max(tl.maximum(finite_magnitude(lower), finite_magnitude(upper)), 1))[:, None]
+        lower, upper = to_fp8(lower, scale), to_fp8(upper, scale)
+        tl.store(scales_ptr + row, scale, mask=slot >= 0)
+    ptrs = pages_ptr + row * D + tl.arange(0, D // 2)[None, :]
+    tl.store(ptrs, lower, mask=slot >= 0)
+    tl.store(ptrs + D // 2, upper, mask=slot >= 0)
+
+
+@triton.jit
+def _rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
+    """RMSNorm (if norm_ptr is given) and rotary embedding of heads in halves [M, D/2]; cos_sin_ptrs [M, 1]."""
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)[None, :]
+    a, b = lower.to(tl.float32), upper.to(tl.float32)
+    if norm_ptr is not None:
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
+        a = (a * scale).to(lower.dtype).to(tl.float32) * tl.load(norm_ptr + d).to(tl.float32)
+        b = (b * scale).to(lower.dtype).to(tl.float32) * tl.load(norm_ptr + HALF + d).to(tl.float32)
+    cos, sin = tl.load(cos_sin_ptrs + d), tl.load(cos_sin_ptrs + HALF + d)
+    return (a * cos - b * sin).to(lower.dtype), (b * cos + a * sin).to(lower.dtype)
+
+
+def check_pages(
+    k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, Nkv: int | None, D: int, x: Tensor
+) -> None:
+    """Raise InputError unless pages [P, page_size, Nkv, D] are of x's dtype and device, or, with scales for each token and
+    head, of float8_e4m3fn; UnsupportedError where the GPU has no such type."""
+    if (k_scales is None) != (v_scales is None):
+        raise InputError("scales for one of K and V only", where="k_scales, v_scales", expected="both or none")
+    dtype = x.dtype if k_scales is None else torch.float8_e4m3fn
+    check_tensor("k_pages", k_pages, (None, None, Nkv, D), dtype, x.device)
+    check_tensor("v_pages", v_pages, tuple(k_pages.shape), dtype, x.device)
+    if k_scales is not None and v_scales is not None:
+        if x.device.type == "cuda" and capability(x.device) < 89:
+            raise UnsupportedError(
+                "no fp8 KV pages on this GPU", expected="compute capability 8.9 or later", found=capability(x.device) / 10,
+                hint="use pages of the activations' dtype",
+            )  # fmt: skip
+        check_tensor("k_scales", k_scales, tuple(k_pages.shape[:3]), torch.float32, x.device)
+        check_tensor("v_scales", v_scales, tuple(k_pages.shape[:3]), torch.float32, x.device)
+
+
+def as_integers(dtype: torch.dtype, *pages: Tensor) -> list[Tensor]:
+    """Pages of fp8 as integers, which every GPU's and every version's loads and stores know; others as they are."""
+    return [p.view(dtype) if p.dtype == torch.float8_e4m3fn else p for p in pages]
+
+
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    Nq: int,
+    Nkv: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    q_out: Tensor | None = None,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    pdl: bool = False,
+    check: bool = True,
+) -> Tensor:
+    """Normalize (if q_norm, k_norm [D] are given) and rotate q and k, write k and v to pages, return q [T, Nq, D].
+
+    qkv [T, (Nq + 2·Nkv)·D]: heads of q, of k, of v; D is 64 or 128. cos_sin [L, D] fp32 (cosines | sines) is indexed by
+    positions [T] int64 in [0, L); slots [T] int64 = page · page_size + offset, negative: k and v are not stored.
+    k_pages, v_pages [P, page_size, Nkv, D]. With k_scales, v_scales [P, page_size, Nkv] fp32 the pages are float8_e4m3fn, and
+    what is written is quantized for each token and head as in `reference.quantize_fp8`: K after the rotation.
+    `pdl`: overlap with the kernel before it in the stream (sm_90 and later). UnsupportedError: fp8 on a GPU without it.
+    """
+    T, D = qkv.shape[0], k_pages.shape[-1]
+    if check:
+        check_activations("qkv", qkv)
+        if D not in HEAD_DIMS:
+            raise InputError("unsupported head size", where="k_pages", expected="64 or 128", found=D)
+        check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
+        check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
+        check_tensor("positions", positions, (T,), torch.int64, qkv.device)
+        check_tensor("slots", slots, (T,), torch.int64, qkv.device)
+        check_pages(k_pages, v_pages, k_scales, v_scales, Nkv, D, qkv)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if norm is not None:
+                check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
+    if q_out is None:
+        q_out = torch.empty(T, Nq, D, dtype=qkv.dtype, device=qkv.device)
+    elif check:
+        check_tensor("q_out", q_out, (T, Nq, D), qkv.dtype, qkv.device)
+    if T == 0:
+        return q_out
+    block_t = 1 if T <= 16 else 8 if T <= 1024 else 32  # small batches need the programs, large ones fewer of them
+    _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
+        qkv, cos_sin, positions, slots, q_norm, k_norm, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales,
+        q_out, T, eps,
+        NQ=Nq, NKV=Nkv, D=D, BLOCK_T=block_t, **launch_options(1 if block_t == 1 else 4, 1, pdl),
+    )  # fmt: skip
+    return q_out
+
+
+def cost(T: int, Nq: int, Nkv: int, D: int, itemsize: int, fp8: bool = False) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations); `fp8`: to pages of that type, with a scale for each token and head."""
+    head = D + 4 if fp8 else D * itemsize
+    return T * ((2 * Nq + 2 * Nkv) * D * itemsize + 2 * Nkv * head + 4 * D + 16), 3 * T * (Nq + Nkv) * D

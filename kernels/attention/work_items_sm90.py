@@ -1,0 +1,137 @@
+"""What the programs of decode attention on Hopper share: how they find one work item after the other, the warp that fetches the
+items' pages by TMA, and RMSNorm and rotary embedding of a sequence's new token.
+
+A ring of tiles is (tiles, full, empty): room for so many tiles, and barriers for "a tile has arrived" and "may be overwritten".
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from minirt.kernels.gluon_sm90 import CHANNELS, tma_load
+
+BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side
+PROGRAMS = 2  # that share an SM
+REGISTERS = 64  # of a thread of the warp that fetches; the others share what is left
+BOX = 16  # tokens that are fetched at once; 32 are up to 4% faster or slower, by how contexts end
+LONGEST = 256  # tokens of a split, whose scores are all kept
+MOST_SEQUENCES = 1024  # that two looks find
+
+
+@gluon.jit
+def lanes():
+    """The numbers from 0 to 31, which every warp has."""
+    return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def find_firsts(starts_ptr, B, STRIDE: gl.constexpr):
+    """First items of every so many-th sequence."""
+    index = lanes() * STRIDE
+    return gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
+
+
+@gluon.jit
+def find_candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr):
+    """32 sequences, one of which has the work item: the first of them, and their first items and lengths.
+
+    Asked for an item ahead, since a load that is waited for takes as long as the attention of a short sequence.
+    """
+    base = 0
+    if STRIDE > 1:  # else one look finds it, and waits for nothing
+        base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
+    index = base + lanes()
+    starts = gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
+    return base, starts, gl.load(lens_ptr + index, mask=index < B, other=0)
+
+
+@gluon.jit
+def find_place(item, candidates):
+    """Of a work item: its sequence, that one's length, and the number of the split in it; see `decode._find_work_item`."""
+    base, starts, lens = candidates
+    index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last that starts at or before the item
+    found = lanes() == index
+    length, first = gl.sum(gl.where(found, lens, 0), 0), gl.sum(gl.where(found, starts, 0), 0)
+    return (base + index).to(gl.int64), length, item - first
+
+
+@gluon.jit
+def count_blocks(split, length, SPLIT: gl.constexpr):
+    """Blocks of a split's tokens that are in the pages: all but the sequence's last, which is new."""
+    tokens = gl.minimum(length - 1 - split * SPLIT, SPLIT)
+    return (tokens + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def fetch_items(
+    k_pages, v_pages, ring, tables_ptr, table_width, starts_ptr, lens_ptr, B,
+    NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The blocks of K, then those of V, of one item after the other. Behind a sequence's end its last rows come again.
+
+    Without a wait for the kernel before: it writes to no page, and the new token is not among what is fetched.
+    """
+    BOX: gl.constexpr = k_pages.block_type.shape[0]
+    TILES: gl.constexpr = D // CHANNELS
+    tiles, full, empty = ring
+    programs = gl.num_programs(0)
+    items = gl.load(starts_ptr + B)
+    firsts = find_firsts(starts_ptr, B, STRIDE)
+    candidates = find_candidates(gl.program_id(0) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+    step = 0
+    for pair in range(gl.program_id(0), items * NKV, programs):
+        b, length, split = find_place(pair // NKV, candidates)
+        blocks = count_blocks(split, length, SPLIT)
+        column = pair % NKV * D
+        table_ptr = tables_ptr + b * table_width
+        rows = ()  # of the pages, all asked for side by side
+        for i in gl.static_range(0, SPLIT, BOX):
+            t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
+            rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
+        candidates = find_candidates((pair + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
+        for IS_V in gl.static_range(2):
+            for i in gl.static_range(SPLIT // BLOCK_N):
+                if i < blocks:
+                    stage = step % STAGES
+                    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                    bar = full.index(stage)
+                    mbarrier.expect(bar, BLOCK_N * D * 2)
+                    for c in gl.static_range(TILES):
+                        tile = tiles.index(stage * TILES + c)
+                        for j in gl.static_range(BLOCK_N // BOX):
+                            at = [rows[i * (BLOCK_N // BOX) + j], column + c * CHANNELS]
+                            tma_load(v_pages if IS_V else k_pages, at, bar, tile.slice(j * BOX, BOX))
+                    step += 1
+
+
+@gluon.jit
+def turn(x, y, norm, cos, sin, eps, D: gl.constexpr):
+    """Heads, given as the halves x and y of their channels, after RMSNorm (if `norm` has weights) and rotary embedding."""
+    dtype: gl.constexpr = x.dtype
+    x, y = x.to(gl.float32), y.to(gl.float32)
+    if len(norm) == 2:
+        scale = gl.rsqrt(gl.sum(x * x + y * y, len(x.shape) - 1) / D + eps)
+        if len(x.shape) == 2:
+            scale = scale[:, None]
+        x = (x * scale).to(dtype).to(gl.float32) * norm[0]
+        y = (y * scale).to(dtype).to(gl.float32) * norm[1]
+    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+
+
+@gluon.jit
+def in_rows(norm):
+    """A norm's halves, for heads in rows."""
+    if len(norm) == 0:
+        return ()
+    else:
+        return norm[0][None, :], norm[1][None, :]
+
+
+@gluon.jit
+def norm_halves(ptr, d, D: gl.constexpr):
+    """The weights of both halves of a head's channels; nothing without a norm."""
+    if ptr is None:
+        return ()
+    else:
+        return gl.load(ptr + d).to(gl.float32), gl.load(ptr + D // 2 + d).to(gl.float32)

@@ -1,0 +1,71 @@
+"""Argument checks of the public kernel functions: shapes, dtypes, devices and strides, with the argument named in the error."""
+
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise InputError unless `tensor` is contiguous with this shape (None: any size), dtype and device."""
+    if tensor.ndim != len(shape) or any(
+        want is not None and want != n for want, n in zip(shape, tensor.shape, strict=True)
+    ):
+        expected = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+        raise InputError("wrong shape", where=name, expected=expected, found=list(tensor.shape))
+    if tensor.dtype != dtype:
+        raise InputError("wrong dtype", where=name, expected=dtype, found=tensor.dtype)
+    if tensor.device != device:
+        raise InputError("wrong device", where=name, expected=device, found=tensor.device)
+    if not tensor.is_contiguous():
+        raise InputError("not contiguous", where=name, found=f"strides {tensor.stride()}", hint="call .contiguous()")
+
+
+def check_activations(name: str, tensor: Tensor, ndim: int = 2) -> None:
+    """Raise InputError unless `tensor` is a contiguous bf16, fp16 or fp32 tensor of `ndim` dimensions."""
+    if tensor.dtype not in DTYPES:
+        raise InputError("unsupported dtype", where=name, expected="bfloat16, float16 or float32", found=tensor.dtype)
+    check_tensor(name, tensor, (None,) * ndim, tensor.dtype, tensor.device)
+
+
+def check_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    activation: str | None,
+    scale: Tensor | None = None,
+) -> None:
+    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual and out [T, N] fit (gated: N/2).
+
+    With `scale` [N] fp32 the weight must be float8_e4m3fn, without it of x's dtype.
+    """
+    check_activations("x", x)
+    T, K = x.shape
+    check_tensor("weight", weight, (None, K), x.dtype if scale is None else torch.float8_e4m3fn, x.device)
+    N = rows = weight.shape[0]
+    if scale is not None:
+        check_tensor("scale", scale, (rows,), torch.float32, x.device)
+    if activation is not None:
+        if activation not in ACTIVATIONS:
+            expected = " or ".join(ACTIVATIONS)
+            raise InputError("unknown activation", where="activation", expected=expected, found=activation)
+        if rows % 2:
+            raise InputError("odd number of rows for gate and up", where="weight", found=rows)
+        N = rows // 2
+    if bias is not None:
+        check_tensor("bias", bias, (rows,), x.dtype, x.device)
+    if residual is not None:
+        check_tensor("residual", residual, (T, N), x.dtype, x.device)
+    if out is not None:
+        if out.dtype not in DTYPES:
+            raise InputError("unsupported dtype", where="out", expected="bfloat16, float16 or float32", found=out.dtype)
+        check_tensor("out", out, (T, N), out.dtype, x.device)

@@ -1,0 +1,174 @@
+"""`CompileProcesses`: kernels are compiled in other processes into Triton's cache on disk, where this one then finds them.
+
+Threads cannot share all of the work: a quarter of it is Triton's front end, which holds Python's lock. The processes are forks of
+one that has imported PyTorch, Triton and the kernels, which takes seconds, and has no GPU; until they are there, threads compile.
+Where there can be none, or they end, a warning says so, and threads compile everything.
+"""
+
+import hashlib
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import triton
+from triton.compiler.compiler import ASTSource, get_cache_invalidating_env_vars, get_cache_key, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_manager
+
+
+class CompileRequest(NamedTuple):
+    """A kernel, what it is compiled for, and where the functions' source is."""
+
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attrs: dict[Any, Any]
+    options: dict[str, Any]
+    target: Any
+
+    @classmethod
+    def of(cls, compile: Callable[[], Any]) -> "CompileRequest | None":
+        """What Triton's asynchronous mode would compile; None if it cannot be told, or the kernel is of no module to import."""
+        own = inspect.getclosurevars(compile).nonlocals
+        src, options, target = own.get("src"), own.get("options"), own.get("target")
+        if not isinstance(src, ASTSource) or options is None or target is None or src.fn.module == "__main__":
+            return None
+        name = src.fn.fn.__qualname__
+        return cls(src.fn.module, name, src.signature, src.constants, src.attrs, dict(options.__dict__), target)
+
+    def source(self) -> ASTSource:
+        function = attrgetter(self.name)(import_module(self.module))
+        kind = GluonASTSource if function.is_gluon() else ASTSource
+        return kind(function, self.signature, self.constants, self.attrs)
+
+    def is_cached(self) -> bool:
+        source, backend = self.source(), make_backend(self.target)
+        options = backend.parse_options(dict(self.options))
+        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        return bool(get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{source.name[:150]}.json"))
+
+
+class CompileProcesses:
+    """`count` processes. Raises OSError where none can be started."""
+
+    def __init__(self, count: int) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open until `close`)
+        mine, theirs = zip(*(Pipe() for _ in range(count)), strict=True)
+        descriptors = [their.fileno() for their in theirs]
+        modules = [name for name in sys.modules if name.startswith("minirt.kernels.")]
+        command = [sys.executable or "", "-P", "-c", f"from {__name__} import serve; serve({descriptors}, {modules})"]
+        try:
+            self._server = subprocess.Popen(
+                command, pass_fds=descriptors, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=self._errors, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )  # fmt: skip
+        except OSError:
+            self._close(mine)
+            raise
+        finally:
+            for their in theirs:
+                their.close()
+        self._starting, self._ready, self._lock = list(mine), deque[Connection](), threading.Lock()
+        self._warned = False
+
+    def compile(self, request: CompileRequest) -> None:
+        """Compile into the cache, if a process is free, and wait for it. What is not there then, for whatever reason, is for the
+        caller to compile, who also gets its error."""
+        connection = self._take()
+        if connection is None:
+            self._warn_if_ended()
+            return
+        try:
+            connection.send(request)
+            connection.recv()
+        except (pickle.PicklingError, TypeError, AttributeError):  # nothing has been sent
+            pass
+        except (EOFError, OSError):
+            self._warn_if_ended()
+            return
+        with self._lock:
+            self._ready.append(connection)
+
+    def close(self) -> None:
+        """End the processes, whatever they do: Triton's cache has whole files only."""
+        with suppress(ProcessLookupError):  # they have ended
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+        self._close([*self._starting, *self._ready])
+
+    def _close(self, connections: Sequence[Connection]) -> None:
+        for connection in connections:
+            connection.close()
+        self._errors.close()
+
+    def _warn_if_ended(self) -> None:
+        with self._lock:
+            code = self._server.poll()  # it ends after its forks
+            if code is None or self._warned:
+                return
+            self._warned = True
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        warn(f"the other processes have ended (exit code {code}{': ' if last else ''}{last})")
+
+    def _take(self) -> Connection | None:
+        with self._lock:
+            for connection in [c for c in self._starting if c.poll()]:
+                self._starting.remove(connection)
+                try:
+                    connection.recv()
+                except (EOFError, OSError):  # it has ended
+                    continue
+                self._ready.append(connection)
+            return self._ready.popleft() if self._ready else None
+
+
+def warn(why: str) -> None:
+    warnings.warn(f"kernels are compiled in one process, which takes longer: {why}", RuntimeWarning, stacklevel=3)
+
+
+def serve(descriptors: Sequence[int], modules: Sequence[str]) -> None:
+    """The process that forks one for each connection."""
+    for name in modules:
+        import_module(name)
+    connections = [Connection(descriptor) for descriptor in descriptors]
+    for connection in connections:
+        if os.fork() == 0:
+            for other in connections:
+                if other is not connection:
+                    other.close()
+            _compile_all(connection)
+            os._exit(0)
+    for connection in connections:
+        connection.close()
+    for _ in connections:
+        os.wait()
+
+
+def _compile_all(connection: Connection) -> None:
+    """Say that it is ready, then compile what is asked for, until the other end is closed."""
+    answer: Any = None
+    try:
+        while True:
+            connection.send(answer)
+            request = connection.recv()
+            try:
+                triton.compile(request.source(), target=request.target, options=request.options)
+            except Exception as error:  # the caller compiles it again, and has the error itself
+                answer = str(error)
+    except (EOFError, OSError):
+        return

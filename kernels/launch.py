@@ -1,0 +1,94 @@
+"""What every kernel launch needs: facts about the device, launch options, and the workspace of partial results."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError, UnsupportedError
+
+_SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+_INTERPRETER = 80  # the interpreter takes the configurations of the plainest target
+_INTERPRETER_SMS = 132
+
+
+@functools.lru_cache
+def capability(device: torch.device) -> int:
+    """Compute capability of `device` as one number, 90 for Hopper; what the configurations depend on."""
+    if device.type != "cuda":
+        return _INTERPRETER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.lru_cache
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of `device`."""
+    if device.type != "cuda":
+        return _INTERPRETER_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raise UnsupportedError on a GPU on which Triton has no 8-bit floats. (Its interpreter has them.)"""
+    if device.type == "cuda" and capability(device) < 89:
+        raise UnsupportedError(
+            "no fp8 weights on this GPU", expected="compute capability 8.9 or later",
+            found=capability(device) / 10, hint="use bf16 weights",
+        )  # fmt: skip
+
+
+def shared_limit(cc: int) -> int:
+    """Bytes of shared memory that one program may use on capability `cc` (CUDA programming guide)."""
+    return _SHARED_LIMITS.get(cc, 99) * 1024
+
+
+def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
+    """Pipeline stages of `stage_bytes` each that fit in `budget` bytes: 1 … `most`."""
+    return max(1, min(most, budget // stage_bytes))
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's own, which kernels share, takes microseconds.)"""
+    return -(-a // b)
+
+
+def launch_options(num_warps: int, num_stages: int, pdl: bool) -> dict:
+    """Options of a launch. `launch_pdl` lets the kernel start before its predecessor in the stream has ended."""
+    options = {"num_warps": num_warps, "num_stages": num_stages, "PDL": pdl}
+    if pdl:
+        options["launch_pdl"] = True
+    return options
+
+
+class Workspace:
+    """Scratch for kernels whose programs share one result: fp32 partial results, and counters of who has arrived.
+
+    Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream: they run one after the
+    other, so they can share it. Each kernel leaves the counters at zero, as it finds them.
+    """
+
+    def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:
+        self._sums = torch.empty(num_floats, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+    def reserve(self, num_floats: int) -> None:
+        """Make room for `num_floats`. Graphs that were captured before keep the old buffer's address: call it before."""
+        if self._sums.numel() < num_floats:
+            self._sums = self._sums.new_empty(num_floats)
+
+    def sums(self, need: int) -> Tensor:
+        """The fp32 buffer; InputError if it holds less than `need` values."""
+        return _large_enough(self._sums, need, "num_floats")
+
+    def counters(self, need: int) -> Tensor:
+        """The int32 counters, all zero between kernels; InputError if there are less than `need`."""
+        return _large_enough(self._counters, need, "num_counters")
+
+
+def _large_enough(buffer: Tensor, need: int, name: str) -> Tensor:
+    if buffer.numel() < need:
+        raise InputError("too small", where=f"Workspace.{name}", expected=f"at least {need}", found=buffer.numel())
+    return buffer
+
+

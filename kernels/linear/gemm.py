@@ -1,0 +1,392 @@
+"""Linear layers for many tokens: tiled GEMMs with scales, bias, residual or the gated activation in the epilogue.
+
+Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by TMA
+through descriptors made on the host, where alignment permits; elsewhere by plain pointers. What is left after whole rounds of
+tiles, one an SM, is cut into smaller tiles, so that the last round keeps more SMs busy for less time.
+
+On Hopper, products of aligned 16- and 8-bit operands are computed by `gemm_sm90`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minirt.errors import InputError
+from minirt.kernels.checks import check_linear, check_tensor
+from minirt.kernels.launch import Workspace, capability, fit_stages, require_fp8, shared_limit, sm_count
+from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.gemm_sm90 import GemmSm90Config, gemm_sm90, operands_fit_tma
+
+CASES = [
+    {"T": 129, "N": 96, "K": 576},
+    {"T": 1, "N": 131, "K": 97},
+    {"T": 300, "N": 72, "K": 64},
+    {"T": 150, "N": 257, "K": 264},
+]
+
+# (rows, columns, warps) for devices with much shared memory and for the others; with the activation, a program has two such
+# tiles, of gate and of up.
+_TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 4), (64, 64, 4))
+_GATED_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
+_SMALL_TILES = ((128, 128, 8), (64, 64, 4))
+_SMALL_GATED_TILES = ((128, 64, 8), (64, 64, 4))
+# fp8 products are summed in 14 bits or so by Hopper's tensor cores: after this many of K the sum goes to one in fp32.
+_PROMOTE = 512
+_FEW_ROUNDS = 8  # with more, what is left in the last round does not matter
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile of the output [block_t, block_n], step in K, whether tiles travel by TMA (`tma` needs aligned rows), and the
+    parts into which tiles of a last round on `num_sms` SMs are cut."""
+
+    block_t: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    rest: int = 1
+    num_sms: int = 1
+
+
+@triton.jit
+def place_tile(tile, T, N, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_T: tl.constexpr):
+    """The first row and the first column of a tile, in groups of GROUP_T tiles of rows."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = tile // (GROUP_T * tiles_n)
+    rest = tile % (GROUP_T * tiles_n)
+    group_rows = tl.minimum(tl.cdiv(T, BLOCK_T) - group * GROUP_T, GROUP_T)
+    return (group * GROUP_T + rest % group_rows) * BLOCK_T, rest // group_rows * BLOCK_N
+
+
+@triton.jit
+def accumulate(
+    x, weight, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    """x · weightᵀ of a tile, twice (gate and up) with ACTIVATION; sums of PROMOTE steps are added in fp32."""
+    if PROMOTE == 0:
+        return _accumulate_part(
+            x, weight, first_t, first_n, 0, K, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA
+        )
+    else:
+        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        total_up = total
+        for first_k in range(0, K, PROMOTE * BLOCK_K):
+            last_k = tl.minimum(first_k + PROMOTE * BLOCK_K, K)
+            acc, acc_up = _accumulate_part(
+                x, weight, first_t, first_n, first_k, last_k, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA
+            )
+            total += acc
+            if ACTIVATION is not None:
+                total_up += acc_up
+        return total, total_up
+
+
+@triton.jit
+def _accumulate_part(
+    x, weight, first_t, first_n, first_k, last_k, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    k = tl.arange(0, BLOCK_K)
+    if not TMA:
+        # Rows past the end repeat the last one instead of being masked; they are not stored.
+        t = tl.minimum(first_t + tl.arange(0, BLOCK_T), T - 1).to(tl.int64)
+        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+        x_ptrs = x + t[:, None] * K + k[None, :]
+        w_ptrs = weight + n[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    acc_up = acc
+    for start in range(first_k, last_k, BLOCK_K):
+        if TMA:
+            a = x.load([first_t, start])
+            b = weight.load([first_n, start]).T
+        elif K % BLOCK_K == 0:
+            a = tl.load(x_ptrs + start)
+            b = tl.load(w_ptrs + start)
+        else:
+            a = tl.load(x_ptrs + start, mask=start + k[None, :] < K, other=0.0)
+            b = tl.load(w_ptrs + start, mask=start + k[:, None] < K, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        if ACTIVATION is not None:
+            if TMA:
+                b = weight.load([N + first_n, start]).T
+            elif K % BLOCK_K == 0:
+                b = tl.load(w_ptrs + N.to(tl.int64) * K + start)
+            else:
+                b = tl.load(w_ptrs + N.to(tl.int64) * K + start, mask=start + k[:, None] < K, other=0.0)
+            acc_up = tl.dot(a, b, acc_up, input_precision="ieee")
+    return acc, acc_up
+
+
+@triton.jit
+def _compute_tile(
+    x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, TMA_OUT: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    acc, acc_up = accumulate(x, weight, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA, PROMOTE)
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
+    if scale_ptr is not None:
+        x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[:, None]
+        acc *= x_scale * tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
+        if ACTIVATION is not None:
+            acc_up *= x_scale * tl.load(scale_ptr + N + n, mask=n < N, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION is not None:
+            acc_up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        acc = activate(acc, ACTIVATION) * acc_up
+    if TMA_OUT:
+        if residual is not None:
+            acc += residual.load([first_t, first_n]).to(tl.float32)
+        out.store([first_t, first_n], acc.to(out.dtype))
+    else:
+        at = t.to(tl.int64)[:, None] * N + n[None, :]
+        valid = (t < T)[:, None] & (n < N)[None, :]
+        if residual is not None:
+            acc += tl.load(residual + at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["T", "whole"])
+def _gemm_kernel(
+    x,
+    weight,
+    residual,
+    out,
+    rest_weight,
+    rest_residual,
+    rest_out,
+    x_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    T,
+    N,
+    whole,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    REST: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+    PROMOTE: tl.constexpr,
+):
+    """out [T, N]; x, weight: descriptors with TMA, else pointers; residual and out with TMA_OUT.
+
+    With ACTIVATION weight has 2N rows. The first `whole` tiles are computed whole, the others in REST parts of their columns,
+    for which weight, residual and out have descriptors of their own.
+    """
+    pid = tl.program_id(0)
+    if REST == 1 or pid < whole:
+        first_t, first_n = place_tile(pid, T, N, BLOCK_T, BLOCK_N, GROUP_T)
+        _compute_tile(
+            x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T,
+            BLOCK_N, BLOCK_K, TMA, TMA_OUT, PROMOTE,
+        )  # fmt: skip
+    else:
+        PART: tl.constexpr = BLOCK_N // REST
+        first_t, first_n = place_tile(whole + (pid - whole) // REST, T, N, BLOCK_T, BLOCK_N, GROUP_T)
+        first_n += (pid - whole) % REST * PART
+        _compute_tile(
+            x, rest_weight, x_scale_ptr, scale_ptr, bias_ptr, rest_residual, rest_out, first_t, first_n, T, N, K,
+            ACTIVATION, BLOCK_T, PART, BLOCK_K, TMA, TMA_OUT, PROMOTE,
+        )  # fmt: skip
+
+
+def parts_of_rest(tiles: int, num_sms: int, block_n: int) -> int:
+    """Parts, 32 columns or wider, for those of `tiles` that are left after whole rounds; 1 where it does not pay."""
+    left, rest = tiles % num_sms, 1
+    if tiles > _FEW_ROUNDS * num_sms:
+        return 1
+    while left and 2 * rest * left <= num_sms and rest < 4 and block_n // (2 * rest) >= 32:
+        rest *= 2
+    return rest
+
+
+def whole_tiles(tiles: int, config: GemmConfig) -> int:
+    """How many tiles to compute whole: all, if the parts of those that are left would be more than there are SMs."""
+    left = tiles % config.num_sms
+    return tiles - left if config.rest > 1 and left * config.rest <= config.num_sms else tiles
+
+
+def best_tile(
+    tiles: Sequence[tuple[int, int, int]],
+    T: int,
+    N: int,
+    blocks: int,
+    gated: bool,
+    num_sms: int,
+) -> tuple[int, int, int, int]:
+    """The tile (rows, columns, warps) that takes the least time, and the parts of those left over.
+
+    The time model counts steps in K of a 128 × 128 tile and is fitted to an H200 (docs/decisions/linear-prefill.md).
+    """
+
+    def one_round(block_t: int, columns: int) -> float:
+        columns *= 2 if gated else 1
+        step = max(block_t * columns / 2**14, (block_t + columns) / 280)  # arithmetic, or reading from L2
+        return blocks * step + 6.5
+
+    def time(tile: tuple[int, int, int, int]) -> tuple[float, int]:
+        block_t, block_n, _, rest = tile
+        count = triton.cdiv(T, block_t) * triton.cdiv(N, block_n)
+        rounds = count // num_sms if rest > 1 else triton.cdiv(count, num_sms)
+        last = one_round(block_t, block_n // rest) if rest > 1 else 0.0
+        return rounds * one_round(block_t, block_n) + last, rest
+
+    counts = (triton.cdiv(T, block_t) * triton.cdiv(N, block_n) for block_t, block_n, _ in tiles)
+    rests = (parts_of_rest(n, num_sms, tile[1]) for n, tile in zip(counts, tiles, strict=True))
+    return min(((*tile, rest) for tile, rest in zip(tiles, rests, strict=True)), key=time)
+
+
+def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmConfig:
+    """The configuration for a shape: of T only the power of two above it counts. N counts the outputs."""
+    if itemsize == 4:
+        return GemmConfig(64, 64, 32, 8, 1)
+    large = shared_limit(cc) > 100 * 1024
+    plain, two = (_TILES, _GATED_TILES) if large else (_SMALL_TILES, _SMALL_GATED_TILES)
+    tiles: tuple[tuple[int, int, int], ...] = two if gated else plain
+    if itemsize == 1:
+        tiles = tuple(tile for tile in tiles if tile[0] * tile[1] <= 2**14 and not (gated and tile[1] > 64))
+    block_k = (128 if large else 64) // itemsize
+    block_t, block_n, num_warps, rest = best_tile(
+        tiles, triton.next_power_of_2(T), N, triton.cdiv(K, block_k), gated, num_sms
+    )
+    stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
+    tma = cc >= 90 and K * itemsize % 16 == 0
+    stages = fit_stages(stage_bytes, shared_limit(cc) - 2048, 8)
+    return GemmConfig(block_t, block_n, block_k, num_warps, stages, tma, rest, num_sms)
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
+    check: bool = True,
+    config: GemmConfig | GemmSm90Config | None = None,
+) -> Tensor:
+    """x · weightᵀ + bias + residual: x [T, K], weight [N, K], bias [N] → [T, N]. `out` may be `residual`.
+
+    float8_e4m3fn: x and weight both, with x_scale [T] and scale [N] fp32, which multiply; the output is `out`, or bf16.
+    Where `gemm_sm90` computes it: with a workspace K may be split; `pdl`: overlap with the kernel before it in the stream.
+    """
+    return _launch(x, weight, bias, residual, out, None, scale, x_scale, workspace, pdl, check, config)
+
+
+def gemm_gated(
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    pdl: bool = False,
+    check: bool = True,
+    config: GemmConfig | GemmSm90Config | None = None,
+) -> Tensor:
+    """act(gate) · up for x [T, K], weight [2I, K] and bias [2I], gate rows first → [T, I]. float8_e4m3fn, pdl: as in `gemm`."""
+    return _launch(x, weight, bias, None, out, activation, scale, x_scale, None, pdl, check, config)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    activation: str | None,
+    scale: Tensor | None,
+    x_scale: Tensor | None,
+    workspace: Workspace | None,
+    pdl: bool,
+    check: bool,
+    config: GemmConfig | GemmSm90Config | None,
+) -> Tensor:
+    eight = x.dtype == torch.float8_e4m3fn
+    if eight:
+        require_fp8(x.device)
+    if check:
+        check_operands(x, weight, bias, residual, out, activation, scale, x_scale)
+    T, K = x.shape
+    gated = activation is not None
+    N = weight.shape[0] // 2 if gated else weight.shape[0]
+    if out is None:
+        out = torch.empty(T, N, dtype=torch.bfloat16 if eight else x.dtype, device=x.device)
+    if T == 0:
+        return out
+    cc = capability(x.device)
+    if isinstance(config, GemmSm90Config) or (config is None and cc == 90 and operands_fit_tma(x, weight, residual, out)):
+        gemm_sm90(x, weight, bias, residual, out, activation, scale, x_scale, config, workspace, pdl)
+        return out
+    c = config or choose_gemm_config(T, N, K, x.element_size(), gated, cc, sm_count(x.device))
+    tiles = triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n)
+    whole = whole_tiles(tiles, c)
+    tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
+    # A wider output (fp32 logits) would not fit in shared memory beside the tiles: it is stored from registers.
+    ends = [out] if residual is None else [out, residual]
+    tma_out = tma and N % 8 == 0 and all(t.element_size() == 2 and t.data_ptr() % 16 == 0 for t in ends)
+    rows = described(x, [c.block_t, c.block_k], tma)
+    operands = [
+        described(t, tile, by_tma)
+        for n in (c.block_n, c.block_n // c.rest)
+        for t, tile, by_tma in (
+            (weight, [n, c.block_k], tma), (residual, [c.block_t, n], tma_out), (out, [c.block_t, n], tma_out)
+        )
+    ]  # fmt: skip
+    _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
+        rows, *operands, x_scale, scale, bias, T, N, whole, K=K, ACTIVATION=activation, BLOCK_T=c.block_t,
+        BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, GROUP_T=8, TMA=tma, TMA_OUT=tma_out,
+        PROMOTE=_PROMOTE // c.block_k if eight else 0, num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def check_operands(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    activation: str | None,
+    scale: Tensor | None,
+    x_scale: Tensor | None,
+) -> None:
+    """Raise InputError unless the arguments of `gemm` or `gemm_gated` fit each other."""
+    if x.dtype != torch.float8_e4m3fn:
+        for name, tensor in (("scale", scale), ("x_scale", x_scale)):
+            if tensor is not None:
+                raise InputError("only for float8_e4m3fn activations", where=name, found=x.dtype)
+        check_linear(x, weight, bias, residual, out, activation)
+        return
+    if scale is None or x_scale is None:
+        raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
+    check_tensor("x", x, (None, None), x.dtype, x.device)
+    check_tensor("x_scale", x_scale, (x.shape[0],), torch.float32, x.device)
+    # What is left are the checks of 16-bit activations with fp8 weights: bias and residual are as wide as those would be.
+    like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)
+    check_linear(torch.empty_like(x, dtype=like), weight, bias, residual, out, activation, scale)
+
+
+def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Tensor | TensorDescriptor | None:
+    return TensorDescriptor.from_tensor(tensor, tile) if tma and tensor is not None else tensor

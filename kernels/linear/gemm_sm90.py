@@ -1,0 +1,688 @@
+"""The GEMM of `gemm.py` for Hopper (compute capability 9.0): persistent programs whose warps have different roles.
+
+One warp fetches tiles by TMA, two or three groups of four warps multiply, each 64 rows of a tile: fetching goes on while the
+groups scale, activate and store. It takes Gluon, since Triton's own pipeline lets all warps wait for each other at every step.
+
+A tile has 128 or 192 rows (up to 192 tokens then take one pass over the weights, up to 384 two) and a pair of strips of columns:
+neighbours or, for a gated activation, a strip of gate and the same strip of up. A second pair of narrower strips gives the widths
+between powers of two with which whole rounds of tiles come out even.
+
+Where few tiles would leave SMs idle, or be so narrow that reading from L2 takes longer than multiplying, K is split in two
+parts: both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to its own.
+
+Hopper's tensor cores add fp8 products in about 14 bits. So every 1024 or 2048 of K the sums are set aside: in fp32, or, where
+registers do not suffice, in fp16, divided by what keeps the largest possible sum finite.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.gluon_sm90 import cta_barrier, tma_descriptor, tma_load, tma_store
+from minirt.kernels.launch import Workspace, capability, cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.linear.row_maxima import RowMaxima
+
+
+@gluon.jit
+def _activate(x, ACTIVATION: gl.constexpr):
+    """SiLU, or GELU in its erf or tanh form, of an fp32 tensor."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + gl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    else:
+        return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@gluon.jit
+def _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, inside):
+    if scale_ptr is not None:
+        acc *= gl.load(x_scale_ptr + t, mask=t < T, other=0.0)[:, None]
+        acc *= gl.load(scale_ptr + n, mask=inside, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc += gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)[None, :]
+    return acc
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right half of the columns, which each thread has already."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, x.type.layout.instr_shape[2]])
+    left, right = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
+    return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Store what is, from PIECE on, the next pieces of a pair of strips, by the group's buffers in turn.
+
+    At a pair's start nothing is in them that is still to be stored.
+    """
+    COLUMNS: gl.constexpr = out.block_type.shape[1]
+    BUFFERS: gl.constexpr = staging.shape[0] // GROUPS
+    if value.shape[1] > COLUMNS:
+        left, right = _halves(value)
+        _store(out, left, t, n, staging, PIECE, GROUP, GROUPS)
+        _store(out, right, t, n + left.shape[1], staging, PIECE + left.shape[1] // COLUMNS, GROUP, GROUPS)
+    else:
+        if PIECE >= BUFFERS:
+            tma.store_wait(BUFFERS - 1)
+        buffer = staging.index(BUFFERS * GROUP + PIECE % BUFFERS)
+        buffer.store(value.to(out.dtype))
+        fence_async_shared()
+        tma_store(out, [t, n], buffer)
+
+
+@gluon.jit
+def _finish_pair(
+    acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ACTIVATION: gl.constexpr,
+    RESIDUAL: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Scale, activate or add, and store a pair of strips. With RESIDUAL that is in the group's two buffers."""
+    STRIP: gl.constexpr = acc.shape[1] // 2
+    left, right = _halves(acc)
+    HALF: gl.constexpr = left.type.layout
+    t = first_t + gl.arange(0, 64, gl.SliceLayout(1, HALF))
+    n = first_n + gl.arange(0, STRIP, gl.SliceLayout(0, HALF))
+    left = _scaled(left, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
+    if ACTIVATION is not None:
+        right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + N, T, n < N)
+        _store(out, _activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP, GROUPS)
+    else:
+        PIECES: gl.constexpr = STRIP // out.block_type.shape[1]
+        right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + STRIP, T, n + STRIP < N)
+        if RESIDUAL:
+            left += staging.index(2 * GROUP).load(HALF).to(gl.float32)
+        _store(out, left, first_t, first_n, staging, 0, GROUP, GROUPS)
+        if RESIDUAL:
+            right += staging.index(2 * GROUP + 1).load(HALF).to(gl.float32)
+        _store(out, right, first_t, first_n + STRIP, staging, PIECES, GROUP, GROUPS)
+
+
+@gluon.jit
+def finish_tile(
+    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
+    ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr, MORE: gl.constexpr, FIRST: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    _finish_pair(acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, ACTIVATION, RESIDUAL, GROUP, GROUPS)
+    if MORE != 0:
+        _finish_pair(
+            more, more_out, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n + FIRST, T, N, ACTIVATION, RESIDUAL, GROUP,
+            GROUPS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _better(top, column, other_top, other_column):
+    """The larger of two values, the first of equals, and its column; a NaN, whose column is -1, before anything."""
+    other = (column >= 0) & ((other_column < 0) | (other_top > top))
+    return gl.where(other, other_top, top), gl.where(other, other_column, column)
+
+
+@gluon.jit
+def _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS: gl.constexpr):
+    """The largest value of each of 64 rows, and its column, in the layout ROWS: by halves of few columns, to spare registers."""
+    if acc.shape[1] > 64:
+        left, right = _halves(acc)
+        top, column = _row_maxima(left, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS)
+        first_n += left.shape[1]
+        other_top, other_column = _row_maxima(right, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS)
+        return _better(top, column, other_top, other_column)
+    else:
+        t = first_t + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        n = first_n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        x = _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
+        x = gl.where((n < N)[None, :], x, float("-inf"))
+        top = gl.max(x, 1)
+        column = gl.min(gl.where(x == top[:, None], n[None, :], gl.where(x < top[:, None], 2147483647, -1)), 1)
+        return gl.convert_layout(top, ROWS), gl.convert_layout(column, ROWS)
+
+
+@gluon.jit
+def store_row_maxima(
+    acc, more, row_maxima_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, first_t, n, T, N,
+    MORE: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The largest value of each row of a tile and its column, packed as by `filters.pack`."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    top, column = _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, n, T, N, ROWS)
+    if MORE != 0:
+        more_top, more_column = _row_maxima(more, x_scale_ptr, scale_ptr, bias_ptr, first_t, n + acc.shape[1], T, N, ROWS)
+        top, column = _better(top, column, more_top, more_column)
+    bits = top.to(gl.int32, bitcast=True)
+    key = gl.where(top == 0, 0, gl.where(column < 0, 2147483647, bits ^ ((bits >> 31) & 2147483647)))
+    packed = (key.to(gl.int64) << 32) | (gl.maximum(column, 0) ^ 2147483647).to(gl.int64)
+    t = first_t + gl.arange(0, 64, ROWS)
+    gl.store(row_maxima_ptr + t.to(gl.int64) * stride + n // COLUMNS, packed, mask=t < T)
+
+
+@gluon.jit
+def _first(tile, T, tiles_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr):
+    """The first row and the first column of a tile, in groups of 8 tiles of rows, so that neighbours share weights in L2.
+
+    With SHIFT the last rows' tile starts early enough to be full, because TMA is slow with rows past the end: some rows are
+    computed twice, with the same result.
+    """
+    group = tile // (8 * tiles_n)
+    rest = tile % (8 * tiles_n)
+    group_rows = min((T + ROWS - 1) // ROWS - group * 8, 8)
+    t = (group * 8 + rest % group_rows) * ROWS
+    if SHIFT:
+        t = min(t, max(T - ROWS, 0))
+    return t, rest // group_rows * COLUMNS
+
+
+@gluon.jit
+def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
+    """The first row of a group of warps in the tile that starts at row t: with fewer rows than a tile's too, 64, full."""
+    row = t + 64 * GROUP
+    if SHIFT:
+        row = min(row, max(T - 64, 0))
+    return row
+
+
+@gluon.jit
+def _group_rows(x_tiles, stage, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """A group's 64 rows of x in shared memory: of two groups' tile a half, of three's a tile, as shapes are powers of two."""
+    if GROUPS == 2:
+        return x_tiles.index(stage).slice(64 * GROUP, 64)
+    else:
+        return x_tiles.index(GROUPS * stage + GROUP)
+
+
+@gluon.jit
+def _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT: gl.constexpr, GROUPS: gl.constexpr):
+    """Fetch a tile's rows of x: all at once, or those of each group of warps, of which there may be fewer than a tile has."""
+    if x.block_type.shape[0] == 128:
+        tma_load(x, [t, k], bar, x_tiles.index(stage))
+    else:
+        tma_load(x, [t, k], bar, _group_rows(x_tiles, stage, 0, GROUPS))
+        for group in gl.static_range(1, GROUPS):
+            tma_load(x, [_group_row(t, T, SHIFT, group), k], bar, _group_rows(x_tiles, stage, group, GROUPS))
+
+
+@gluon.jit
+def _fetch_pair(weight, n, k, N, bar, tiles, ACTIVATION: gl.constexpr):
+    """Fetch two strips of the weight from row n on: neighbours, or of gate and of up."""
+    STRIP: gl.constexpr = tiles.shape[0] // 2
+    tma_load(weight, [n, k], bar, tiles.slice(0, STRIP))
+    tma_load(weight, [n + (N if ACTIVATION is not None else STRIP), k], bar, tiles.slice(STRIP, STRIP))
+
+
+@gluon.jit
+def _fetch_tiles(
+    x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n,
+    K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
+    SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    BLOCK_K: gl.constexpr = w_tiles.shape[2]
+    WIDTH: gl.constexpr = w_tiles.shape[1]
+    FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
+    BYTES: gl.constexpr = (64 * GROUPS + WIDTH + MORE) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    PART: gl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    step = 0
+    ahead = 0
+    if PDL:
+        # The kernel before may still be writing x, and never writes weights: those that there is room for come ahead.
+        t, n = _first(gl.program_id(0) // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
+        first = gl.program_id(0) % SPLIT * PART
+        ahead += min(STAGES, (min(first + PART, K) - first + BLOCK_K - 1) // BLOCK_K)
+        for i in range(ahead):
+            bar = full.index(i)
+            mbarrier.expect(bar, BYTES)
+            _fetch_pair(weight, n, first + i * BLOCK_K, N, bar, w_tiles.index(i), ACTIVATION)
+            if MORE != 0:
+                _fetch_pair(more_weight, n + FIRST, first + i * BLOCK_K, N, bar, more_tiles.index(i), ACTIVATION)
+        gdc_wait()
+        for i in range(ahead):
+            _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles, i, SHIFT, GROUPS)
+        step += ahead
+    for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
+        t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
+        first = part % SPLIT * PART
+        # `ahead = 0` at the loop's end would not do: Triton 3.6 drops it, and the steps that it skips in every tile never arrive.
+        skipped = gl.where(part == gl.program_id(0), ahead, 0)
+        for k in range(first + skipped * BLOCK_K, min(first + PART, K), BLOCK_K):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES)
+            _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT, GROUPS)
+            _fetch_pair(weight, n, k, N, bar, w_tiles.index(stage), ACTIVATION)
+            if MORE != 0:
+                _fetch_pair(more_weight, n + FIRST, k, N, bar, more_tiles.index(stage), ACTIVATION)
+            step += 1
+    if PDL:
+        # Only now, with what is left to multiply as time to start in: its programs would crowd on the first idle SMs.
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _add_products(
+    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Sums of the products of the steps `first` … `last` of a tile, for 64 of its rows; what has been read is released."""
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    for i in range(first, last):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        x = _group_rows(x_tiles, stage, GROUP, GROUPS)
+        acc = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), acc, use_acc=i > first, is_async=True)
+        if MORE != 0:
+            more = warpgroup_mma(x, more_tiles.index(stage).permute((1, 0)), more, use_acc=i > first, is_async=True)
+            acc, more = warpgroup_mma_wait(2, deps=[acc, more])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=i > first)  # of the step before
+        step += 1
+    if MORE != 0:
+        acc, more = warpgroup_mma_wait(0, deps=[acc, more])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return acc, more, step
+
+
+@gluon.jit
+def _offsets(acc):
+    """Places in memory for sums acc [64, columns], so that a warp's stores are contiguous."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    t = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    return (t // 8 % 2 * 256 + t // 16 * 64 + t % 8 * 8) + (n // 8 * 512 + n % 8)
+
+
+@gluon.jit
+def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.constexpr, GROUP: gl.constexpr):
+    """Leave the sums for the other part's program; with its sums added, and True, if it was here before."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    SIZE: gl.constexpr = 64 * (WIDTH + MORE)
+    sums_ptr += (2 * tile + GROUP) * 2 * SIZE
+    at = _offsets(acc)
+    # Past L1 on both sides: the sums come through L2.
+    gl.store(sums_ptr + part * SIZE + at, acc, cache_modifier=".cg")
+    if MORE != 0:
+        more_at = 64 * WIDTH + _offsets(more)
+        gl.store(sums_ptr + part * SIZE + more_at, more, cache_modifier=".cg")
+    cta_barrier()  # every thread's stores come before the one thread's release
+    last = gl.atomic_add(counters_ptr + 2 * tile + GROUP, 1, sem="acq_rel", scope="gpu") == 1
+    if last:
+        acc += gl.load(sums_ptr + (1 - part) * SIZE + at, cache_modifier=".cg")
+        if MORE != 0:
+            more += gl.load(sums_ptr + (1 - part) * SIZE + more_at, cache_modifier=".cg")
+        gl.store(counters_ptr + 2 * tile + GROUP, 0)
+    return acc, more, last
+
+
+@gluon.jit
+def _multiply_tiles(
+    x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out, more_out, staging,
+    more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr, stride, T, N, tiles,
+    tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
+    PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    WIDTH: gl.constexpr = w_tiles.shape[1]
+    FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
+    STEPS: gl.constexpr = (K + x_tiles.shape[2] - 1) // x_tiles.shape[2]
+    PART: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    CHUNK: gl.constexpr = PROMOTE if PROMOTE != 0 else PART
+    DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE != 0 else WIDTH, DEPTH])
+    ASIDE: gl.constexpr = gl.float32 if SCALE == 1 else gl.float16
+    RESIDUAL: gl.constexpr = residual is not None
+    arrived = residual_full.index(GROUP)
+    step = 0
+    phase = 0
+    if PDL:
+        gdc_wait()  # the residual is read, and the output written, without waiting for x
+    needed = 1
+    if row_maxima_ptr is not None:
+        needed = gl.load(needed_ptr)
+    for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
+        t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
+        t = _group_row(t, T, SHIFT, GROUP)
+        steps = STEPS if SPLIT == 1 else min(STEPS - part % SPLIT * PART, PART)
+        if RESIDUAL:
+            tma.store_wait(0)
+            mbarrier.expect(arrived, 64 * (WIDTH + MORE) * 2)
+            tma_load(residual, [t, n], arrived, staging.index(2 * GROUP))
+            tma_load(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
+            if MORE != 0:
+                tma_load(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
+                tma_load(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
+        acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
+        more = gl.zeros([64, MORE], gl.float32, NARROW) if MORE != 0 else 0
+        if CHUNK < PART:
+            aside = gl.zeros([64, WIDTH], ASIDE, WIDE)
+            more_aside = aside
+            if MORE != 0:
+                more_aside = gl.zeros([64, MORE], ASIDE, NARROW)
+            for first in range(0, steps, CHUNK):
+                last = min(first + CHUNK, steps)
+                acc, more, step = _add_products(
+                    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE, GROUP, GROUPS
+                )
+                if first > 0:
+                    acc += aside.to(gl.float32) * SCALE
+                    if MORE != 0:
+                        more += more_aside.to(gl.float32) * SCALE
+                if last < steps:
+                    aside = (acc * (1 / SCALE)).to(ASIDE)
+                    if MORE != 0:
+                        more_aside = (more * (1 / SCALE)).to(ASIDE)
+        else:
+            acc, more, step = _add_products(
+                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, 0, steps, MORE, GROUP, GROUPS
+            )
+        if RESIDUAL:
+            mbarrier.wait(arrived, phase)
+            phase ^= 1
+        else:
+            tma.store_wait(0)
+        if SPLIT == 2:
+            acc, more, last = _add_other_part(
+                acc, more, sums_ptr, counters_ptr, part // SPLIT, part % SPLIT, MORE, GROUP
+            )
+            if last:
+                finish_tile(
+                    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
+                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
+                )  # fmt: skip
+        else:
+            if row_maxima_ptr is not None:
+                store_row_maxima(acc, more, row_maxima_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, MORE, COLUMNS)
+            if needed != 0:
+                finish_tile(
+                    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
+                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
+                )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "tiles"])
+def _gemm_sm90_kernel(
+    x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr,
+    row_maxima_ptr, needed_ptr, stride, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr,
+    SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out [T, N] of x [T, K] and weight [N, K], or [2N, K] with ACTIVATION: descriptors, for each pair of strips its own.
+
+    With PDL nothing is written, and nothing but weights read, before all earlier kernels of the stream have ended: each program
+    waits for the one before, which ended after its own wait. So no memory is reused too early, whoever used it.
+    """
+    STRIP: gl.constexpr = weight.block_type.shape[0]
+    BLOCK_K: gl.constexpr = weight.block_type.shape[1]
+    MORE: gl.constexpr = more_weight.block_type.shape[0] if more_weight is not None else 0
+    COLUMNS: gl.constexpr = (STRIP + MORE) * (1 if ACTIVATION is not None else 2)
+    BUFFERS: gl.constexpr = GROUPS * (1 if residual is None and out.dtype.primitive_bitwidth == 16 else 2)
+    TILES: gl.constexpr = STAGES if GROUPS == 2 else GROUPS * STAGES
+    x_tiles = gl.allocate_shared_memory(x.dtype, [TILES, 128 if GROUPS == 2 else 64, BLOCK_K], x.layout)
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005, which Triton does not read
+    more_tiles = w_tiles  # stand in where there is no second pair
+    more_staging = staging
+    if MORE != 0:
+        more_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * MORE, BLOCK_K], more_weight.layout)
+        more_staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + more_out.block_type.shape, more_out.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    residual_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(residual_full.index(i), count=1)
+    fence_async_shared()
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 0)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 1)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
+                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 0)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 1)),
+                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
+                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
+                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 2)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
+                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
+
+
+_ROWS = 128  # of a tile of two groups of warps: 64 for each
+_ROWS_OF_THREE = 192
+_ROW_BYTES = 128  # of K in a step: what one swizzle of TMA spans
+_LARGEST = 448  # of float8_e4m3fn
+_FINE = 512  # tokens up to which every number of tiles of rows has a configuration of its own
+_LONGEST_WHOLE = 24  # steps in K: fewer are not worth splitting
+# Linear layers of fewer tokens are for `gemm_small`. Such a bound is one of the regimes that warm-up knows: 64 or 128, plus 1.
+LEAST_TOKENS = 65
+# Columns of the two pairs of strips; with a gated activation, half of them are of gate.
+WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
+WIDTHS_OF_THREE = ((128, 128), *WIDTHS[1:])  # for three groups: sums of a single pair of 256 do not fit in their registers
+
+
+@dataclass(frozen=True)
+class GemmSm90Config:
+    """Columns of both pairs of strips of a tile (`more` may be 0), tiles on their way, steps in K before sums are set aside
+    (0: never), how many programs share the tiles, the parts of K, 1 or 2, and the groups of warps, 2 or, with K whole, 3."""
+
+    width: int
+    more: int
+    num_stages: int
+    promote: int
+    programs: int
+    split: int = 1
+    groups: int = 2
+
+
+TUNABLE = Tunable("gemm_sm90", GemmSm90Config, (__file__,))
+
+
+def _pieces(width: int, more: int, groups: int, itemsize: int, residual: bool) -> tuple[int, int]:
+    """Columns of outputs of either pair that are stored at once: in fp32 no more than one swizzle of TMA spans, which leaves room
+    for tiles, and as few where the tiles are largest; of a residual, which comes in the same places, whole strips."""
+    narrow = itemsize == 4 or (groups == 3 and width + more > 144 and not residual)
+    most = _ROW_BYTES // 4 if narrow else width
+    return min(width // 2, most), min(more // 2, most)
+
+
+def derive_config(
+    width: int, more: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1,
+    groups: int = 2,
+) -> GemmSm90Config:  # fmt: skip
+    """What follows from the columns of both pairs of strips, the parts of K and the groups of warps."""
+    columns = width + more
+    pieces = sum(_pieces(width, more, groups, out_itemsize, residual))
+    buffers = groups * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
+    stages = (shared_limit(90) - 512 - buffers) // ((64 * groups + columns) * _ROW_BYTES)
+    steps = cdiv(K * itemsize, _ROW_BYTES)
+    split = min(split, steps)  # no part is empty
+    steps, most = cdiv(steps, split), 8 if columns <= 192 else 16
+    promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most else 0
+    return GemmSm90Config(width, more, min(8, stages), promote, programs, split, groups)
+
+
+def token_regime(T: int) -> int:
+    """T as the configurations know it: padded to whole tiles up to 512, like the buckets of CUDA graphs, or to powers of two."""
+    if T > _FINE:
+        return 1 << (T - 1).bit_length()
+    return _ROWS_OF_THREE if _ROWS < T <= _ROWS_OF_THREE else cdiv(T, _ROWS) * _ROWS
+
+
+def may_split(T: int, width: int, more: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> bool:
+    """Whether two programs a tile run at once, with enough of K each to pay, and the sums fit in registers and the workspace."""
+    tiles, columns = cdiv(T, _ROWS) * cdiv(N, width + more), 144 if itemsize == 1 else 192
+    long = K * itemsize >= _LONGEST_WHOLE * _ROW_BYTES
+    return not gated and long and width + more <= columns and 2 * tiles <= num_sms
+
+
+def candidates(
+    T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
+    splits: bool = False,
+) -> list[GemmSm90Config]:  # fmt: skip
+    """The configurations worth a thought for a shape with T tokens, a regime. N counts the outputs. `splits`: K may be split.
+
+    Three groups of warps: for regimes that their tiles fill, where there is room for three tiles on their way; and for 16-bit
+    values, because sums of fp8 products that are set aside leave no registers for a third group.
+    """
+    def config(widths: tuple[int, int], split: int, groups: int) -> GemmSm90Config:
+        return derive_config(*widths, K, itemsize, residual, num_sms, out_itemsize, split, groups)
+
+    found = [config(widths, 1, 2) for widths in WIDTHS]
+    if splits:
+        able = [widths for widths in WIDTHS if may_split(T, *widths, N, K, itemsize, gated, num_sms)]
+        found += [config(widths, 2, 2) for widths in able]
+    if T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
+        of_three = [config(widths, 1, 3) for widths in WIDTHS_OF_THREE]
+        found += [c for c in of_three if c.num_stages >= 3]
+    return found
+
+
+def predicted(c: GemmSm90Config, T: int, N: int, K: int, itemsize: int, gated: bool) -> float:
+    """Microseconds by a model of the times of a step in K, a round of tiles and a split, fitted to measurements on an H200
+    (docs/decisions/linear-prefill.md).
+
+    What splits gained and lost put their price at 5.5 to 8. Steps of three groups: from what these took, in proportion to two.
+    """
+    columns = c.width + c.more
+    tiles = cdiv(T, 64 * c.groups) * cdiv(N, columns // (2 if gated else 1))
+    step = 0.08 + 0.002 * c.width + (0.065 + 0.0013 * c.more if c.more else 0.0)
+    step = step if c.groups == 2 else 1.7 * step - 0.055
+    steps, rounds = cdiv(K * itemsize, _ROW_BYTES), cdiv(tiles * c.split, c.programs)
+    round_price, split_price = 1.5 if columns <= 192 else 3.0, 0.0 if c.split == 1 else 7.0
+    return rounds * (cdiv(steps, c.split) * step + round_price) + split_price
+
+
+def choose_gemm_sm90_config(
+    T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
+    splits: bool = False,
+) -> GemmSm90Config:  # fmt: skip
+    """The candidate that is predicted to take the least time: of T only its regime counts."""
+    T = token_regime(T)
+    found = candidates(T, N, K, itemsize, gated, residual, num_sms, out_itemsize, splits)
+    return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated))
+
+
+@cached_lookup
+def lookup_gemm_sm90_config(
+    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
+    splits: bool,
+) -> GemmSm90Config:  # fmt: skip
+    """The configuration that was tuned for a shape with `tokens`, a regime, or else the rule's."""
+    facts = {"N": N, "K": K, "itemsize": itemsize, "gated": gated, "residual": residual}
+    tuned = TUNABLE.find(device, bucket(T=tokens, **facts)) if out_itemsize == 2 else None
+    if tuned is not None and (splits or tuned.split == 1):
+        return tuned
+    return choose_gemm_sm90_config(tokens, N, K, itemsize, gated, residual, sm_count(device), out_itemsize, splits)
+
+
+def operands_fit_tma(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
+    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output."""
+    ends = [out] if residual is None else [out, residual]
+    aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in (x, weight, *ends))
+    fits = residual is None or (residual.dtype == out.dtype and out.element_size() == 2)
+    return aligned and x.element_size() <= 2 and fits
+
+
+def uses_gemm_sm90(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
+    """Whether this is the kernel for a linear layer: LEAST_TOKENS or more, on Hopper, and operands that `operands_fit_tma`."""
+    return x.shape[0] >= LEAST_TOKENS and capability(x.device) == 90 and operands_fit_tma(x, weight, residual, out)
+
+
+def gemm_sm90(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    activation: str | None,
+    scale: Tensor | None,
+    x_scale: Tensor | None,
+    config: GemmSm90Config | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
+    row_maxima: RowMaxima | None = None,
+) -> None:
+    """`gemm`, or `gemm_gated` with an activation, of operands that `operands_fit_tma` and that fit each other; T is at least 1.
+
+    Without a workspace K is not split. `row_maxima`: each row's largest value of every tile goes there, without a residual, an
+    activation and a split.
+    """
+    (T, K), N = x.shape, out.shape[1]
+    gated = activation is not None
+    splits = workspace is not None and row_maxima is None
+    facts = (N, K, x.element_size(), gated, residual is not None, out.element_size(), splits)
+    c = config or lookup_gemm_sm90_config(x.device, token_regime(T), *facts)
+    tiles_n = cdiv(N, (c.width + c.more) // (2 if gated else 1))
+    tiles = cdiv(T, 64 * c.groups) * tiles_n
+    sums, counters, values, needed = None, None, None, None
+    if row_maxima is not None:
+        if gated or residual is not None or c.split > 1 or row_maxima.values.shape[1] < tiles_n:
+            expected, found = f"a plain product, {tiles_n} places", f"{c}, {row_maxima.values.shape[1]} places"
+            raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
+        values, needed, row_maxima.num_tiles = row_maxima.values, row_maxima.logits_needed, tiles_n
+    if c.split > 1:
+        if c.groups > 2:
+            raise InputError("K is split for two groups of warps only", where="config", found=c)
+        if workspace is None:
+            raise InputError("missing", where="workspace", expected="room for the sums of a split K")
+        sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.more)), workspace.counters(2 * tiles)
+    block_k = _ROW_BYTES // x.element_size()
+    operands = [tma_descriptor(weight, n // 2, block_k) if n else None for n in (c.width, c.more)]
+    pieces = _pieces(c.width, c.more, c.groups, out.element_size(), residual is not None)
+    for tensor in (residual, out):
+        operands += [tma_descriptor(tensor, 64, n) if n and tensor is not None else None for n in pieces]
+    in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice
+    # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
+    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if c.width + c.more > 192 else 0
+    _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
+        tma_descriptor(x, _ROWS if T > _ROWS and c.groups == 2 else 64, block_k), *operands, x_scale, scale, bias, sums, counters,
+        values, needed, 0 if values is None else values.stride(0), T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
+        STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings, SPLIT=c.split, GROUPS=c.groups,
+        **launch_options(4, 1, pdl),
+    )  # fmt: skip

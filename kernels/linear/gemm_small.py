@@ -1,0 +1,333 @@
+"""The linear layers of 2 to 128 tokens, where reading the weights is most of the work; on Hopper those of up to 64.
+
+The weights are on the wide M side of the tensor cores' MMA, the tokens, padded to a power of two, on its N side: acc [n, t].
+From sm_90 on tiles travel by TMA, where alignment permits. Both operands are 16 or 32 bits wide, or both e4m3. Gated activation,
+scales, bias and residual are the epilogue. Where N gives too few programs, K is split: partial sums go to the workspace and
+the last program to arrive adds them up in a fixed order, so the same input gives the same bits.
+
+What it takes to read at the speed of memory: as many equal programs as run at once, so that none waits for a second round, and
+tiles enough on their way in each. (Programs of unequal shares, as in stream-K, were slower at every size.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.launch import (
+    Workspace,
+    capability,
+    fit_stages,
+    launch_options,
+    require_fp8,
+    shared_limit,
+    sm_count,
+)
+from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.row_maxima import RowMaxima
+from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
+
+MAX_TOKENS = 128
+_REGISTERS = 65536  # of an SM
+_MOST_PARTS = 8  # of K: the last program to arrive reads the sums of all
+_LARGE = 200 * 1024  # bytes of shared memory in use on devices that have more
+
+
+@dataclass(frozen=True)
+class GemmSmallConfig:
+    """Tile of the weights [block_n, block_k], `split` parts of K, and how many programs are meant to share an SM."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+    split: int = 1
+    programs: int = 1
+    tma: bool = False
+
+    @property
+    def registers(self) -> int | None:
+        """The most registers a thread may use for `programs` to fit; None where that is no limit."""
+        most = _REGISTERS // (self.programs * self.num_warps * 32) // 8 * 8
+        return most if most < 255 else None
+
+
+TUNABLE = Tunable("gemm_small", GemmSmallConfig, (__file__,))
+
+
+@triton.jit
+def _load(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
+    """Load `ptrs`; k, broadcastable to them, is checked against K only where K has a ragged end."""
+    if K % BLOCK_K == 0:
+        return tl.load(ptrs, eviction_policy=EVICT)
+    else:
+        return tl.load(ptrs, mask=k < K, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _touch(ptrs):
+    """Fetch the cache lines at `ptrs` into L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _product(w, x, acc):
+    """acc + w [BLOCK_N, BLOCK_K] · xᵀ, x [BLOCK_T, BLOCK_K]."""
+    if w.dtype == tl.float8e4nv:
+        # Hopper's tensor cores keep few bits of such sums: at most one step in K before fp32 takes over.
+        return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
+    else:
+        return tl.dot(w, x.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def _column(ptr, n, N, first):
+    """ptr[first + n] as a column, fp32; zeros where there is nothing."""
+    if ptr is None:
+        return tl.zeros_like(n).to(tl.float32)[:, None]
+    else:
+        return tl.load(ptr + first + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _add_parts(acc, n, t, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr):
+    """Of the programs that computed a tile's parts of K, the last to arrive gets their sum, and True. n, t: in the tile."""
+    TILE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    at = t * acc.shape[0] + n
+    # Past L1 on both sides: the partial sums of the other programs come through L2.
+    tl.store(sums_ptr + part * TILE + at, acc, mask=inside, cache_modifier=".cg")
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+    if last:
+        acc = tl.zeros_like(acc)
+        for i in tl.static_range(SPLIT):
+            acc += tl.load(sums_ptr + i * TILE + at, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(counter_ptr, 0)
+    return acc, last
+
+
+@triton.jit
+def _store_row_maxima(acc, n, t, N, T, row_maxima_ptr, stride):
+    """The largest value of each column of a tile and its row, packed as for the sampler; a NaN comes first, from row -1."""
+    x = tl.where(n[:, None] < N, acc, float("-inf"))
+    top = tl.max(x, 0)
+    row = tl.min(tl.where(x == top[None, :], n[:, None], tl.where(x < top[None, :], MAX_INT, -1)), 0)
+    packed = pack(tl.where(row < 0, MAX_INT, sortable(top)), tl.maximum(row, 0))
+    tl.store(row_maxima_ptr + t.to(tl.int64) * stride, packed, mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gemm_small_kernel(
+    x,
+    weight,
+    weight_ptr,
+    scale_ptr,
+    x_scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    sums_ptr,
+    counters_ptr,
+    row_maxima_ptr,
+    needed_ptr,
+    stride,
+    T,
+    N,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
+
+    x and weight are descriptors with TMA, else pointers; with ACTIVATION the weight has 2N rows.
+    """
+    PART: tl.constexpr = ((K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)) * BLOCK_K
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    n0 = tile * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)
+    first = part * PART
+    last = tl.minimum(first + PART, K)
+    # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
+    rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
+    up = N.to(tl.int64) * K
+    stored = (n[:, None] < N) & (t[None, :] < T)
+    at = t[None, :] * N + n[:, None]
+    # Asked for ahead of the loop, so that nothing waits for them after it.
+    scale, scale_up = _column(scale_ptr, n, N, 0), None
+    added, added_up = _column(bias_ptr, n, N, 0), None
+    if ACTIVATION is not None:
+        scale_up, added_up = _column(scale_ptr, n, N, N), _column(bias_ptr, n, N, N)
+    if PDL:
+        # The weights' first lines, and what it takes to find them, while the kernel that computes x still runs.
+        _touch(rows + first)
+        if ACTIVATION is not None:
+            _touch(rows + first + up)
+        tl.extra.cuda.gdc_wait()
+    x_scale = None
+    if x_scale_ptr is not None:
+        x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[None, :]
+    if not TMA:
+        x_ptrs = x + tl.minimum(t, T - 1)[:, None] * K + k[None, :]
+        w_ptrs = rows[:, None] + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    acc_up = acc
+    for start in range(first, last, BLOCK_K):
+        j = (start + k)[None, :]
+        if TMA:
+            a = x.load([0, start])
+            w = weight.load([n0, start])
+        else:
+            a = _load(x_ptrs + start, j, K, BLOCK_K, "evict_last")
+            w = _load(w_ptrs + start, j, K, BLOCK_K, "evict_first")
+        acc = _product(w, a, acc)
+        if ACTIVATION is not None:
+            w = weight.load([N + n0, start]) if TMA else _load(w_ptrs + up + start, j, K, BLOCK_K, "evict_first")
+            acc_up = _product(w, a, acc_up)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # not before: programs that wait would take the room of those that read
+    if x_scale_ptr is not None:
+        acc *= scale * x_scale
+        if ACTIVATION is not None:
+            acc_up *= scale_up * x_scale
+    if ACTIVATION is not None:
+        acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        if residual_ptr is not None:  # loaded here, ahead of the wait for the other parts
+            added += tl.load(residual_ptr + at, mask=stored, other=0.0).to(tl.float32)
+        mine = True
+        if SPLIT > 1:
+            sums_ptr += tile * (SPLIT * BLOCK_N * BLOCK_T)
+            acc, mine = _add_parts(acc, n[:, None] - n0, t[None, :], stored, sums_ptr, counters_ptr + tile, part, SPLIT)
+        if mine:
+            acc += added
+            needed = 1
+            if row_maxima_ptr is not None:
+                _store_row_maxima(acc, n, t, N, T, row_maxima_ptr + tile, stride)
+                needed = tl.load(needed_ptr)
+            if needed != 0:
+                tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def token_block(T: int) -> int:
+    """T padded to the power of two that its kernel computes."""
+    return max(16, triton.next_power_of_2(T))
+
+
+def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) -> tuple[int, int, int]:
+    """(rows, bytes of a row a step, programs an SM) on a device with much shared memory, for `tiles` tiles of 64 rows.
+
+    The more tokens, the more arithmetic and the larger the sums that parts of K cost: then fewer programs, with more tiles
+    on their way in each. From an H200, all of it (docs/decisions/linear-small-batches.md).
+    """
+    few = tiles <= 2 * num_sms  # programs, unless K is split
+    wide = not gated and not few  # larger tiles read x less often
+    if block_t <= 32:
+        return 64, 256, 2 if block_t == 32 and few and not gated else 3
+    if block_t == 64 and (gated or wide):
+        return (128 if wide else 64), 128, 3
+    if block_t == 64:
+        once = num_sms // tiles * tiles  # programs, where each SM has one
+        return 64, 256, 1 if once >= 0.7 * num_sms else 2
+    if itemsize == 1 and not wide:
+        return 64, 256, 2 if num_sms < tiles <= 2 * num_sms else 1
+    return (128 if wide else 64), 128, 1
+
+
+def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmSmallConfig:
+    """The configuration for a shape and a regime: of T only the power of two it is padded to counts."""
+    block_t, tiles, large = token_block(T), triton.cdiv(N, 64), shared_limit(cc) > _LARGE
+    if itemsize == 4:
+        block_n, step, programs = 32, 128, 2
+    elif large:
+        block_n, step, programs = _tile(block_t, tiles, gated, itemsize, num_sms)
+    else:
+        block_n, step, programs = 64, 128, 2
+    if gated and block_t <= 32 and 4 * tiles < 3 * num_sms:
+        block_n = 32
+    block_k = step // itemsize
+    budget = min(shared_limit(cc) // programs - 2048, _LARGE)
+    row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
+    if 2 * row_bytes * block_k > budget:
+        block_k //= 2
+    # Where three programs fit, parts for two and a half: a few more bytes on their way are worth less than a part less.
+    enough = min(2.5, programs) * num_sms
+    shortest = block_k * (12 if block_t == 128 else 2)  # part of K that is worth its sums
+    split = 1 if gated else max(1, min(int(enough / triton.cdiv(N, block_n)), _MOST_PARTS, K // shortest))
+    # Eight warps for the registers, and of fp8 for the sums between the tensor cores' steps.
+    num_warps = 8 if block_t == 128 and (itemsize == 1 or not large) else 4
+    tma = cc >= 90 and itemsize <= 2 and K * itemsize % 16 == 0
+    stages = fit_stages(row_bytes * block_k, budget, 8)
+    return GemmSmallConfig(block_n, block_k, num_warps, stages, split, programs, tma)
+
+
+@cached_lookup
+def lookup_gemm_small_config(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> GemmSmallConfig:
+    """The configuration that was tuned for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))
+    return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device))
+
+
+def gemm_small(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    activation: str | None = None,
+    *,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    workspace: Workspace | None = None,
+    row_maxima: RowMaxima | None = None,
+    pdl: bool = False,
+    config: GemmSmallConfig | None = None,
+) -> Tensor:
+    """x [T, K], T ≤ 128, weight [N, K] (with `activation` [2N, K]) → out [T, N]. Unchecked: `linear.dispatch` checks.
+
+    The weight has x's dtype. Where that is float8_e4m3fn (compute capability 8.9 and later), each of its rows has a `scale` and
+    each token an `x_scale`, fp32. `row_maxima`: the largest values of each row are left there, one for each tile.
+    """
+    (T, K), N = x.shape, out.shape[1]
+    if x.dtype == torch.float8_e4m3fn:
+        require_fp8(x.device)
+    block_t = token_block(T)
+    c = config or lookup_gemm_small_config(x.device, block_t, N, K, x.element_size(), activation is not None)
+    tiles, blocks = triton.cdiv(N, c.block_n), triton.cdiv(K, c.block_k)
+    split, sums, counters = 1, None, None
+    if workspace is not None and c.split > 1:
+        split = triton.cdiv(blocks, triton.cdiv(blocks, c.split))  # parts that are not empty
+        sums, counters = workspace.sums(tiles * split * c.block_n * block_t), workspace.counters(tiles)
+    values, needed, stride = None, None, 0
+    if row_maxima is not None:
+        if activation is not None or row_maxima.values.shape[1] < tiles:
+            expected, found = f"a plain product, {tiles} places", f"{activation}, {row_maxima.values.shape[1]} places"
+            raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
+        values, needed, row_maxima.num_tiles = row_maxima.values, row_maxima.logits_needed, tiles
+        stride = values.stride(0)
+    tma = c.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    operands = (x, weight)
+    if tma:
+        tiles_of = ([block_t, c.block_k], [c.block_n, c.block_k])
+        operands = tuple(TensorDescriptor.from_tensor(a, tile) for a, tile in zip(operands, tiles_of, strict=True))
+    _gemm_small_kernel[(tiles * split,)](
+        *operands, weight, scale, x_scale, bias, residual, out, sums, counters, values, needed, stride, T, N, K=K,
+        ACTIVATION=activation, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
+        maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, pdl),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,145 @@
+"""What `minirt tune` tries for the linear layers: each family's own rule and configurations around it."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from minirt.errors import NumericsError
+from minirt.kernels import reference
+from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
+from minirt.kernels.launch import Workspace, capability, fit_stages, shared_limit
+from minirt.kernels.linear import gemm_sm90, gemm_small, gemv
+from minirt.kernels.linear.gemm import gemm, gemm_gated
+from minirt.kernels.quantize import quantize
+
+TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE)
+_COLD = 256 << 20  # bytes of weights that launches take turns on: more than any L2 holds
+_TOLERANCE = 2e-2  # relative, of bf16 outputs: wide enough for any order of sums, far below what a wrong tile does
+
+
+def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of one token."""
+    for shape in shapes if 1 in tokens else ():
+        itemsize = 1 if shape.fp8 else shape.dtype.itemsize
+        key = bucket(N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
+        rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device))
+        around = [
+            gemv.GemvConfig(n, warps, tiles, registers)
+            for n in _around(rule.block_n, 8) for warps in _around(rule.num_warps, 8) for tiles in _around(rule.tiles, 16)
+            for registers in {None, rule.registers}
+        ]  # fmt: skip
+        yield _case(gemv.TUNABLE, key, rule, around, shape, 1, device)
+
+
+def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of 2 to 128 tokens, on Hopper of fewer than `gemm_sm90` takes, by the power of two that they are padded to."""
+    end = gemm_sm90.LEAST_TOKENS if capability(device) == 90 else gemm_small.MAX_TOKENS + 1
+    blocks = sorted({gemm_small.token_block(T) for T in tokens if 1 < T < end})
+    for block_t, shape in itertools.product(blocks, shapes):
+        itemsize = 1 if shape.fp8 else shape.dtype.itemsize
+        key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
+        cc = capability(device)
+        rule = gemm_small.choose_gemm_small_config(block_t, shape.N, shape.K, itemsize, shape.gated, cc, _sm_count(device))
+        around = []
+        # Enough tiles for several rounds have no use for parts of K, and their sums no room.
+        parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
+        for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, 256), parts):
+            row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
+            stages = fit_stages(row * block_k, shared_limit(cc) // programs - 2048, 8)
+            if stages > 1:
+                around.append(replace(rule, block_k=block_k, num_stages=stages, split=split, programs=programs))
+        yield _case(gemm_small.TUNABLE, key, rule, around, shape, block_t, device)
+
+
+def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of more tokens, by regime, on Hopper, but for the LM head, which looks for no configuration."""
+    if capability(device) != 90:
+        return
+    regimes = sorted({gemm_sm90.token_regime(T) for T in tokens if T >= gemm_sm90.LEAST_TOKENS})
+    for regime, shape in itertools.product(regimes, shapes):
+        itemsize = 1 if shape.fp8 else shape.dtype.itemsize
+        if itemsize > 2 or shape.logits:
+            continue
+        facts = {"N": shape.N, "K": shape.K, "itemsize": itemsize, "gated": shape.gated, "residual": shape.residual}
+        sizes = (regime, shape.N, shape.K, itemsize, shape.gated, shape.residual, _sm_count(device))
+        rule = gemm_sm90.choose_gemm_sm90_config(*sizes, splits=True)
+        around = gemm_sm90.candidates(*sizes, splits=True)
+        yield _case(gemm_sm90.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
+
+
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _around(value: int, most: int) -> list[int]:
+    """Half of it, itself, and twice as much, from 1 to `most`."""
+    return sorted({n for n in (value // 2, value, 2 * value) if 1 <= n <= most})
+
+
+def _case(
+    tunable: Tunable, key: str, rule: Any, around: Sequence[Any], shape: LinearShape, T: int, device: torch.device
+) -> Case:
+    return Case(tunable, key, rule, tuple(around), lambda: _prepare(shape, T, device), T)
+
+
+def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    rows = 2 * shape.N if shape.gated else shape.N
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device=device, dtype=shape.dtype, generator=random)
+
+    x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
+    copies = max(2, triton.cdiv(_COLD, rows * shape.K * (1 if shape.fp8 else shape.dtype.itemsize)))
+    weights: list[tuple[Tensor, Tensor | None]] = []
+    for _ in range(copies):
+        weight = normal(rows, shape.K) / shape.K**0.5
+        weights.append(reference.quantize_fp8(weight) if shape.fp8 else (weight, None))
+    activation = "silu" if shape.gated else None
+    h, x_scale = quantize(x) if shape.fp8 and T > 1 else (x, None)
+    out_dtype = torch.float32 if shape.logits else shape.dtype
+    out, workspace = torch.empty(T, shape.N, device=device, dtype=out_dtype), Workspace(device)
+    turn, pdl = itertools.count(), capability(device) >= 90
+
+    def run(weight: Tensor, scale: Tensor | None, config: Any) -> None:
+        if T == 1:
+            gemv.gemv(h, None, 0.0, weight, None, residual, out, activation, scale=scale, pdl=pdl, config=config)
+        elif isinstance(config, gemm_small.GemmSmallConfig):
+            gemm_small.gemm_small(
+                h, weight, None, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl,
+                config=config,
+            )  # fmt: skip
+        elif activation is not None:
+            gemm_gated(h, weight, activation, None, out, scale=scale, x_scale=x_scale, pdl=pdl, check=False, config=config)
+        else:
+            gemm(
+                h, weight, None, residual, out, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl, check=False,
+                config=config,
+            )  # fmt: skip
+
+    expected = reference.linear(x, weights[0][0], None, weights[0][1])
+    expected = expected if activation is None else reference.gated(expected, activation)
+    expected = expected if residual is None else expected + residual
+
+    def launch(config: Any) -> None:
+        weight, scale = weights[next(turn) % copies]
+        run(weight, scale, config)
+
+    def check(config: Any) -> None:
+        out.fill_(torch.nan)
+        run(weights[0][0], weights[0][1], config)
+        error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+        if not error < _TOLERANCE:
+            raise NumericsError("a configuration computes something else", expected=f"below {_TOLERANCE}", found=f"{error:.1e}")
+
+    return launch, check
+
+
+register("gemv", gemv_cases)
+register("gemm_small", gemm_small_cases)
+register("gemm_sm90", gemm_cases)

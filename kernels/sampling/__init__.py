@@ -1,0 +1,1 @@
+"""From logits to tokens: filters, random numbers and the draw."""

@@ -1,0 +1,225 @@
+"""From logits to tokens without sorting the vocabulary: the same draws as `minirt.engine.sampler.sample`, which defines them.
+
+The vocabulary of each row is split over programs, and every launch is one pass over it. Partial results are integers:
+maxima of (value, index) packed into one, sums of counts and of probability masses in fixed point. They come out the same
+in any order, so the same input gives the same token whatever the batch and however the programs are scheduled.
+
+Top-p alone is tried the short way first: the race is run over the whole vocabulary, and its winner, if the mass of all heavier
+tokens is short of top_p, is the winner among the tokens that top-p keeps, too. That is so for a share top_p of the draws;
+the rows that are left select what to keep and race again.
+
+Weights are exp2 with a compensated exponent: within about 2 units in the last place of PyTorch's exp, though not bit for
+bit. So the kept set can differ from the eager sampler's where a sum of masses comes within that rounding of top_p, or a
+weight that close to min_p, and a draw where two tokens come that close in the race. All else is equal to the last bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.checks import check_tensor
+from minirt.kernels.sampling.filters import (
+    BLOCK_V,
+    LOWEST,
+    MASS_SCALE,
+    MAX_INT,
+    NUM_SUMS,
+    SamplingWorkspace,
+    after_top_k,
+    is_settled,
+    logit_of,
+    pack,
+    row_block,
+    row_maximum,
+    select,
+    sortable,
+    takes_short_way,
+    weights_of,
+)
+
+CASES = [{"B": B, "V": V} for B, V in ((1, 17), (3, 1), (5, 1031), (2, 4099), (7, 2048))]
+
+MAX_VOCAB = 2**22  # of which a sum of masses, 2⁴⁰ at most each, fits in an int64
+
+
+@triton.jit
+def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of each part of each row; and zero sums for the kernels that follow."""
+    b, split = tl.program_id(1), tl.program_id(0)
+    v, _, x = row_block(logits_ptr, b, V, BLOCK)
+    tl.store(row_maxima_ptr + b * tl.num_programs(0) + split, tl.max(pack(sortable(x), v), 0))
+    if CLEAR and split == 0:
+        tl.store(sums_ptr + b * NUM_SUMS + tl.arange(0, NUM_SUMS), tl.zeros((NUM_SUMS,), tl.int64))
+        tl.store(checks_ptr + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+
+
+@triton.jit
+def _race_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, step_ptr, row_maxima_ptr, races_ptr, checks_ptr,
+    limits_ptr, V, SHORT: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """The largest weight / E of each part of each row, of the tokens that the filters keep; SHORT: of the rows that try the short
+    way, top-p aside. Else of the rows that are not settled by then."""
+    b = tl.program_id(1)
+    temperature = tl.load(temperature_ptr + b)
+    if temperature <= 0:
+        return
+    if SHORT:  # noqa: SIM102 (no `and` of a constexpr and a tensor)
+        if not takes_short_way(b, V, top_k_ptr, top_p_ptr):
+            return
+    if ANY_TOP_P and not SHORT:  # noqa: SIM102
+        if is_settled(b, V, top_k_ptr, top_p_ptr, checks_ptr):
+            return
+    top, _ = row_maximum(row_maxima_ptr, tl.num_programs(0), BLOCK_S)
+    v, _, x = row_block(logits_ptr, b, V, BLOCK)
+    weights = weights_of(x, top, temperature)
+    if ANY_TOP_K:
+        weights = after_top_k(weights, x, b, V, top_k_ptr, limits_ptr)
+    if ANY_TOP_P and not SHORT and tl.load(top_p_ptr + b) < 1:
+        key = -weights.to(tl.int32, bitcast=True)
+        weights = tl.where(key <= tl.load(limits_ptr + 2 * b + 1), weights, 0.0)
+    if ANY_MIN_P:
+        weights = tl.where(weights < tl.load(min_p_ptr + b), 0.0, weights)
+    best = tl.zeros((), tl.int64)  # less than any token's
+    if tl.max(weights, 0) > 0:
+        counter = (tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+        zero = counter * 0
+        step = zero + tl.load(step_ptr + b).to(tl.uint32)
+        word0, word1, word2, word3 = tl.philox(tl.load(seed_ptr + b), counter, step, zero, zero)
+        word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+        u = tl.minimum(word.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
+        t = 1.0 - u  # -log1p(-u) by Kahan's identity; log(t) is libdevice's, accurate also near 1
+        noise = tl.where(t == 1.0, u, tl.div_rn(tl.log(t) * u, tl.where(t == 1.0, 1.0, t - 1.0)))
+        best = tl.max(pack(tl.div_rn(weights, noise).to(tl.int32, bitcast=True), v), 0)
+    tl.store(races_ptr + b * tl.num_programs(0) + tl.program_id(0), best)
+
+
+@triton.jit
+def _check_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, races_ptr, checks_ptr, V, BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """Adds up the mass of the tokens that are heavier than the winner of the short way, and of all tokens."""
+    b, splits = tl.program_id(1), tl.num_programs(0)
+    temperature = tl.load(temperature_ptr + b)
+    top, _ = row_maximum(row_maxima_ptr, splits, BLOCK_S)
+    if (temperature <= 0) | ~takes_short_way(b, V, top_k_ptr, top_p_ptr) | ~(top > float("-inf")):
+        return
+    s = tl.arange(0, BLOCK_S)
+    best = tl.max(tl.load(races_ptr + b * splits + s, mask=s < splits, other=0), 0)
+    winner = (best & MAX_INT) ^ MAX_INT
+    _, _, x = row_block(logits_ptr, b, V, BLOCK)
+    weights = weights_of(x, top, temperature)
+    mass = (weights * MASS_SCALE).to(tl.int64)
+    total = tl.sum(mass, 0)
+    if total > 0:
+        least = weights_of(tl.load(logits_ptr + b.to(tl.int64) * V + winner), top, temperature)
+        before = tl.sum(tl.where(weights > least, mass, 0), 0)
+        tl.atomic_add(checks_ptr + 2 * b, before, sem="relaxed")
+        tl.atomic_add(checks_ptr + 2 * b + 1, total, sem="relaxed")
+
+
+@triton.jit
+def _token_kernel(
+    temperature_ptr, row_maxima_ptr, races_ptr, out_ptr, SPLITS, stride, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """A row's token from the maxima of its parts, -1 if the largest logit is NaN or -inf."""
+    b = tl.program_id(1)
+    at, valid = b * stride + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_S) < SPLITS
+    best = tl.max(tl.load(row_maxima_ptr + at, mask=valid, other=LOWEST), 0)
+    top = logit_of(best)
+    if not ALL_GREEDY and tl.load(temperature_ptr + b) > 0:
+        best = tl.max(tl.load(races_ptr + at, mask=valid, other=0), 0)
+    token = (best & MAX_INT) ^ MAX_INT
+    tl.store(out_ptr + b, tl.where(top > float("-inf"), token, -1))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    step: Tensor,
+    *,
+    all_greedy: bool,
+    any_top_k: bool,
+    any_top_p: bool,
+    any_min_p: bool,
+    workspace: SamplingWorkspace | None = None,
+    out: Tensor | None = None,
+    row_maxima: Tensor | None = None,
+    check: bool = True,
+) -> Tensor:
+    """One token for each row of `logits` [B, V] fp32 → [B] int64, -1 for a row with NaN or nothing but -inf.
+
+    The settings are tensors [B] as in `minirt.engine.sampler.SamplingBatch`, and so are the flags; filters without their flag
+    are not looked at. 2 launches if all are greedy, else 3, 4 more for top_k and 6 for top_p. Nothing syncs.
+    `row_maxima` [B, P] int64: the largest logit in each of P tiles of a row, as an LM head stores them (`RowMaxima`); any row
+    stride. If all rows are greedy, nothing else is read then, and 1 launch is enough.
+
+    Raises:
+        InputError: a wrong shape, dtype, device or stride; no vocabulary or one over 2²²; a workspace too small.
+    """
+    if check:
+        check_tensor("logits", logits, (None, None), torch.float32, logits.device)
+        floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+        longs = {"seed": seed, "step": step} | ({} if out is None else {"out": out})
+        for dtype, tensors in ((torch.float32, floats), (torch.int32, {"top_k": top_k}), (torch.int64, longs)):
+            for name, tensor in tensors.items():
+                check_tensor(name, tensor, (logits.shape[0],), dtype, logits.device)
+        given = None if row_maxima is None else (row_maxima.dtype, row_maxima.ndim, len(row_maxima), row_maxima.stride(-1))
+        if row_maxima is not None and given != (torch.int64, 2, len(logits), 1):
+            found = f"{row_maxima.dtype} {list(row_maxima.shape)}, strides {row_maxima.stride()}"
+            expected = f"int64 [{len(logits)}, any], rows contiguous"
+            raise InputError("wrong shape", where="row_maxima", expected=expected, found=found)
+        if not 0 < logits.shape[1] <= MAX_VOCAB:
+            raise InputError("wrong vocabulary", where="logits", expected="1 to 2**22", found=logits.shape[1])
+    B, V = logits.shape
+    if out is None:
+        out = torch.empty(B, dtype=torch.int64, device=logits.device)
+    if workspace is None:
+        workspace = SamplingWorkspace(B, V, logits.device, greedy_only=all_greedy)
+    elif check and (workspace.max_batch < B or workspace.vocab < V or (workspace.greedy_only and not all_greedy)):
+        expected = f"at least {B} rows of {V} logits" + ("" if all_greedy else ", sampled")
+        found = f"{workspace.max_batch} of {workspace.vocab}" + (", greedy only" if workspace.greedy_only else "")
+        raise InputError("too small", where="workspace", expected=expected, found=found)
+    if not B:
+        return out
+    if all_greedy and row_maxima is not None:
+        _tokens(temperature, row_maxima, row_maxima, out, True)
+        return out
+    w, splits = workspace, triton.cdiv(V, BLOCK_V)
+    grid, sizes = (splits, B), {"BLOCK": BLOCK_V, "BLOCK_S": triton.next_power_of_2(splits)}
+    _row_maxima_kernel[grid](logits, w.row_maxima, w.sums, w.checks, V, CLEAR=not all_greedy, BLOCK=BLOCK_V)
+    if not all_greedy:
+        rows = (temperature, top_k, top_p)
+        kept = {"ANY_TOP_K": any_top_k, "ANY_TOP_P": any_top_p, "ANY_MIN_P": any_min_p}
+        race = (logits, *rows, min_p, seed, step, w.row_maxima, w.races, w.checks, w.limits, V)
+        if any_top_k:
+            select(logits, rows, w, any_top_k, False)
+        if any_top_p:
+            _race_kernel[grid](*race, SHORT=True, **kept, **sizes)
+            _check_kernel[grid](logits, *rows, w.row_maxima, w.races, w.checks, V, **sizes)
+            select(logits, rows, w, any_top_k, True)
+        _race_kernel[grid](*race, SHORT=False, **kept, **sizes)
+    _tokens(temperature, w.row_maxima.view(-1)[: B * splits].view(B, splits), w.races, out, all_greedy)
+    return out
+
+
+def _tokens(temperature: Tensor, row_maxima: Tensor, races: Tensor, out: Tensor, all_greedy: bool) -> None:
+    B, parts = row_maxima.shape
+    block = triton.next_power_of_2(parts)
+    _token_kernel[(1, B)](
+        temperature, row_maxima, races, out, parts, row_maxima.stride(0), ALL_GREEDY=all_greedy, BLOCK_S=block,
+        num_warps=max(1, min(4, block // 256)),
+    )  # fmt: skip
+
+
+def cost(B: int, V: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of a greedy batch; sampled ones read logits 2 … 8 times."""
+    return 4 * B * V + 8 * B, 0

@@ -1,0 +1,1 @@
+"""The command line `minirt`: one file for each command, `options` and `output` for what they share."""

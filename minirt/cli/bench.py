@@ -1,0 +1,275 @@
+"""`minirt bench decode | prefill | latency | throughput`: what to measure, where to print it. minirt.bench measures.
+`minirt bench kernels` is in bench_kernels.py."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli.bench_kernels import kernels
+from minirt.cli.options import (
+    NUMBERS,
+    RANGE,
+    check_target,
+    debug_option,
+    load_options,
+    model_name,
+    open_generator,
+    option_group,
+    output_file_option,
+    output_format_option,
+    plan_from_options,
+    quiet_option,
+)
+from minirt.cli.output import emit, note
+from minirt.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from minirt.bench.ceiling import Ceiling, MatmulCeiling
+    from minirt.generator import Generator
+
+Rows = list[dict[str, Any]]
+
+_INPUT_LENS = (128, 512, 2048)  # of `prefill`, unless told otherwise
+
+
+_measure_options = option_group(
+    load_options,
+    click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one or two come first."),
+    click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="Of the draws."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, lengths, draws, random weights."),
+    click.option(
+        "--skip-check", is_flag=True,
+        help="Do not load the eager layers first to compare with them; the result then says so.",
+    ),
+    output_format_option,
+    output_file_option,
+    quiet_option,
+    debug_option,
+)
+
+
+@click.group()
+def bench() -> None:
+    """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput; or its kernels alone.
+
+    Prompts are random token ids, so no tokenizer is needed, and generation goes on past an end-of-sequence token. Before
+    anything is timed, the model is loaded with the eager layers, and what is to be measured is compared with them.
+    """
+
+
+bench.add_command(kernels)
+
+
+@bench.command()
+@click.option("--batch-size", "-b", type=NUMBERS, default="1", show_default=True, help="Sequences at once; several: 1,8,64.")
+@click.option("--context-len", "-c", type=NUMBERS, default="128", show_default=True, help="Prompt tokens; several: 128,8000.")
+@_measure_options
+@click.pass_context
+def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[int, ...], **options: Any) -> None:
+    """Time a decode step for each batch size and context length, beside the least that memory and arithmetic allow.
+
+    A step is (t(129) - t(1)) / 128, where t(n) is the time in which all prompts get n tokens, every token reaching Python.
+    (Prompts that do not fit one engine step start one after the other: then both n are larger by the steps that they
+    take.) "graph ms" is the bare replay of the step's CUDA graph; "GB/s" counts the weights and the KV cache once a step; the
+    limit is what reading them takes, or multiplying by the weights where that takes longer.
+    """
+    _require_seqs(batch_size, options["max_num_seqs"])
+    from minirt.bench import decode as benchmark
+    from minirt.bench.ceiling import datasheet_bandwidth, read_ceiling
+    from minirt.device import pick_device
+
+    device = pick_device(options["device"])
+    ceiling, products = read_ceiling(device), _products(options, device)
+
+    def check(generator: "Generator") -> int:
+        benchmark.check(generator, batch_size, context_len)
+        return max(context_len)
+
+    def measure(generator: "Generator") -> Rows:
+        return benchmark.run(
+            generator, batch_size, context_len, **_common(options), ceiling=ceiling, products=products,
+            datasheet=datasheet_bandwidth(device), progress=(lambda text: None) if options["quiet"] else note,
+        )
+
+    _run(ctx, options, batch_size, check, measure, ceiling, products)
+
+
+@bench.command()
+@click.option(
+    "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, as far as the model takes them",
+    help="Tokens of a prompt; several: 128,2048.",
+)
+@click.option(
+    "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+    help="Also: the same prompts, one after the other, while N requests decode.",
+)
+@_measure_options
+@click.pass_context
+def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, **options: Any) -> None:
+    """Time one prompt from the call to its first token in Python, for each length, and say what part of the speed of a large
+    matrix product its arithmetic reaches.
+
+    With --beside: what such prompts cost requests that are being answered, as the times between two of their tokens.
+    --max-num-batched-tokens sets how large the chunks are.
+    """
+    from minirt.bench import prefill as benchmark
+    from minirt.device import pick_device
+
+    ceiling = _products(options, pick_device(options["device"]))
+    progress = (lambda text: None) if options["quiet"] else note
+
+    def lengths(generator: "Generator") -> Sequence[int]:
+        return input_len or [n for n in _INPUT_LENS if n < generator.max_len] or _INPUT_LENS[:1]
+
+    def check(generator: "Generator") -> int:
+        benchmark.check(generator, lengths(generator), beside)
+        return max(lengths(generator))
+
+    def measure(generator: "Generator") -> Rows:
+        common = _common(options)
+        rows = benchmark.run(generator, lengths(generator), **common, ceiling=ceiling, progress=progress)
+        others = [benchmark.beside(generator, n, beside, **common) for n in lengths(generator) if beside]
+        return rows + others
+
+    _run(ctx, options, [1], check, measure, products=ceiling)
+
+
+@bench.command()
+@click.option("--batch-size", "-b", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once.")
+@click.option("--input-len", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a prompt.")
+@click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="New tokens of each.")
+@_measure_options
+@click.pass_context
+def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int, **options: Any) -> None:
+    """Time a batch of prompts from the call to the last token of all: average and percentiles over the repeats."""
+    _require_seqs([batch_size], options["max_num_seqs"])
+    from minirt.bench import latency as benchmark
+    from minirt.bench.measure import check_room
+
+    def check(generator: "Generator") -> int:
+        check_room(generator, batch_size, input_len + output_len)
+        return input_len
+
+    def measure(generator: "Generator") -> Rows:
+        return benchmark.run(generator, batch_size, input_len, output_len, **_common(options))
+
+    _run(ctx, options, [batch_size], check, measure)
+
+
+@bench.command()
+@click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Prompts in all.")
+@click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt.")
+@click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each.")
+@_measure_options
+@click.pass_context
+def throughput(
+    ctx: click.Context, num_prompts: int, input_len_range: tuple[int, int], output_len_range: tuple[int, int],
+    **options: Any,
+) -> None:
+    """Run prompts of random lengths, uniform in the ranges, through the engine at once.
+
+    All prompts are there from the start, so that the time to a first token holds the waiting for a place in the batch.
+    """
+    from minirt.bench import throughput as benchmark
+    from minirt.bench.measure import check_room
+
+    def check(generator: "Generator") -> int:
+        check_room(generator, 1, input_len_range[1] + output_len_range[1])
+        return input_len_range[1]
+
+    def measure(generator: "Generator") -> Rows:
+        return benchmark.run(generator, num_prompts, input_len_range, output_len_range, **_common(options))
+
+    _run(ctx, options, sorted({1, min(num_prompts, options["max_num_seqs"])}), check, measure)
+
+
+def _run(
+    ctx: click.Context,
+    options: dict[str, Any],
+    batch_sizes: Sequence[int],
+    check: "Callable[[Generator], int]",
+    measure: "Callable[[Generator], Rows]",
+    ceiling: "Ceiling | None" = None,
+    products: "MatmulCeiling | None" = None,
+) -> None:
+    """Load, refuse what cannot run, compare with the eager layers, measure, print.
+
+    `check` refuses, and returns the most tokens of a prompt."""
+    from minirt.bench import check as checking
+    from minirt.bench.measure import forget_peak_memory
+    from minirt.bench.report import Report, context
+    from minirt.device import pick_device
+
+    quiet, target = options["quiet"], options["output_file"]
+    check_target(target, "--output-file")
+    sampling = _common(options)["sampling"]  # before anything is loaded for a bad value
+    options["model"] = model_name(options, quiet)
+    why = _nothing_to_check(options)
+    reference = None
+    if why is None:
+        with open_generator(options | {"impl": ("eager",), "no_warmup": True}, quiet) as eager:
+            reference = checking.reference(eager, check(eager))
+    forget_peak_memory(pick_device(options["device"]))
+    with open_generator(options, quiet) as generator:
+        check(generator)
+        correctness: dict[str, Any] = {"checked": False, "why": why}
+        if reference is not None:
+            correctness = checking.compare(generator, reference, batch_sizes)
+        rows = measure(generator)
+        command = ["minirt", *(ctx.find_root().obj or [])]
+        shared = context(
+            str(ctx.info_name), generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling,
+            products=products,
+        )  # fmt: skip
+        shared["sampling"] = {name: value for name, value in sampling.items() if value is not None}
+    emit(Report(shared, rows).render(options["output_format"]), target, quiet)
+
+
+def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling":
+    """How fast the library multiplies in the format of the model's linears."""
+    import torch
+
+    from minirt.bench.ceiling import matmul_ceiling
+
+    _, graph = plan_from_options(options, model_name(options, True))
+    dtype = torch.float8_e4m3fn if options["fp8"] else getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
+    return matmul_ceiling(device, dtype)
+
+
+def _nothing_to_check(options: dict[str, Any]) -> str | None:
+    """Why the eager layers need not, or shall not, be asked first; None: they are to be."""
+    if options["skip_check"]:
+        return "not checked (--skip-check)"
+    _, graph = plan_from_options(options, options["model"])
+    if all(row.implementation == "eager" for row in graph.plan.rows):
+        return "not checked: every layer runs its eager form, which is what others are compared with"
+    return None
+
+
+def _common(options: dict[str, Any]) -> dict[str, Any]:
+    """What every benchmark takes: repeats, seed, and how tokens are chosen (checked here)."""
+    from minirt.sampling_params import SamplingParams
+
+    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    if sampling["temperature"] is None:
+        filtered = any(sampling[name] is not None for name in ("top_k", "top_p", "min_p"))
+        sampling["temperature"] = 1.0 if filtered else 0.0
+    try:
+        SamplingParams(**sampling)
+    except InputError as error:
+        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
+        raise error.at(flag) from error
+    return {"repeats": options["repeats"], "sampling": sampling, "seed": options["seed"]}
+
+
+def _require_seqs(batch_sizes: Sequence[int], max_num_seqs: int) -> None:
+    """Before the model is loaded."""
+    if max(batch_sizes) > max_num_seqs:
+        hint = f"raise --max-num-seqs to {max(batch_sizes)}"
+        raise InputError("larger than --max-num-seqs", where=f"--batch-size {max(batch_sizes)}", expected=max_num_seqs, hint=hint)

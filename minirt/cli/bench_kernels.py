@@ -1,0 +1,179 @@
+"""`minirt bench kernels`: which kernels on which shapes, where the results go. minirt.bench.kernels.benchmark measures."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli.options import (
+    NUMBERS,
+    check_target,
+    debug_option,
+    output_file_option,
+    output_format_option,
+    quiet_option,
+    set_up_triton,
+)
+from minirt.cli.output import emit, note, write
+from minirt.errors import ConfigError, MinirtError, NumericsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from minirt.bench.kernels.benchmark import Limits, Point
+    from minirt.modeling.config import ModelConfig
+
+_CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # the interpreter needs seconds for a matrix product
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]…")
+@click.option("--model", "-m", "models", multiple=True, help="Whose shapes; repeatable. Default: Qwen2.5-7B; on a CPU embedded.")
+@click.option("--tokens", "-t", type=NUMBERS, help="Tokens of a step (decoding: sequences); several: 1,64,2048.")
+@click.option("--context-len", "-c", type=NUMBERS, help="Attention: cached tokens; several: 128,8000.")
+@click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.")
+@click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu.")
+@click.option("--repeats", type=click.IntRange(1), help="Timed launches of each form. Default: 20; on a CPU 1.")
+@click.option("--compile/--no-compile", "compiled", default=None, help="Time torch.compile too. Default: on a GPU.")
+@click.option("--baseline", metavar="FILE", help="An older run's JSON: compare with it, and fail where a kernel is slower now.")
+@click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there.")
+@click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing.")
+@output_format_option
+@output_file_option
+@quiet_option
+@debug_option
+@click.pass_context
+def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options: Any) -> None:
+    """Check every kernel (or those of a NAME or glob) on a model's shapes, then time it beside eager PyTorch, torch.compile and
+    PyTorch's own kernel: cuBLAS for products, SDPA for attention.
+
+    Times are medians of single launches with a cold L2; all forms take turns. The limit is what the bytes or the arithmetic need
+    at the speeds of a kernel that only reads and of a large matrix product, measured in the same run. A kernel may err at most
+    twice as much as the eager form in the same dtype, plus a rounding; one that errs more is not timed, and the exit code is 1.
+    On a CPU the kernels run in Triton's interpreter: errors count there, times do not.
+    """
+    import torch
+
+    from minirt.device import pick_device
+
+    device = pick_device(options["device"])
+    cuda = device.type == "cuda"
+    dtype = _dtype(options["dtype"], cuda)
+    check_target(options["output_file"], "--output-file")
+    older = None if options["baseline"] is None else _read_baseline(options["baseline"], device)
+    if options["pictures"] is not None:
+        _check_folder(options["pictures"])
+    set_up_triton(cuda, options["dtype"])
+    from minirt.bench.kernels import benchmark
+
+    chosen = benchmark.select(names)
+    if listing:
+        width = max(map(len, chosen))
+        write("".join(f"{name:{width}}  {benchmark.OPERATIONS[name].what}\n" for name in chosen))
+        return
+    configs = {name: _config(name) for name in options["models"] or (("Qwen2.5-7B",) if cuda else ("embedded",))}
+    tokens, contexts = options["tokens"], options["context_len"]
+    if not cuda:
+        tokens = tokens or _CPU_TOKENS
+        contexts = contexts or (_CPU_CONTEXTS if any(benchmark.OPERATIONS[name].context for name in chosen) else None)
+    points = benchmark.points(chosen, configs, dtype, device, tokens, contexts)
+    with torch.random.fork_rng(devices=[]):
+        rows, shared = _measure(points, device, dtype, options, ["minirt", *(ctx.find_root().obj or [])])
+    slower = [] if older is None else benchmark.compare(rows, older)
+    from minirt.bench.kernels.report import KernelReport, context
+
+    products, event_s = shared.pop("products"), shared.pop("event")
+    report = KernelReport(context(shared, rows, slower, products, event_s), rows)
+    emit(report.render(options["output_format"]), options["output_file"], options["quiet"])
+    if options["pictures"] is not None:
+        from minirt.bench.kernels.picture import draw
+
+        draw(report.context, rows, Path(options["pictures"]))
+    _judge(report.context["faults"], "errs more than its bound allows", NumericsError)
+    _judge(slower, "slower than the baseline", MinirtError)
+
+
+def _dtype(name: str | None, cuda: bool) -> "torch.dtype":
+    import torch
+
+    from minirt.modeling.config import DTYPES
+
+    name = name or ("bfloat16" if cuda else "float32")
+    if name not in DTYPES:
+        raise click.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    return getattr(torch, name)
+
+
+def _config(model: str) -> "ModelConfig":
+    from minirt import models
+    from minirt.loading.load import find
+
+    return find(models.EMBEDDED if model == "embedded" else model, None, need_weights=False)[1]
+
+
+def _check_folder(folder: str) -> None:
+    from minirt.bench.compare.picture import require_matplotlib
+
+    if not Path(folder).is_dir():
+        raise click.BadParameter(f"the folder {folder!r} does not exist", param_hint="--pictures")
+    require_matplotlib()
+
+
+def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
+    """The rows of an older run's JSON, checked as far as they are used."""
+    from minirt.bench.ceiling import device_name
+
+    try:
+        older = json.loads(Path(name).read_text(encoding="utf-8"))
+        if older["benchmark"] != "kernels":
+            raise ValueError(f"of minirt bench {older['benchmark']}")
+        for row in older["results"]:
+            row["kernel"], row["seconds"]
+        older_device = older["device"]
+    except OSError as error:
+        raise MinirtError(f"cannot read the baseline: {error.strerror}", where=name) from error
+    except (ValueError, KeyError, TypeError) as error:
+        what, expected = "no results of `minirt bench kernels`", "what --output-format json prints"
+        raise ConfigError(what, where=name, expected=expected, found=f"{type(error).__name__}: {error}") from error
+    if older_device != device_name(device):
+        what = "the baseline is of another device"
+        raise ConfigError(what, where=f"--baseline {name}", expected=device_name(device), found=older_device)
+    return older["results"]
+
+
+def _measure(
+    points: "list[Point]", device: "torch.device", dtype: "torch.dtype", options: dict[str, Any], command: list[str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A row for each point, and what they share."""
+    import torch
+
+    from minirt.bench.kernels import benchmark
+    from minirt.bench.kernels.report import NO_SPEED
+    from minirt.bench.report import machine
+    from minirt.device import on_device
+
+    cuda, quiet, rows = device.type == "cuda", options["quiet"], []
+    if not (cuda or quiet):
+        note(f"{NO_SPEED}; it needs seconds for a kernel.")
+    limits: Limits | None = benchmark.measure_limits(device, dtype) if cuda else None
+    repeats = options["repeats"] or (20 if cuda else 1)
+    compiled = cuda if options["compiled"] is None else options["compiled"]
+    with on_device(device):
+        clock = benchmark.ColdClock(device) if cuda else benchmark.host_clock
+        event_s = clock.nothing() if isinstance(clock, benchmark.ColdClock) else None
+        for i, point in enumerate(points, 1):
+            if not quiet:
+                note(f"{i}/{len(points)} {point}")
+            rows.append(benchmark.measure(point, limits, clock, repeats, compiled))
+            if cuda:
+                torch.cuda.empty_cache()
+    shared = machine("kernels", device, command, limits.read if limits else None)
+    products = [vars(product) for product in limits.products.values()] if limits else []
+    return rows, shared | {"products": products, "event": event_s}
+
+
+def _judge(found: list[str], what: str, kind: type[MinirtError]) -> None:
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise kind(f"{what}{more}: {found[0]}", where="bench kernels")

@@ -1,0 +1,154 @@
+"""`minirt compare`: what each layer's implementation errs and gains beside its eager form. The comparing is in minirt.bench."""
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli.options import (
+    check_target,
+    debug_option,
+    load_options,
+    model_name,
+    model_options,
+    open_generator,
+    option_group,
+    output_format_option,
+    quiet_option,
+    read_prompt,
+    require_tokenizer,
+    set_up_triton,
+)
+from minirt.cli.output import note, write
+from minirt.errors import NumericsError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from minirt.bench.compare.compare import Shape
+    from minirt.generator import Generator
+
+_GPU = {"prompt_len": 512, "context_len": 128, "num_tokens": 512}
+_CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # the interpreter needs seconds for a layer
+_length = click.IntRange(1)
+_options = option_group(
+    model_options,
+    click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
+    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
+    click.option("--layer", metavar="NAME", help="Compare only this layer, or those that a glob matches: 'layers.*.mlp'."),
+    click.option("--all", "everything", is_flag=True, help="Compare all layers, then the whole model. This is the default."),
+    click.option("--prompt-len", type=_length, help="Tokens of the prefill step. Default: 512; on a CPU 32."),
+    click.option("--batch-size", "-b", type=_length, default=1, show_default=True, help="Sequences of the decode step."),
+    click.option("--context-len", "-c", type=_length, help="Tokens of each, the new one included. Default: 128; on a CPU 24."),
+    click.option("--text", metavar="FILE", help="UTF-8 text to take tokens from; - is stdin. Default: one of minirt's own."),
+    click.option("--num-tokens", "-n", type=_length, help="Tokens of it through the whole model. Default: 512; on a CPU 64."),
+    click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg."),
+    output_format_option,
+    quiet_option,
+    debug_option,
+)
+
+
+@click.command()
+@_options
+@click.pass_context
+def compare(ctx: click.Context, layer: str | None, everything: bool, **options: Any) -> None:
+    """Compare each layer on Triton with its eager form: errors, times, and how near the hardware's limit it runs.
+
+    Both get the same activations, which real tokens bring about in the eager model, and clones of the same KV pages, in a prefill
+    step and in a decode step. The truth is the eager form in fp64. A layer may err at most twice as much as the eager form in
+    the same dtype, plus a rounding; where one errs more, nothing is timed and the exit code is 1. Then the whole model: KL
+    divergence and top-1 agreement over a text, decode steps eager, eager in a CUDA graph and on Triton (the speedup is over the
+    graph), and on Triton but for one kind of layer: what fusing that kind brings.
+
+    --impl says what is compared with eager; without it Triton, wherever it can run. On a CPU the kernels run in Triton's
+    interpreter: errors count there, times do not. Default lengths are at most what the model has positions for.
+    """
+    if layer is not None and everything:
+        raise click.UsageError("--layer and --all exclude each other")
+    if layer is not None and options["num_tokens"] is not None:
+        raise click.UsageError("--num-tokens is of the whole model, which --layer leaves out")
+    quiet, picture = options["quiet"], options["picture"]
+    if picture is not None:
+        _check_picture(picture)
+    options["model"] = model_name(options, quiet)
+    text = None if options["text"] is None else read_prompt(options["text"])
+    from minirt.device import pick_device
+
+    device = pick_device(options["device"])
+    cuda = device.type == "cuda"
+    set_up_triton(cuda, options["dtype"])
+    from minirt.bench.ceiling import read_ceiling
+    from minirt.bench.compare import compare as benchmark
+    from minirt.bench.compare.report import NO_SPEED, report
+    from minirt.bench.report import context
+
+    if not (cuda or quiet):
+        note(f"{NO_SPEED}; it needs seconds for a layer.")
+    ceiling = read_ceiling(device) if cuda else None
+    with _open(options) as generator:
+        shape = _shape(options, layer, cuda, generator.model.max_model_len)
+        tokens = _tokens(generator, text, shape)
+        model: Any = generator.model  # its layers are bound anew: the generator has no part in what follows
+        result = benchmark.run(
+            model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling,
+            progress=(lambda text: None) if quiet else note,
+        )  # fmt: skip
+        correctness = {"checked": True, "against": "the eager layers in fp64 on the same activations and pages"}
+        command = ["minirt", *(ctx.find_root().obj or [])]
+        shared = context("compare", generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling)
+    printed = report(shared, result, cuda)
+    write(printed.render(options["output_format"]))
+    if picture is not None:
+        from minirt.bench.compare.picture import draw
+
+        draw(printed.context, printed.results, Path(picture))
+    if result.faults:
+        more = f" (and {len(result.faults) - 1} more)" if len(result.faults) > 1 else ""
+        raise NumericsError(f"errs more than its bound allows{more}: {result.faults[0]}", where="compare")
+
+
+def _check_picture(picture: str) -> None:
+    from minirt.bench.compare.picture import SUFFIXES, require_matplotlib
+
+    path = Path(picture)
+    if path.suffix not in SUFFIXES:
+        raise click.BadParameter(f"{picture!r} ends with none of {', '.join(SUFFIXES)}", param_hint="--picture")
+    check_target(picture, "--picture")
+    require_matplotlib()
+
+
+@click.command()
+@load_options
+def _load(**options: Any) -> None:
+    """What loading takes, for the values that `compare` has no option for."""
+
+
+def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":
+    """The model with eager layers, and a small cache, since every step that is compared has its own."""
+    own = {"impl": ("eager",), "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "no_warmup": True}
+    return open_generator(_load.make_context("compare", []).params | options | own, options["quiet"])
+
+
+def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int) -> "Shape":
+    """As the options say; a default is at most the `longest` sequence."""
+    from minirt.bench.compare.compare import Shape
+
+    defaults = _GPU if cuda else _CPU
+    lengths = {name: options[name] or min(default, longest) for name, default in defaults.items()}
+    text_len = lengths["num_tokens"] if layer is None else 0
+    return Shape(lengths["prompt_len"], options["batch_size"], lengths["context_len"], text_len)
+
+
+def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[int]:
+    """Of the text, or of minirt's own; random ids for a model without a tokenizer."""
+    if text is None and generator.tokenizer is None:
+        rng, longest = random.Random(0), max(shape.prompt_len, shape.context_len, shape.text_len)
+        return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]
+    if text is None:
+        from minirt.bench.compare.default_text import TEXT
+
+        text = TEXT
+    require_tokenizer(generator, "--text")
+    return generator.encode(text)

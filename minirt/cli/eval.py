@@ -1,0 +1,122 @@
+"""`minirt eval`: how good a model is, as it runs here."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli.options import (
+    debug_option,
+    load_options,
+    model_name,
+    open_generator,
+    quiet_option,
+    read_prompt,
+    require_tokenizer,
+)
+from minirt.cli.output import write
+from minirt.errors import InputError
+from minirt.progress import LoadProgress, load_bars
+
+if TYPE_CHECKING:
+    from minirt.bench.perplexity import Perplexity, ProgressCallback
+    from minirt.generator import Generator
+
+
+_PAGES = 64 << 20  # bytes for KV pages that nothing uses here: the errors' own are apart
+
+
+@click.group("eval")
+def evaluate() -> None:
+    """Measure how good a model is, with the layers, dtype and device that it would run with."""
+
+
+@evaluate.command("perplexity")
+@load_options
+@click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to be predicted; - is stdin.")
+@click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or what the model holds if that is less.")
+@click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
+@debug_option
+def perplexity_command(
+    file: str, max_length: int | None, stride: int | None, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    """How well the model predicts a text: perplexity per token, and bits per byte.
+
+    The text is tokenized once and cut into windows that overlap; every token but the first is scored once, in the first window
+    that holds it, from at least --max-length minus --stride tokens before it. Sums are in fp64.
+    """
+    text = read_prompt(file)
+    with open_generator(options, quiet) as generator:
+        from minirt.bench.perplexity import perplexity
+
+        require_tokenizer(generator, "--text")
+        try:
+            with _bar(quiet) as progress:
+                result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
+        except InputError as error:  # name the options, not the arguments
+            raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
+        write(_as_json(generator, result) if as_json else _as_text(result))
+
+
+@evaluate.command("fp8")
+@click.option("--model", "-m", envvar="MINIRT_MODEL", help="Folder, Hub id or preset. Also from MINIRT_MODEL.")
+@click.option("--revision", help="Branch, tag or commit of a Hub model.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32.")
+@click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin.")
+@click.option(
+    "--num-tokens", "-n", type=click.IntRange(2), show_default="512, or what the model holds if that is less",
+    help="Tokens of it at most: its first.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a linear layer.")
+@quiet_option
+@debug_option
+def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, **options: Any) -> None:
+    """What rounding to FP8 costs each linear layer: relative errors of its weights and, on real activations, of its outputs.
+
+    The model is loaded twice, as it is and with every linear quantized, the LM head too; layers run eager. "1 token": weights
+    rounded, as in a step of one token; "more tokens": activations too. `minirt compare --fp8` shows what kernels err besides.
+    """
+    text = read_prompt(file)
+    name = model_name(options, quiet)
+    from minirt.bench.fp8_error import format_errors, table
+    from minirt.generator import Generator
+
+    with ExitStack() as stack, load_bars(not quiet) as bars:
+        load = partial(
+            Generator.from_pretrained, name, revision=options["revision"], device=options["device"], dtype=options["dtype"],
+            impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, warmup=False, progress=bars,
+        )
+        plain = stack.enter_context(load())
+        require_tokenizer(plain, "--text")
+        most = plain.model.max_model_len
+        if num_tokens is not None and num_tokens > most:
+            raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)
+        quantized = stack.enter_context(load(quantization="fp8", quantize_head=True))
+        errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
+    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if as_json else table(errors))
+
+
+@contextmanager
+def _bar(quiet: bool) -> Iterator["ProgressCallback | None"]:
+    bars: LoadProgress | None
+    with load_bars(not quiet) as bars:
+        yield (lambda done, total: bars("tokens", done, total)) if bars else None
+
+
+def _as_text(result: "Perplexity") -> str:
+    lines = [f"perplexity     {result.perplexity:.6g}", f"nats a token   {result.nll / result.tokens:.6g}"]
+    if result.bits_per_byte is not None:
+        lines.append(f"bits a byte    {result.bits_per_byte:.6g}")
+    lines.append(f"tokens scored  {result.tokens} in {result.windows} windows of {result.window}, stride {result.stride}")
+    return "\n".join(lines) + "\n"
+
+
+def _as_json(generator: "Generator", result: "Perplexity") -> str:
+    record = {"model": generator.name, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, **vars(result)}
+    return json.dumps(record) + "\n"

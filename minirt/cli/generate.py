@@ -1,0 +1,72 @@
+"""`minirt generate`: complete prompts one after the other; with --prompts, many at once (`generate_many`)."""
+
+from typing import Any
+
+import click
+
+from minirt.cli.generate_many import generate_many
+from minirt.cli.options import (
+    debug_option,
+    encode_prompt,
+    load_options,
+    open_generator,
+    quiet_option,
+    read_prompt,
+    sampling_options,
+    sampling_params,
+)
+from minirt.cli.output import completion_record, completion_summary, json_line, note, write
+from minirt.errors import inside
+
+
+@click.command()
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@load_options
+@click.option("--prompt-file", "files", multiple=True, help="Take a file verbatim as prompt; - is stdin (repeatable).")
+@click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
+@click.option("--chat", is_flag=True, help="Each prompt is a user's message: apply the chat template.")
+@sampling_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt, each on its line.")
+@quiet_option
+@debug_option
+def generate(
+    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, as_json: bool, quiet: bool,
+    **options: Any,
+) -> None:
+    """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it comes.
+
+    Every text ends with a newline of its own; the prompt is not repeated. A model without a tokenizer takes token ids
+    ("1 2 3") and prints token ids.
+
+    --prompts runs many requests through the engine at once, for throughput. Each line of its FILE is a JSON text, or an
+    object with "prompt", "messages" (a conversation) or "prompt_token_ids", its own max_tokens, temperature, top_k,
+    top_p, min_p, seed, stop and ignore_eos where they differ from the command line's, and an "id" to be copied to the
+    result. Results come in the order of the lines, each text followed by one newline; a text may hold newlines itself,
+    so programs should read --json, whose objects also name their "line". After Ctrl-C all that is finished is printed,
+    and what is unfinished with the finish_reason "abort"; a request that has no token yet is left out. A request that fails
+    has the finish_reason "error"; the others go on, and the exit code is 1.
+    """
+    if many is not None:
+        if prompts or files:
+            raise click.UsageError("--prompts goes without PROMPT and --prompt-file")
+        generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
+        return
+    texts = [*prompts, *(read_prompt(name) for name in files)]
+    places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(files)
+    if not texts:
+        raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")
+    params = sampling_params(options)
+    with open_generator(options, quiet) as generator:
+        inputs = []
+        for place, text in zip(places, texts, strict=True):
+            with inside(place):
+                inputs.append(encode_prompt(generator, text, chat))
+                generator.check(inputs[-1], params)  # all of them, before the first text is out
+        for place, text, tokens in zip(places, texts, inputs, strict=True):
+            with inside(place):
+                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (the last one counts)
+                    if not as_json:
+                        write(piece.text if generator.tokenizer else f"{piece.token_ids[0]} ")
+            write(json_line({"prompt": text, **completion_record(completion)}) if as_json else "\n")
+            if not quiet:
+                note(completion_summary(generator, completion))

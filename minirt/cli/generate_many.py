@@ -1,0 +1,104 @@
+"""`minirt generate --prompts`: many requests through the engine at once, results in the order of the input."""
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from minirt.cli.options import open_generator, read_file, sampling_params
+from minirt.cli.output import completion_record, format_bytes, json_line, load_summary, not_applied, note, write
+from minirt.progress import prompt_bar
+
+if TYPE_CHECKING:
+    from minirt.cli.request_file import PromptLine
+    from minirt.generator import Generator
+    from minirt.outputs import Completion
+
+
+def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bool, quiet: bool) -> None:
+    """Run the requests of the JSON-lines file `name` ("-" is stdin); print each result once those before it are out.
+
+    All are checked before the first runs. Ctrl-C, or an error that ends the run, prints what there is, unfinished
+    texts too, and goes on up; a request without a token yet is left out.
+
+    Raises:
+        InputError, ContextLengthError, TokenizerError: a request is not acceptable; names file and line.
+        MinirtError: at the end, if requests failed while others went on: the first one's error, with the lines of all.
+    """
+    from minirt.cli.request_file import read_prompt_lines
+
+    requests = read_prompt_lines(read_file(name), name, sampling_params(options))
+    with open_generator(options, quiet) as generator:
+        inputs = [request.encode(generator, chat) for request in requests]
+        results = _Results(requests, as_json, texts=generator.tokenizer is not None)
+        started = time.perf_counter()
+        try:
+            _run(generator, inputs, results, quiet)
+        finally:
+            seconds = time.perf_counter() - started
+            results.print_rest()
+            if results.all and not quiet:
+                note(f"{load_summary(generator)} · {results.summary(seconds)}")
+    failed = [request for request, done in zip(requests, results.all, strict=True) if done.error is not None]
+    if failed:
+        error = next(done.error for done in results.all if done.error is not None)
+        what = f"{len(failed)} of {len(requests)} requests failed: {error.what}"
+        where = f"{name} line {', '.join(str(request.line) for request in failed)}"
+        raise type(error)(what, where=where, expected=error.expected, found=error.found, hint=error.hint)
+
+
+def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", quiet: bool) -> None:
+    running = generator.completions(inputs, [request.params for request in results.requests])
+    results.all = running.all
+    with closing(running), prompt_bar(len(inputs), not quiet) as bar:
+        for _, completion in running:
+            bar(n_finished=1, n_tokens=len(completion.token_ids))
+            with bar.hidden():
+                results.print_ready()
+
+
+class _Results:
+    """All completions as they stand, printed in the order of the file. Finished is what has a finish_reason."""
+
+    def __init__(self, requests: "Sequence[PromptLine]", as_json: bool, texts: bool) -> None:
+        self.requests, self._as_json, self._texts = requests, as_json, texts
+        self.all: list[Completion] = []
+        self._next = 0  # the first that is not printed
+
+    def print_ready(self) -> None:
+        """Print what is finished, up to the first that is not."""
+        while self._next < len(self.all) and self.all[self._next].finish_reason is not None:
+            self._print_next()
+
+    def print_rest(self) -> None:
+        """Print everything else that has a token or is finished, when nothing more will come."""
+        while self._next < len(self.all):
+            self._print_next()
+
+    def _print_next(self) -> None:
+        request, completion = self.requests[self._next], self.all[self._next]
+        self._next += 1  # before the writing: a Ctrl-C that answers what it shows comes after it, and nothing is printed twice
+        if completion.finish_reason is None:
+            if not completion.token_ids:
+                return
+            completion = replace(completion, finish_reason="abort")
+        if self._as_json:
+            write(json_line({**request.record(), **completion_record(completion)}))
+        else:
+            write((completion.text if self._texts else " ".join(map(str, completion.token_ids))) + "\n")
+
+    def summary(self, seconds: float) -> str:
+        """What came of how many prompts in how long a time; what is unfinished or left out is named by line."""
+        done = [completion for completion in self.all if completion.token_ids]
+        new = sum(len(completion.token_ids) for completion in done)
+        text = f"{len(done)} prompts of {sum(len(completion.prompt_token_ids) for completion in done)} tokens"
+        text += f" · {new} new tokens in {seconds:.2f} s, {new / seconds:.1f} tokens/s"
+        if peak := max((completion.peak_memory_bytes for completion in self.all), default=0):
+            text += f" · peak memory {format_bytes(peak)}"
+        lines = [text, *sorted({not_applied(completion) for completion in done} - {""})]
+        open_ = [(r.line, bool(c.token_ids)) for r, c in zip(self.requests, self.all, strict=True) if c.finish_reason is None]
+        for what, begun in (("unfinished", True), ("left out", False)):
+            if places := [str(line) for line, has_tokens in open_ if has_tokens == begun]:
+                lines.append(f"{what}: line {', '.join(places)}")
+        return "\n".join(lines)

@@ -1,0 +1,274 @@
+"""What the commands share: groups of options, their parsing, and `open_generator`, which loads the model that they name.
+
+Light: heavy imports wait until a command needs them.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli.output import note
+from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError
+from minirt.progress import load_bars
+
+if TYPE_CHECKING:
+    from minirt.generator import Generator
+    from minirt.modeling.config import ModelConfig
+    from minirt.modeling.model import Model
+    from minirt.sampling_params import SamplingParams
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def option_group(*options: Callable) -> Callable:
+    """One decorator for several options, shown by --help in this order."""
+
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+class Numbers(click.ParamType):
+    """"1,8,64" → (1, 8, 64): whole numbers above 0. With `separator=":"` a range, "32:512" or "64" → (32, 512), (64, 64)."""
+
+    def __init__(self, name: str, separator: str) -> None:
+        self.name, self._separator = name, separator
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(self._separator)]
+        numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
+        if len(numbers) != len(words):
+            self.fail(f"{value!r} is not whole numbers above 0 with {self._separator!r} between", param, ctx)
+        if self._separator == ":":
+            numbers = numbers * 2 if len(numbers) == 1 else numbers
+            if len(numbers) != 2 or numbers[0] > numbers[1]:
+                self.fail(f"{value!r} is no range LOW:HIGH", param, ctx)
+        return numbers
+
+
+NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
+
+
+def parse_size(text: str | None) -> int | None:
+    """"512MiB", "4GB", "1000000" → bytes; KiB, MiB, GiB are powers of 1024, kB, MB, GB (and k, M, G) of 1000."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
+    if value < 1:
+        raise click.BadParameter(f"{text!r} is no size; write for example 4GiB")
+    return value
+
+
+model_options = option_group(
+    click.option(
+        "--model", "-m", envvar="MINIRT_MODEL",
+        help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, which tells small stories.",
+    ),
+    click.option("--revision", help="Branch, tag or commit of a Hub model."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+    click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
+    click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
+    click.option("--fp8", is_flag=True, help="Quantize the weights of all linears to FP8 while they are loaded."),
+    click.option(
+        "--fp8-head/--no-fp8-head", default=None,
+        help="With --fp8: quantize the LM head too. [default: unless it is tied to the embedding]",
+    ),
+)
+load_options = option_group(
+    model_options,
+    click.option("--max-model-len", type=int, help="Positions to serve; default: the model's own."),
+    click.option(
+        "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
+        help="Sequences in one step at most; more requests wait. Sizes the KV cache and what is captured at load.",
+    ),
+    click.option(
+        "--max-num-batched-tokens", type=click.IntRange(1),
+        help="Tokens in one step at most: longer prompts are computed in chunks, beside which running requests get their tokens.",
+    ),
+    click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
+    click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
+    click.option(
+        "--kv-cache-memory", metavar="SIZE", callback=lambda c, p, v: parse_size(v),
+        help="Memory for KV pages, e.g. 4GiB.",
+    ),
+    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
+    click.option(
+        "--no-warmup", is_flag=True,
+        help="On a GPU: no warm-up at load. Starts sooner; kernels are compiled and CUDA graphs captured at their first use.",
+    ),
+    click.option(
+        "--no-cuda-graphs", "--enforce-eager", is_flag=True,
+        help="On a GPU: launch every kernel from the host instead of replaying CUDA graphs. --enforce-eager is vLLM's name for "
+        "this; it does not select eager layers: use --impl eager.",
+    ),
+)
+sampling_options = option_group(
+    click.option("--max-tokens", type=int, help="New tokens at most."),
+    click.option("--temperature", type=float, help="0 is greedy."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
+    click.option("--seed", type=int, help="Seed of the draws (and of random weights)."),
+    click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+)
+output_format_option = click.option(
+    "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
+    help="How to print the results.",
+)  # fmt: skip
+output_file_option = click.option(
+    "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Print them to a file.",
+)  # fmt: skip
+debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
+
+
+def sampling_params(options: dict[str, Any]) -> "SamplingParams":
+    """`sampling_options` as SamplingParams; InputError names the flag that is wrong."""
+    from minirt.sampling_params import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+    try:
+        return SamplingParams(stop=options["stop"] or None, **{name: options[name] for name in names})
+    except InputError as error:  # name the flag, not the field
+        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
+        raise error.at(flag) from error
+
+
+def model_name(options: dict[str, Any], quiet: bool = False) -> str:
+    """The model asked for, or the embedded one, said so on stderr unless `quiet`."""
+    if options["model"] is not None:
+        return options["model"]
+    if not quiet:
+        note("no --model: this is the embedded model, which tells stories for small children")
+    from minirt.models import EMBEDDED
+
+    return EMBEDDED
+
+
+def plan_from_options(options: dict[str, Any], name: str) -> "tuple[ModelConfig, Model]":
+    """Config and resolved model of the model called `name` under `model_options`; reads no weights."""
+    _check_choices(options)
+    from minirt.loading.load import plan_model
+    from minirt.modeling.formats import Quantization
+
+    quantization = Quantization("fp8", options["fp8_head"]) if options["fp8"] else None
+    return plan_model(
+        name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
+        revision=options["revision"], quantization=quantization,
+    )
+
+
+def _check_choices(options: dict[str, Any]) -> None:
+    if options["fp8_head"] is not None and not options["fp8"]:
+        raise click.UsageError("--fp8-head and --no-fp8-head go with --fp8")
+
+
+@contextmanager
+def open_generator(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
+    """Load the model that `load_options` describe, with a bar on stderr unless `quiet`; it is closed at the end.
+
+    Args:
+        options: what click made of `load_options`; a "seed" among them, as of `sampling_options`, fixes random weights.
+    """
+    _check_choices(options)
+    if options["random_weights"] and options["check_weights"]:
+        raise click.UsageError("--check-weights checks a checkpoint, and --random-weights reads none")
+    name = model_name(options, quiet)
+    from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS
+    from minirt.generator import Generator
+
+    with load_bars(not quiet) as progress:
+        generator = Generator.from_pretrained(
+            name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
+            max_model_len=options["max_model_len"], revision=options["revision"], seed=options.get("seed") or 0,
+            random_weights=options["random_weights"], check_weights=options["check_weights"],
+            quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"],
+            kv_cache_dtype=options["kv_cache_dtype"], kv_cache_memory=options["kv_cache_memory"],
+            max_num_seqs=options["max_num_seqs"],
+            max_num_batched_tokens=options["max_num_batched_tokens"] or MAX_NUM_BATCHED_TOKENS,
+            warmup=not options["no_warmup"], cuda_graphs=not options["no_cuda_graphs"], progress=progress,
+        )
+    with generator:
+        yield generator
+
+
+def read_file(name: str) -> bytes:
+    """A prompt file's bytes; "-" is stdin."""
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read()
+        with open(name, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise InputError(f"cannot read the prompt file: {error.strerror}", where=name) from error
+
+
+def read_prompt(name: str) -> str:
+    """A prompt file's text, nothing stripped; "-" is stdin."""
+    data = read_file(name)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise InputError("not valid UTF-8", where=name, found=byte) from error
+
+
+def require_tokenizer(generator: "Generator", flag: str) -> None:
+    """For what takes nothing but a text."""
+    if generator.tokenizer is None:
+        raise TokenizerError("the model has no tokenizer for a text", where=flag, found=generator.name)
+
+
+def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
+    """Token ids of a prompt as the command line takes it: with `chat` a user's message, without a tokenizer "1 2 3"."""
+    if chat:
+        return generator.encode_chat([{"role": "user", "content": text}])
+    if generator.tokenizer is not None:
+        return generator.encode(text)
+    words = text.replace(",", " ").split()
+    if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+        raise InputError(
+            "the model has no tokenizer, so that a prompt must be token ids", where=generator.name,
+            expected="integers, as in '1 2 3'", found=ascii(text[:80]),
+        )
+    return [int(word) for word in words]
+
+
+def check_target(target: str | None, flag: str) -> None:
+    """Before any work is done for it."""
+    if target is not None and not Path(target).absolute().parent.is_dir():
+        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)
+
+
+def set_up_triton(cuda: bool, dtype: str | None) -> None:
+    """On a CPU, have Triton run its interpreter: it reads the variable when it is imported, which has not happened yet.
+
+    Raises:
+        ConfigError, UnsupportedError, MinirtError: what runs then is not what is asked about.
+    """
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    if cuda:
+        if interprets:
+            what = "on a GPU Triton's interpreter is not what is asked about"
+            raise ConfigError(what, where="TRITON_INTERPRET=1", hint="unset it")
+        return
+    if dtype == "bfloat16":
+        raise UnsupportedError(
+            "Triton's interpreter gives wrong bfloat16 products", where="--dtype bfloat16", expected="float32 or float16 on a CPU"
+        )
+    if not interprets and "triton" in sys.modules:
+        raise MinirtError("Triton is imported already, and not as an interpreter", hint="run with TRITON_INTERPRET=1 set")
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,42 @@
+"""`minirt plan`: which implementation each layer runs, and why, without reading a weight."""
+
+import io
+import json
+import sys
+from typing import Any
+
+import click
+
+from minirt.cli.options import debug_option, model_name, model_options, plan_from_options
+from minirt.cli.output import format_bytes, write
+
+
+@click.command()
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@debug_option
+def plan(as_json: bool, **options: Any) -> None:
+    """Print the plan: each layer, its implementation and why, its weights. Reads no weights."""
+    name = model_name(options)
+    config, model = plan_from_options(options, name)
+    if as_json:
+        rows = [vars(row) for row in model.plan.rows]
+        record = {"device": model.plan.device, "weight_bytes": model.plan.weight_bytes, "layers": rows}
+        write(json.dumps(record) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    size = f"{model.num_parameters / 1e6:,.1f} M parameters"
+    table = Table(title=f"{name} · {config.model_type} · {size} · {model.plan.device}")
+    for column in ("layer", "implementation", "why", "dtype"):
+        table.add_column(column)
+    table.add_column("weights", justify="right")
+    for row in model.plan.rows:
+        table.add_row(row.layer, row.implementation, row.reason, row.dtype, format_bytes(row.bytes))
+    table.add_row("total", "", "", "", format_bytes(model.plan.weight_bytes))
+    printed, terminal = io.StringIO(), sys.stdout.isatty()
+    width = None if terminal else 110
+    console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    write(printed.getvalue())

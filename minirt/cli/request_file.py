@@ -1,0 +1,129 @@
+"""The format of `minirt generate --prompts`: JSON lines, one request each. `read_prompt_lines` checks all that needs no model.
+
+A line is a text, or an object with one of "prompt" (a text), "messages" (a conversation) and "prompt_token_ids", any of
+`SAMPLING_KEYS`, and an "id" that is copied to the result. null counts as absent; empty lines are skipped.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from minirt.cli.options import encode_prompt
+from minirt.errors import InputError, inside
+from minirt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minirt.generator import Generator
+
+SAMPLING_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+_KINDS: dict[str, tuple[type, str]] = {
+    "prompt": (str, "a text"),
+    "messages": (list, "a list of messages"),
+    "prompt_token_ids": (list, "a list of token ids"),
+}
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One line. `where` names file and line for messages; `kind` is the key of the prompt and `content` its value."""
+
+    line: int
+    where: str
+    kind: str
+    content: Any
+    params: SamplingParams
+    id: str | int | None = None
+
+    def encode(self, generator: "Generator", chat: bool) -> list[int]:
+        """Token ids, checked against the model; with `chat` a text is a user's message. Errors name file and line."""
+        with inside(self.where):
+            if self.kind == "messages":
+                tokens = generator.encode_chat(self.content)
+            elif self.kind == "prompt_token_ids":
+                tokens = generator.encode(self.content)
+            else:
+                tokens = encode_prompt(generator, self.content, chat)
+            generator.check(tokens, self.params)
+        return tokens
+
+    def record(self) -> dict[str, Any]:
+        """What a JSON result says of its request."""
+        record: dict[str, Any] = {"line": self.line}
+        if self.id is not None:
+            record["id"] = self.id
+        if self.kind != "prompt_token_ids":  # those are in every result
+            record[self.kind] = self.content
+        return record
+
+
+def read_prompt_lines(data: bytes, name: str, params: SamplingParams) -> list[PromptLine]:
+    """Parse a file's bytes; a request's own sampling values take the place of those in `params`.
+
+    Raises:
+        InputError: names file, line and key of what is not valid UTF-8, JSON or request; or the file holds none.
+    """
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: a JSON text may hold U+2028
+    requests = [_request(line, n, f"{name} line {n}", params) for n, line in enumerate(lines, 1) if line.strip()]
+    if not requests:
+        raise InputError("there is no request in it", where=name, expected="one JSON text or object a line")
+    return requests
+
+
+def _request(line: bytes, number: int, where: str, params: SamplingParams) -> PromptLine:
+    value = _parse(line, where)
+    if isinstance(value, str):
+        return PromptLine(number, where, "prompt", value, params)
+    if not isinstance(value, dict):
+        raise InputError("not a request", where=where, expected="a text or an object", found=_shown(value))
+    known = (*_KINDS, *SAMPLING_KEYS, "id")
+    for key in value:
+        if key not in known:
+            raise InputError("unknown key", where=f"{where}, {json.dumps(key)}", expected=f"one of {', '.join(known)}")
+    value = {key: item for key, item in value.items() if item is not None}
+    kinds = [kind for kind in _KINDS if kind in value]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or "none"
+        raise InputError("not one prompt", where=where, expected=f"one of {', '.join(_KINDS)}", found=found)
+    content, identifier = value[kinds[0]], value.get("id")
+    kind, description = _KINDS[kinds[0]]
+    if not isinstance(content, kind):
+        raise _wrong(where, kinds[0], description, content)
+    if isinstance(identifier, bool) or not isinstance(identifier, str | int | None):
+        raise _wrong(where, "id", "a text or an integer", identifier)
+    try:
+        own = replace(params, **{key: value[key] for key in SAMPLING_KEYS if key in value})
+    except InputError as error:
+        key = str(error.where).removeprefix("SamplingParams.")
+        raise error.at(f'{where}, "{key}"') from error
+    return PromptLine(number, where, kinds[0], content, own, identifier)
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{line[error.start]:02x} at offset {error.start} of the line"
+        raise InputError("not valid UTF-8", where=where, found=byte) from error
+    except json.JSONDecodeError as error:
+        found = f"{error.msg} at column {error.colno}"
+        raise InputError("not valid JSON", where=where, expected="one JSON text or object", found=found) from error
+    except (ValueError, RecursionError) as error:  # a repeated key, a number of thousands of digits, deep nesting
+        raise InputError(f"not acceptable JSON: {error}", where=where) from error
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses a repeated key, of which json would keep the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(json.dumps(k) for k in keys if keys.count(k) > 1)} stands there twice")
+    return value
+
+
+def _wrong(where: str, key: str, expected: str, found: object) -> InputError:
+    return InputError("wrong type", where=f'{where}, "{key}"', expected=expected, found=_shown(found))
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:80]

@@ -1,0 +1,168 @@
+"""`minirt tune`: launch configurations for the shapes of one model on this GPU."""
+
+from contextlib import ExitStack
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli.options import (
+    NUMBERS,
+    check_target,
+    debug_option,
+    model_name,
+    model_options,
+    output_file_option,
+    output_format_option,
+    plan_from_options,
+    quiet_option,
+)
+from minirt.cli.output import emit, note, write
+from minirt.errors import DeviceError, InputError
+
+if TYPE_CHECKING:
+    from minirt.bench.tune.tune import Outcome, StepClock
+    from minirt.bench.tune.whole_steps import Steps
+    from minirt.kernels.compile.tuning import LinearShape
+    from minirt.modeling.model import Model
+
+
+_PAGES = 256 << 20  # bytes of KV pages of the model whose steps are timed, which brings its own for those
+
+
+@click.command()
+@model_options
+@click.option(
+    "--tokens", "-t", type=NUMBERS, default="1,8,32,64,128,256,512,2048", show_default=True,
+    help="Tokens of the steps to tune for; what shares a bucket with them profits too.",
+)
+@click.option("--kernel", help="Tune this family alone; default: all that are registered.")
+@click.option(
+    "--no-steps", is_flag=True,
+    help="Believe what chains of one kernel say; for a model that this GPU cannot hold. Steps may get slower.",
+)
+@click.option("--show", is_flag=True, help="List what is stored for this GPU, and measure nothing.")
+@output_format_option
+@output_file_option
+@quiet_option
+@debug_option
+@click.pass_context
+def tune(
+    ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_steps: bool, show: bool, **options: Any
+) -> None:
+    """Measure launch configurations of the linear layers' kernels on this GPU and keep those that beat the built-in rules.
+
+    What is fastest in chains of one kernel is confirmed in whole steps of the model, with random weights. Chosen on one run and
+    confirmed on another. They are stored for the GPU model, the Triton version and the kernel's source, in $MINIRT_CACHE or the
+    user's cache folder; loading a model looks them up and never measures.
+    """
+    if show and (options["output_file"] or options["output_format"] != "md"):
+        raise click.UsageError("--output-format and --output-file go with what is measured, not with --show")
+    import torch
+
+    from minirt.device import pick_device
+
+    device = pick_device(options["device"])
+    if device.type != "cuda":
+        raise DeviceError("there is nothing to tune without a GPU", where="--device", found=str(device))
+    from minirt.bench.report import machine
+    from minirt.bench.tune.tune import TuneReport, row
+    from minirt.bench.tune.tune import tune as measure
+    from minirt.kernels.compile import tuning
+    from minirt.kernels.linear import tuning as tuning_cases
+
+    if show:
+        write(_stored(tuning.path(device), tuning_cases.TUNABLES))
+        return
+    families = tuning.registered()
+    if kernel is not None and kernel not in families:
+        raise InputError("unknown kernel family", where="--kernel", expected=", ".join(families), found=kernel)
+    check_target(options["output_file"], "--output-file")
+    name = model_name(options, options["quiet"])
+    _, graph = plan_from_options(options, name)
+    shapes, rows = linear_shapes(graph), []
+    with ExitStack() as stack, torch.inference_mode(), torch.cuda.device(device):
+        step = None if no_steps else _step_clock(name, options, stack)
+        for family in families if kernel is None else [kernel]:
+            for case in families[family](shapes, tokens, device):
+                outcome = measure(case, step=step)
+                rows.append(row(family, outcome))
+                if outcome.config is not None:
+                    tuning.store(case.tunable, tuning.path(device), {case.bucket: outcome.config})
+                if not options["quiet"]:
+                    note(_line(family, outcome))
+                torch.cuda.empty_cache()
+    if not rows:
+        what, found = "no kernel to be tuned runs steps of so many tokens", ",".join(map(str, tokens))
+        raise InputError(what, where="--tokens", found=found, hint="minirt tune without --kernel and --tokens takes all")
+    if not options["quiet"]:
+        faster = sum(own["config"] is not None for own in rows)
+        note(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")
+    correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
+    shared = machine("tune", device, ["minirt", *(ctx.find_root().obj or [])], None)
+    shared |= {"model": name, "quantization": "fp8" if options["fp8"] else None, "correctness": correctness}
+    emit(TuneReport(shared, rows).render(options["output_format"]), options["output_file"], options["quiet"])
+
+
+def _step_clock(name: str, options: dict[str, Any], stack: ExitStack) -> "StepClock":
+    """Times steps of the model with random weights, which is loaded when the first is asked for and kept until the stack ends."""
+
+    @cache
+    def steps() -> "Steps":
+        from minirt.bench.tune.whole_steps import Steps
+        from minirt.generator import Generator
+
+        if not options["quiet"]:
+            note(f"loading {name} with random weights: whole steps confirm what chains have found")
+        generator = Generator.from_pretrained(
+            name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
+            revision=options["revision"], quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"],
+            random_weights=True, warmup=False, max_num_seqs=1, kv_cache_memory=_PAGES,
+        )  # fmt: skip
+        return Steps(stack.enter_context(generator).model)
+
+    return lambda case, configs: steps().seconds(case, configs)
+
+
+def linear_shapes(graph: "Model") -> "list[LinearShape]":
+    """The linear layers of a model, each shape once."""
+    import torch
+
+    from minirt.kernels.compile.tuning import LinearShape
+    from minirt.layers import MLP, Attention, Head
+
+    dtype = getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
+    shapes = []
+    for layer in graph.unique_layers():
+        own: list[tuple[Any, bool, bool]] = []  # linear, gated, residual
+        if isinstance(layer, Attention):
+            own = [(layer.qkv, False, False), (layer.o, False, True)]
+        elif isinstance(layer, MLP):
+            own = [(layer.gate_up, True, False), (layer.down, False, True)]
+        elif isinstance(layer, Head):
+            own = [(layer.lm_head, False, False)]
+        for linear, gated, residual in own:
+            rows = linear.out_features // 2 if gated else linear.out_features
+            head, fp8 = isinstance(layer, Head), linear.format is not None
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, dtype, fp8, head))
+    return list(dict.fromkeys(shapes))
+
+
+def _line(name: str, outcome: "Outcome") -> str:
+    what = f"{outcome.default_us:.1f}"
+    what += f" → {outcome.best_us:.1f} µs in chains" if outcome.best_us < outcome.default_us else " µs"
+    if outcome.default_step_s is not None and outcome.best_step_s is not None:
+        what += f", steps {outcome.default_step_s * 1e3:.3f} → {outcome.best_step_s * 1e3:.3f} ms"
+    what += ", the rule's stays" if outcome.config is None else f", with {outcome.config}"
+    out = f", {len(outcome.failed)} of them failed" if outcome.failed else ""
+    return f"{name} {outcome.bucket}: {what} ({outcome.tried} tried{out})"
+
+
+def _stored(path: Any, tunables: Any) -> str:
+    from minirt.kernels.compile import tuning
+
+    lines = [str(path)]
+    for tunable in tunables:
+        for bucket, config in tuning.load(tunable, path).items():
+            lines.append(f"{tunable.name} {bucket}: {config}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "nothing is stored"]) + "\n"

@@ -1,0 +1,97 @@
+"""The device and the process: which device, how much memory is free, what has been used, and the environment of a bug report."""
+
+import resource
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import psutil
+import torch
+
+from minirt.errors import DeviceError, OutOfMemoryError
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of a GPU's allocator, or of the process (resident set)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]  # flat, it takes 0.3 ms
+    return host_peak_memory()
+
+
+def host_peak_memory() -> int:
+    """The process's peak resident set, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def environment() -> dict[str, str]:
+    """Versions, devices and memory: what a bug report needs."""
+    import os
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import psutil
+
+    facts = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("minirt", "torch", "triton", "safetensors", "tokenizers", "huggingface-hub"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = "not installed"
+    facts["cpu"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
+    facts["host memory"] = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
+    facts["cuda"] = torch.version.cuda or "torch is built without CUDA"
+    for i in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(i)
+        facts[f"cuda:{i}"] = (
+            f"{device.name}, {device.total_memory / 2**30:.1f} GiB, capability {device.major}.{device.minor}"
+        )
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
+        if name in os.environ:
+            facts[name] = os.environ[name]
+    return facts
+
+
+GIB = 1 << 30
+
+
+def require_memory(needed: int, device: torch.device, what: str, hint: str) -> None:
+    """Raise OutOfMemoryError if `needed` bytes for `what` are more than the device has free."""
+    free = free_memory(device)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"{what} need more memory than is free",
+            where=str(device),
+            expected=f"{needed / GIB:.2f} GiB",
+            found=f"{free / GIB:.2f} GiB free",
+            hint=hint,
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def pick_device(device: str) -> torch.device:
+    """"auto", "cpu", "cuda" or "cuda:N" → a device that exists; never a silent CPU."""
+    if device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    kind, _, number = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
+        raise DeviceError("unknown device", where="--device", expected="auto, cpu, cuda or cuda:N", found=device)
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        hint = "use --device cpu, or install a CUDA build of torch"
+        raise DeviceError("no usable CUDA device", where=f"--device {device}", hint=hint)
+    index, count = int(number or 0), torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError("no such device", where="--device", expected=f"below cuda:{count}", found=device)
+    return torch.device("cuda", index)
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Makes a CUDA device the current one, on which Triton launches; of any other there is one alone."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,1 @@
+"""The engine: requests in, tokens out. Scheduling, KV cache, step input, CUDA graphs, sampling."""

@@ -1,0 +1,247 @@
+"""`Engine`: the loop. Requests of token ids go in, sampled token ids come out, one step at a time.
+
+On a GPU the host is one step ahead: a step is queued before the tokens of the one before it are known, so the GPU never waits
+for Python. What it costs is a row computed in vain when a request ends at an EOS token or a stop string.
+"""
+
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minirt.engine.kv_cache import KVCache
+from minirt.engine.runner import ProgressCallback, Runner, Step
+from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
+from minirt.engine.step_input import Batch, Chunk
+from minirt.errors import (
+    ContextLengthError,
+    DeviceFailedError,
+    InputError,
+    MinirtError,
+    NumericsError,
+    OutOfMemoryError,
+)
+from minirt.sampling_params import EffectiveSampling
+
+EVALUATION_CHUNK = 512  # tokens whose logits are computed at once by `Engine.logits`
+
+
+class TokenOutput(NamedTuple):
+    """One new token of one request. `finish_reason` is None while the request goes on, then "stop", "length" or "error": then
+    there is no token (−1), and `error` says what happened."""
+
+    request_id: int
+    token: int
+    finish_reason: str | None
+    error: MinirtError | None = None
+
+
+@dataclass(eq=False)
+class _RequestState:
+    sequence: Sequence
+    sampling: EffectiveSampling
+    eos: frozenset[int]
+
+
+class _InFlight(NamedTuple):
+    step: Step
+    sampled: list[Sequence]  # whose rows it samples, in their order
+
+
+class Engine:
+    """Runs many requests at once on one model and one cache.
+
+    Args:
+        model: `model(batch, cache)` → logits [R, V]; a `Model`, or anything with this signature.
+        vocab_size: ids at or above it are refused.
+        cuda_graphs: run small steps as CUDA graphs (a `Model` on a GPU, all of whose layers can be captured).
+        lookahead: steps that are started before the tokens of an earlier one are read: 0, or 1; None: 1 on a GPU.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[Batch, KVCache], Tensor],
+        cache: KVCache,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        device: torch.device | str = "cpu",
+        cuda_graphs: bool = False,
+        lookahead: int | None = None,
+    ) -> None:
+        self._model, self._cache, self._vocab_size = model, cache, vocab_size
+        device = torch.device(device)
+        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._runner = Runner(
+            model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
+            max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
+        )  # fmt: skip
+        self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
+        self._in_flight: deque[_InFlight] = deque()
+        self._requests: dict[int, _RequestState] = {}
+        self._ids = itertools.count()
+        self._failure: DeviceFailedError | None = None
+
+    @property
+    def max_len(self) -> int:
+        """Prompt and generated tokens that one request can have, together."""
+        return self._scheduler.max_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._scheduler.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self._scheduler.max_num_batched_tokens
+
+    @property
+    def failed(self) -> bool:
+        """Whether the GPU has failed, so that nothing can be asked of it any more."""
+        return self._failure is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def warm_up(self, progress: ProgressCallback | None = None) -> None:
+        """Compile every kernel and capture every graph that a step can need; without it that happens when one does."""
+        self._runner.warm_up(progress)
+
+    def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
+        """Seconds that the bare CUDA graph of a decode step takes, `repeats` times; see `Generator.replay_times`."""
+        return self._runner.replay_times(batch_size, context_len, repeats)
+
+    def add(self, prompt: Seq[int], sampling: EffectiveSampling, eos_token_ids: Seq[int] = ()) -> int:
+        """Queue a request and return its id.
+
+        Raises:
+            InputError: an empty prompt, or an id outside the vocabulary.
+            ContextLengthError: a prompt that can never fit.
+        """
+        self.check_tokens(prompt)
+        final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
+        sequence = Sequence(next(self._ids), array("q", prompt), len(prompt), final_len)
+        self._scheduler.add(sequence)
+        eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._requests[sequence.id] = _RequestState(sequence, sampling, eos)
+        return sequence.id
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request at any moment; unknown and finished ids are fine, since it may just have ended."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._scheduler.remove(request.sequence)
+
+    def step(self) -> list[TokenOutput]:
+        """Start the next step and return the tokens of one that has ended, if any.
+
+        No token comes of a step that ends in the middle of a prompt. A step that runs out of memory ends the requests it was to
+        compute, with an error in their output.
+
+        Raises:
+            DeviceFailedError: the GPU has failed; the engine cannot be used any more.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            work = self._scheduler.schedule()
+            outputs = self._start(work) if work else []
+            while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
+                outputs += self._collect(self._in_flight.popleft())
+            return outputs
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in ("CUDA error", "[CUDA]")):  # PyTorch's and Triton's word for it
+                raise
+            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
+            self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            raise self._failure from error
+
+    def _start(self, work: list[tuple[Sequence, Chunk]]) -> list[TokenOutput]:
+        sampled = [sequence for sequence, chunk in work if chunk.wants_logits]
+        settings = [(self._requests[s.id].sampling, s.num_generated) for s in sampled]
+        try:
+            step = self._runner.start([chunk for _, chunk in work], settings)
+        except RuntimeError as error:  # PyTorch's, or Triton's where a kernel cannot be loaded
+            if "out of memory" not in str(error):
+                raise
+            tokens = sum(len(chunk.tokens) for _, chunk in work)
+            failure = OutOfMemoryError(
+                f"no memory left for a step of {len(work)} sequences and {tokens} tokens",
+                found=str(error).strip().splitlines()[0],
+                hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
+            )
+            return [self._fail(sequence.id, failure) for sequence, _ in work]
+        for sequence, chunk in work:
+            sequence.num_computed += len(chunk.tokens)
+        for row, sequence in enumerate(sampled):
+            sequence.row = row
+            sequence.pending += 1
+        self._in_flight.append(_InFlight(step, sampled))
+        return []
+
+    def _collect(self, ended: _InFlight) -> list[TokenOutput]:
+        outputs = []
+        for sequence, token in zip(ended.sampled, ended.step.tokens(), strict=True):
+            request = self._requests.get(sequence.id)
+            if request is None:  # it ended, or was aborted, after this step had started
+                continue
+            sequence.pending -= 1
+            if token < 0:  # the sampler's mark for logits that hold no number
+                where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
+                hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
+                outputs.append(self._fail(sequence.id, NumericsError("the logits are NaN or infinite", where=where, hint=hint)))
+                continue
+            sequence.tokens.append(token)
+            ends = "stop" if token in request.eos else "length" if len(sequence.tokens) >= sequence.final_len else None
+            if ends is not None:
+                self.abort(sequence.id)
+            outputs.append(TokenOutput(sequence.id, token, ends))
+        return outputs
+
+    def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
+        self.abort(request_id)
+        return TokenOutput(request_id, -1, "error", error)
+
+    def logits(self, tokens: Seq[int]) -> Tensor:
+        """Teacher-forced logits [T, V] fp32 on the CPU, for evaluation. The cache must have room for the tokens."""
+        self.check_tokens(tokens)
+        if len(tokens) > self.max_len:
+            raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
+        needed, allocator = self._cache.pages_for(len(tokens)), self._cache.allocator
+        if needed > allocator.num_free:
+            raise ContextLengthError(
+                "running requests hold the cache's pages", expected=needed, found=allocator.num_free
+            )
+        pages = allocator.allocate(needed)
+        try:
+            rows = []
+            step = min(EVALUATION_CHUNK, self._scheduler.max_num_batched_tokens)
+            for start in range(0, len(tokens), step):
+                chunk = Chunk(tokens[start : start + step], start, pages, all_logits=True)
+                rows.append(self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu())
+        finally:
+            allocator.release(pages)
+        return torch.cat(rows)
+
+    def check_tokens(self, tokens: Seq[int]) -> None:
+        if len(tokens) == 0:
+            raise InputError("the prompt is empty", hint="give at least one token")
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < self._vocab_size:
+            return
+        for position, token in enumerate(tokens):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+                raise InputError(
+                    "not a token id of this model",
+                    where=f"prompt token {position}",
+                    expected=f"an integer from 0 to {self._vocab_size - 1}",
+                    found=repr(token),
+                )

@@ -1,0 +1,101 @@
+"""The paged KV cache: page tensors per attention layer, and the reference-counted allocator of their pages."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minirt.errors import MinirtError
+from minirt.modeling.formats import FP8
+
+PAGE_SIZE = 64  # tokens; a multiple of every attention tile's context block
+
+
+class LayerKV(NamedTuple):
+    """One attention layer's pages: k and v, each [num_pages, page_size, Nkv, D]; those of fp8 have a scale for each token and
+    head, [num_pages, page_size, Nkv] fp32."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def page_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
+    """Bytes of one page over all attention layers, whose (Nkv, D) are `shapes`."""
+    scale = 4 if dtype == FP8 else 0
+    return sum(2 * page_size * heads * (dim * dtype.itemsize + scale) for heads, dim in shapes)
+
+
+class KVCache:
+    """Pages of every attention layer, one index space for all of them.
+
+    Memory is reserved, not written: what a page holds before its first write is undefined, and no layer may read it.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self.page_size, self.num_pages = page_size, num_pages
+        self.layers = []
+        for heads, dim in shapes:
+            size = (num_pages, page_size, heads)
+            k, v = (torch.empty(*size, dim, device=device, dtype=dtype) for _ in range(2))
+            scales = [torch.empty(size, device=device) for _ in range(2)] if dtype == FP8 else []
+            self.layers.append(LayerKV(k, v, *scales))
+        self.allocator = PageAllocator(num_pages)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in all pages together."""
+        return self.num_pages * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self.layers for t in layer if t is not None)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+
+class PageAllocator:
+    """Hands out page numbers; a page returns to the free list when its last holder releases it."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each. The caller has compared `count` with `num_free`."""
+        if count > len(self._free):
+            raise MinirtError("KV pages exhausted", expected=f"{count} free pages", found=len(self._free))
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add a reference to pages that are in use (a prefix that two sequences have in common)."""
+        for page in pages:
+            if self._references[page] == 0:
+                raise MinirtError("cannot share a free KV page", where=f"page {page}")
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference to each page; the last one frees it."""
+        for page in pages:
+            if self._references[page] == 0:
+                raise MinirtError("KV page released twice", where=f"page {page}")
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)

@@ -1,0 +1,177 @@
+"""`Runner`: a step on the device. Input buffers, the model or its CUDA graph, the sampler, and the tokens' way to the host.
+
+On a GPU nothing here waits: a step is queued behind the one before, whose tokens it takes from where the sampler left them, and
+the host reads them from pinned memory once the copy's event has passed. On a CPU a step is over when `start` returns.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minirt.device import on_device
+from minirt.engine.cuda_graphs import Scores, StepGraphs, batch_bucket, max_splits
+from minirt.engine.kv_cache import KVCache
+from minirt.engine.sampler import SamplingBatch, SamplingBuffers, sample
+from minirt.engine.step_input import Batch, Chunk, count_ahead
+from minirt.engine.warmup import sampling_kinds, warm_up_steps
+from minirt.errors import ContextLengthError, UnsupportedError
+from minirt.modeling.model import Model
+from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
+
+Settings = Sequence[tuple[EffectiveSampling, int]]  # of each row that is sampled: its values, and the index of its token
+ModelLike = Callable[[Batch, KVCache], Tensor]
+ProgressCallback = Callable[[int, int], None]  # (done, in all)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was started."""
+
+    _tokens: Tensor
+    _copied: "torch.cuda.Event | None" = None
+
+    def tokens(self) -> list[int]:
+        """The sampled tokens, one for each row that wanted logits; waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tokens.tolist()
+
+
+class Runner:
+    """Runs the steps of one model on one cache, in order.
+
+    Args:
+        model: `model(batch, cache)` → logits [R, V] fp32.
+        cuda_graphs: small steps as CUDA graphs; needs a `Model` whose layers all can be captured.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        cache: KVCache,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_seq_len: int,
+        max_num_batched_tokens: int,
+        cuda_graphs: bool,
+    ) -> None:
+        self._model, self._cache, self._device, self._vocab_size = model, cache, device, vocab_size
+        self._max_seq_len, self._max_num_batched_tokens = max_seq_len, max_num_batched_tokens
+        self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.graphs: StepGraphs | None = None
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            count_ahead(cache.capacity)
+            self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
+            self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
+        if isinstance(model, Model):
+            model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache))
+        if cuda_graphs and isinstance(model, Model):
+            self.graphs = StepGraphs(model, cache, self._previous, max_seq_len, max_num_batched_tokens, vocab_size)
+
+    @torch.inference_mode()
+    def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
+        """Queue a step; `settings` has a row for each chunk that wants logits. Raises torch.OutOfMemoryError."""
+        with on_device(self._device):
+            return self._start(chunks, settings)
+
+    def _start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
+        logits, row_maxima = self._scores(chunks, any(own.temperature > 0 for own, _ in settings))
+        count = len(settings)
+        if not count:
+            return Step(torch.empty(0, dtype=torch.int64))
+        if not self._cuda:
+            tokens = sample(logits, SamplingBatch.build(settings), out=self._previous[:count])
+            return Step(tokens.clone())
+        batch, workspace = self._sampling.fill(settings), self._sampling.workspace
+        sample(logits, batch, workspace=workspace, row_maxima=row_maxima, out=self._previous[:count])
+        self._host.reverse()  # two, since the other's tokens may not have been read yet
+        tokens = self._host[0][:count]
+        tokens.copy_(self._previous[:count], non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Step(tokens, copied)
+
+    def _scores(self, chunks: Sequence[Chunk], sampled: bool) -> Scores:
+        scores = None if self.graphs is None else self.graphs.run(chunks, logits_needed=sampled)
+        if scores is not None:
+            return scores
+        batch = self._batch(chunks)
+        logits = self._model(batch, self._cache)
+        return Scores(logits, None if batch.row_maxima is None else batch.row_maxima.stored())
+
+    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        """For a step without a graph. Where others have one, the head leaves its largest logits as theirs do: one form of
+        its kernels serves both."""
+        batch = Batch.build(chunks, self._cache.page_size, pinned=self._cuda).after(self._previous)
+        return batch if self.graphs is None else self.graphs.with_row_maxima(batch.to(self._device))
+
+    def warm_up(self, progress: ProgressCallback | None = None) -> None:
+        """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
+
+        Steps of each kind are compiled to find the kernels. The cache's pages must not be in use.
+        """
+        if not self._cuda or not isinstance(self._model, Model):
+            return
+        from minirt.kernels.compile.ahead_of_time import compile_ahead
+
+        seqs, graphs = self._previous.shape[0], self.graphs
+        buckets = graphs.buckets if graphs is not None else []
+        steps = warm_up_steps(self._max_num_batched_tokens, self._max_seq_len, seqs)
+        if graphs is None:
+            last = self._max_seq_len - 1  # decode steps on a short and on the longest context: only the latter combines KV splits
+            contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, last}]
+            steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
+        kernels = 0
+
+        def compiled(done: int, total: int) -> None:
+            nonlocal kernels
+            kernels = total
+            if progress is not None:
+                progress(done, total + len(buckets))
+
+        with on_device(self._device):
+            with compile_ahead(self._device, compiled):
+                for chunks in steps:
+                    self._model.dry_run(self._batch(chunks), self._cache)
+                if graphs is not None:
+                    for bucket in buckets:
+                        graphs.dry_run(bucket)
+                for params in sampling_kinds():
+                    self._sample(params)
+            if graphs is not None:
+                for done, bucket in enumerate(buckets, kernels + 1):
+                    graphs.capture(bucket, compiled=True)
+                    if progress is not None:
+                        progress(done, kernels + len(buckets))
+                for row_maxima in graphs.row_maxima():
+                    self._sample(SamplingParams(temperature=0.0), row_maxima[:1])
+            torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
+        logits = torch.zeros(1, self._vocab_size, device=self._device)
+        sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
+
+    def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
+        """Seconds of the CUDA graph of one decode step, alone: no sampler, no copies, the cached values arbitrary."""
+        if self.graphs is None:
+            what = "there is no CUDA graph to time: it takes a GPU and Triton for every layer"
+            raise UnsupportedError(what, where="replay_times", found=f"device {self._device}")
+        cache, needed = self._cache, self._cache.pages_for(context_len)
+        if batch_size * needed > cache.allocator.num_free:
+            expected = f"{batch_size * needed} free pages"
+            raise ContextLengthError("too few KV pages", expected=expected, found=cache.allocator.num_free)
+        pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
+        try:
+            with on_device(self._device):
+                return self.graphs.replay_times([Chunk([1], context_len - 1, own) for own in pages], repeats)
+        finally:
+            for own in pages:
+                cache.allocator.release(own)
+
+

@@ -1,0 +1,242 @@
+"""`sample`: logits to tokens for a batch of requests, on the device and without a host sync.
+
+Greedy rows take the argmax. The others are drawn by an exponential race: token v, of unnormalized probability w_v, wins
+if E_v / w_v is the smallest, E_v = -log(1 - u_v) being independent and exponential. This is Gumbel-max, argmax of
+logit / T - log(E), without the outer logarithm: the ratio keeps fp32's relative precision where the sum of logarithms
+would keep an absolute one. u_v is uniform and finest near 0 (`minirt.kernels.sampling.philox.uniform`), and winners have a small
+E: hence log(1 - u), computed as log1p(-u), and not log(u).
+
+u_v is word v mod 4 of Philox with key = the request's seed and counter = (v // 4, step, 0, 0): a draw depends on seed,
+step and v alone, never on the rest of the batch. For the same reason the filters use only exact integer sums and
+elementwise operations, whose result no batch shape can change.
+
+On a GPU the kernels of `minirt.kernels.sampling.sample` draw the same tokens; what is here runs on any device and defines them.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
+from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.sampling.philox import philox, uniform
+from minirt.sampling_params import EffectiveSampling
+
+if TYPE_CHECKING:
+    from minirt.kernels.sampling.sample import SamplingWorkspace
+
+# Probability masses are summed as integers: a weight (at most 1) times 2⁴⁰, truncated. Sums hold for V up to 2²², and a
+# vocabulary of 2¹⁸ tokens loses at most 2⁻²² of its most probable token's mass.
+_MASS_SCALE = 2.0**40
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingBatch:
+    """Sampling settings of B requests: built anew when the batch's members change, else only `step` moves on.
+
+    Device tensors [B]: `temperature` fp32 (0 = greedy), `top_k` int32 (0 = off), `top_p` fp32 (1 = off), `min_p` fp32
+    (0 = off), `seed` int64 (bit pattern of the uint64), `step` int64 (index of the generated token within its request,
+    from 0). The flags are known on the host, so that no work is launched for filters nobody uses.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    step: Tensor
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+
+    @classmethod
+    def build(
+        cls, requests: Sequence[tuple[EffectiveSampling, int]], device: torch.device | str = "cpu"
+    ) -> "SamplingBatch":
+        """`requests`: for each row its settings and the step of its next token."""
+        columns = zip(_columns(requests), _DTYPES, strict=True)
+        temperature, top_k, top_p, min_p, seed, step = (torch.tensor(v, dtype=t).to(device) for v, t in columns)
+        return cls(temperature, top_k, top_p, min_p, seed, step, *_flags(requests))
+
+
+_DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)  # in the order of the fields
+
+
+def _columns(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[list, ...]:
+    """The values of `SamplingBatch`'s tensors, in the order of its fields."""
+    limits = torch.finfo(torch.float32)
+    settings = [s for s, _ in requests]
+    return (
+        # What fp32 cannot hold: a temperature under its smallest normal number is greedy, one above its range is flat.
+        [0.0 if s.temperature < limits.tiny else min(s.temperature, limits.max) for s in settings],
+        [min(s.top_k, 2**31 - 1) for s in settings],
+        [s.top_p for s in settings],
+        [s.min_p for s in settings],
+        [s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in settings],
+        [step for _, step in requests],
+    )
+
+
+def _flags(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[bool, bool, bool, bool]:
+    """all_greedy, any_top_k, any_top_p, any_min_p."""
+    sampled = [s for s, _ in requests if s.temperature > 0]
+    return (
+        not sampled,
+        any(s.top_k > 0 for s in sampled),
+        any(s.top_p < 1 for s in sampled),
+        any(s.min_p > 0 for s in sampled),
+    )
+
+
+class SamplingBuffers:
+    """Static device buffers of up to `max_batch` rows' settings and the kernels' scratch: `fill` allocates and waits for
+    nothing. What it returns holds until the next fill, in the order of the stream."""
+
+    def __init__(self, max_batch: int, vocab: int, device: torch.device) -> None:
+        self.workspace = _kernels().SamplingWorkspace(max_batch, vocab, device)
+        rows = -(-max_batch // 4) * 4  # so that every part is aligned to 16 bytes
+        self._buffer = CpuGpuBuffer((8, rows), device)
+
+    def fill(self, requests: Sequence[tuple[EffectiveSampling, int]]) -> SamplingBatch:
+        flags, count = _flags(requests), len(requests)
+        all_greedy = flags[0]
+        if not all_greedy:  # else nothing reads them
+            for view, values in zip(_views(self._buffer.host(), count), _columns(requests), strict=True):
+                view.copy_(torch.tensor(values, dtype=view.dtype))
+            self._buffer.send()
+        temperature, top_k, top_p, min_p, seed, step = _views(self._buffer.device, count)
+        return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, *flags)
+
+
+def _views(buffer: Tensor, count: int) -> list[Tensor]:
+    """The tensors of `SamplingBatch` in a buffer [8, rows] int32; an int64 one takes two of its rows."""
+    narrow = [row[:count].view(dtype) for row, dtype in zip(buffer[:4], _DTYPES, strict=False)]
+    return narrow + [buffer[i : i + 2].view(-1).view(torch.int64)[:count] for i in (4, 6)]
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    try:
+        from minirt.kernels.sampling import sample as kernels
+    except ImportError as error:
+        hint = "install Triton, or sample with impl='eager'"
+        raise UnsupportedError("the Triton sampler cannot be imported", where="sample", found=error, hint=hint) from error
+    return kernels
+
+
+def sample(
+    logits: Tensor,
+    batch: SamplingBatch,
+    impl: str = "auto",
+    workspace: "SamplingWorkspace | None" = None,
+    out: Tensor | None = None,
+    row_maxima: Tensor | None = None,
+) -> Tensor:
+    """One token for each row of `logits` [B, V] (fp32; fp16 and bf16 are computed in fp32) → [B] int64.
+
+    Greedy: the largest logit, the lowest index among equals. A row with +inf takes one of its +inf tokens: the first if
+    greedy, else a uniform draw among them. A row that contains NaN, or nothing but -inf, gives -1, an id no vocabulary
+    has: raising here would cost a sync, so the caller, who reads the tokens anyway, turns it into an error.
+
+    `impl`: "eager", "triton", or "auto", which is triton on a CUDA device and eager elsewhere. `workspace`: the scratch
+    of triton, allocated by the call if None. `row_maxima` [B, P]: what an LM head left of each row, which then, if all rows are
+    greedy, is all that triton reads. `out` [B] int64 takes the tokens.
+    """
+    rows = batch.step.shape[0]
+    if logits.ndim != 2 or logits.shape[0] != rows:
+        raise InputError(
+            "one row of logits per request is needed",
+            where="sample",
+            expected=f"logits of shape ({rows}, V)",
+            found=f"{tuple(logits.shape)}",
+        )
+    if impl not in ("auto", "eager", "triton"):
+        raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
+    if impl == "triton" or (impl == "auto" and logits.device.type == "cuda"):
+        return _kernels().sample(
+            logits.to(torch.float32).contiguous(),
+            batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,
+            all_greedy=batch.all_greedy, any_top_k=batch.any_top_k, any_top_p=batch.any_top_p,
+            any_min_p=batch.any_min_p, workspace=workspace, out=out, row_maxima=row_maxima,
+        )  # fmt: skip
+    token = logits.argmax(-1, keepdim=True)
+    top = logits.gather(1, token)  # NaN if the row has one: argmax ranks NaN above everything
+    if not batch.all_greedy:
+        race = filtered_weights(logits, batch).div_(exponential_noise(batch.seed, batch.step, logits.shape[1]))
+        token = torch.where(batch.temperature.unsqueeze(1) > 0, race.argmax(-1, keepdim=True), token)
+    tokens = torch.where(top > -torch.inf, token, -1).squeeze(1)
+    return tokens if out is None else out.copy_(tokens)
+
+
+def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """exp((logit - max) / T) of the tokens that the filters keep, 0 elsewhere: [B, V] → [B, V] fp32.
+
+    Proportional to the distribution that is drawn from; the most probable token has weight 1 and always stays. In
+    order: top_k keeps every logit not below the k-th largest; top_p keeps the fewest most probable of those whose share
+    of their mass reaches p, and all that tie with the last one; min_p keeps weights of at least min_p (relative to the
+    maximum, so that renormalizing changes nothing). Rows of temperature 0 and rows with NaN hold finite values without
+    a meaning.
+    """
+    logits = logits.to(torch.float32)
+    top = logits.amax(-1, keepdim=True)
+    temperature = torch.where(batch.temperature > 0, batch.temperature, 1).unsqueeze(1)
+    weights = ((logits - top) / temperature).masked_fill_(logits == top, 0).exp_()  # the mask is for inf - inf
+    weights.masked_fill_(top.isnan(), 1)
+    if batch.any_top_k:
+        vocab = logits.shape[1]
+        count = torch.where(batch.top_k > 0, batch.top_k, vocab).clamp(max=vocab).unsqueeze(1).long()
+        keys = _descending_keys(logits)
+        weights.masked_fill_(keys > _reach(keys, torch.ones_like(keys), count), 0)
+    if batch.any_top_p:
+        top_p = batch.top_p.unsqueeze(1)
+        mass = (weights * _MASS_SCALE).long()
+        target = (top_p.double() * mass.sum(-1, keepdim=True)).ceil().long().clamp(min=1)
+        keys = _descending_keys(weights)
+        last = _reach(keys, mass, torch.where(top_p < 1, target, 1))
+        weights.masked_fill_((keys > last) & (top_p < 1), 0)
+    if batch.any_min_p:
+        weights.masked_fill_(weights < batch.min_p.unsqueeze(1), 0)
+    return weights
+
+
+def exponential_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
+    """E = -log(1 - u) for `seed` [B] and `step` [B] → [B, vocab] fp32 in [2⁻³³, 24·log 2], by the counters given above.
+
+    Where log1p is lacking, with t = 1 - u in fp32: E = u if t = 1, else log(t) · u / (t - 1) (Kahan's identity).
+    """
+    block = torch.arange(-(-vocab // 4), device=seed.device).unsqueeze(0)
+    zero = torch.zeros_like(step).unsqueeze(1)
+    words = philox(seed.unsqueeze(1), block, step.unsqueeze(1), zero, zero)
+    u = torch.stack([uniform(word) for word in words], dim=-1).flatten(1)[:, :vocab]
+    return u.neg_().log1p_().neg_()
+
+
+def _descending_keys(x: Tensor) -> Tensor:
+    """fp32 → int64 in 0 … 2³² - 1, the larger number the smaller key; -0 and 0 share one."""
+    bits = (x + 0.0).view(torch.int32)
+    return (2**31 - 1) - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+
+
+def _reach(keys: Tensor, mass: Tensor, target: Tensor) -> Tensor:
+    """The smallest key t with (mass where keys <= t).sum() >= target, row by row → [B, 1] int64.
+
+    `keys` [B, V] int64 in 0 … 2³² - 1, `mass` [B, V] int64 >= 0 (overwritten), `target` [B, 1] int64 from 1 to the row's
+    mass. A radix select, 11 bits at a time: no sort, and only integer sums, which come out the same in any order.
+    """
+    found = torch.zeros_like(target)
+    for shift in (22, 11, 0):
+        digits = (keys >> shift).bitwise_and_(0x7FF)
+        histogram = torch.zeros(keys.shape[0], 2**11, dtype=torch.int64, device=keys.device)
+        histogram.scatter_add_(1, digits, mass)
+        reached = histogram.cumsum(1)
+        digit = (reached < target).sum(1, keepdim=True)
+        target = target - (reached - histogram).gather(1, digit)  # what the smaller digits leave to find
+        mass.masked_fill_(digits != digit, 0)
+        found = (found << 11) | digit
+    return found

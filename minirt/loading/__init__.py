@@ -1,0 +1,1 @@
+"""From a model's name to weights on a device: files, options, memory, checkpoint."""

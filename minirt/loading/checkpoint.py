@@ -1,0 +1,240 @@
+"""Fill a model's weights: streamed from safetensors, strictly, or random."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minirt.errors import CheckpointError
+from minirt.modeling.model import Model
+from minirt.modeling.parameters import PackedLinear, Parameter
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Non-persistent buffers that old transformers releases saved; the runtime computes them from the config.
+DERIVED = "rotary_emb.inv_freq"
+# A file is mapped anew after this many bytes, so that its pages never count as the process's memory all at once.
+MAP_BYTES = 64 << 20
+THREADS = 4
+
+ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the checkpoint, as its file's header describes it."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return FLOATS[self.dtype].itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading did: bytes read, and the checkpoint's tensors that the model does not use."""
+
+    bytes_read: int
+    unused: tuple[str, ...]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"not a readable safetensors file: {error}", where=path, hint="download it again; it may be truncated"
+        ) from error
+
+
+def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> dict[str, Entry]:
+    """Every tensor of the files by name; no tensor data is read.
+
+    Args:
+        files: safetensors files.
+        index: tensor name → file name, from model.safetensors.index.json; it must agree with the files.
+    Raises:
+        CheckpointError: an unreadable file, a tensor in two files, or an index that disagrees with its files.
+    """
+    entries: dict[str, Entry] = {}
+    for path in files:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if name in entries:
+                    raise CheckpointError(
+                        "the tensor is in two files", where=name, found=f"{entries[name].file.name}, {path.name}"
+                    )
+                view = file.get_slice(name)
+                entries[name] = Entry(name, path, tuple(view.get_shape()), view.get_dtype())
+    if index is not None:
+        for name, file_name in index.items():
+            if name not in entries or entries[name].file.name != file_name:
+                found = entries[name].file.name if name in entries else "in no file"
+                where = f"{files[0].parent}: {name}"
+                raise CheckpointError("the index and the files disagree", where=where, expected=file_name, found=found)
+        extra = sorted(entries.keys() - index.keys())
+        if extra:
+            raise CheckpointError(
+                f"{len(extra)} tensors are missing from the index", where=entries[extra[0]].file, found=_some(extra)
+            )
+    return entries
+
+
+def match(
+    model: Model, entries: dict[str, Entry], allow_unused: bool = False
+) -> tuple[dict[str, list[Parameter]], tuple[str, ...]]:
+    """Pair the checkpoint's tensors with the model's holders (two for a tied head that is quantized); returns them and the
+    unused names.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen or of a dtype that is no float, or (unless `allow_unused`, for a
+            model composed of part of a checkpoint) unexpected.
+    """
+    wanted: dict[str, tuple[list[Parameter], tuple[int, ...]]] = {}
+    for parameter in model.parameters():
+        for name, shape in parameter.expected():
+            holders = wanted.setdefault(name, ([], shape))[0]
+            if holders and list(holders[0].expected()) != list(parameter.expected()):
+                raise CheckpointError("two layers hold this tensor, packed differently", where=name)
+            holders.append(parameter)
+    missing = [name for name in wanted if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of {len(wanted)} tensors are missing",
+            where=_folder(entries),
+            expected=_some(missing),
+            hint="the checkpoint is incomplete, or config.json describes another model",
+        )
+    for name, (_, shape) in wanted.items():
+        entry = entries[name]
+        if entry.shape != shape:
+            raise CheckpointError(
+                "wrong shape", where=f"{entry.file}: {name}", expected=list(shape), found=list(entry.shape)
+            )
+    for entry in (entries[n] for n in entries if n in wanted or _tied_copy(model, n)):
+        if entry.dtype not in FLOATS:
+            raise CheckpointError(
+                "wrong dtype", where=f"{entry.file}: {entry.name}", expected=" or ".join(FLOATS), found=entry.dtype
+            )
+    unused = tuple(
+        sorted(n for n in entries if n not in wanted and not n.endswith(DERIVED) and not _tied_copy(model, n))
+    )
+    if unused and not allow_unused:
+        raise CheckpointError(
+            f"{len(unused)} unexpected tensors",
+            where=entries[unused[0]].file,
+            found=_some(unused),
+            hint="config.json describes another model",
+        )
+    return {name: holders for name, (holders, _) in wanted.items()}, unused
+
+
+def _tied_copy(model: Model, name: str) -> bool:
+    return name == "lm_head.weight" and model.config.tie_word_embeddings
+
+
+def load(
+    model: Model,
+    files: Sequence[Path],
+    index: dict[str, str] | None = None,
+    *,
+    allow_unused: bool = False,
+    check_weights: bool = False,
+    progress: ProgressCallback | None = None,
+) -> LoadReport:
+    """Stream a checkpoint into an allocated model, casting to the model's dtype on the way.
+
+    Args:
+        check_weights: refuse NaN and Inf, naming the tensor.
+    Raises:
+        CheckpointError: see `read_headers` and `match`; a tied head that differs from the embedding; a NaN or Inf.
+    """
+    entries = read_headers(files, index)
+    targets, unused = match(model, entries, allow_unused)
+    tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
+    work = [entries[name] for name in targets]
+    total, done = sum(e.nbytes for e in work), 0
+
+    def place(entry: Entry, tensor: torch.Tensor) -> None:
+        if check_weights and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file}: {entry.name}")
+        for holder in targets[entry.name]:
+            holder.load(entry.name, tensor)
+
+    threads = THREADS if model.device.type == "cuda" else 1
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for size in pool.map(lambda group: _read(group, place), _groups(work)):
+            done += size
+            if progress:
+                progress(done, total)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    for entry in tied:
+        _read([entry], lambda e, tensor: _check_tied(model, e, tensor))
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return LoadReport(total, unused)
+
+
+def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The tensors file by file, in runs of about MAP_BYTES: the unit of one mapping, and of one thread's work."""
+    by_file: dict[Path, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_file[entry.file].append(entry)
+    groups: list[list[Entry]] = []
+    for members in by_file.values():
+        room = 0
+        for entry in members:
+            if entry.nbytes > room:
+                groups.append([])
+                room = MAP_BYTES
+            groups[-1].append(entry)
+            room -= entry.nbytes
+    return groups
+
+
+@torch.inference_mode()
+def _read(group: Sequence[Entry], place: Callable[[Entry, torch.Tensor], None]) -> int:
+    with _opened(group[0].file) as file:
+        for entry in group:
+            place(entry, file.get_tensor(entry.name))
+    return sum(entry.nbytes for entry in group)
+
+
+def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
+    table = next(p for p in model.parameters() if isinstance(p, PackedLinear)).weight
+    if tensor.shape != table.shape or not torch.equal(tensor.to(table.device, table.dtype), table):
+        raise CheckpointError(
+            "config.json ties the head to the embedding, but the checkpoint has another head",
+            where=f"{entry.file}: {entry.name}",
+            hint="set tie_word_embeddings to false in config.json",
+        )
+
+
+def randomize(model: Model, seed: int = 0) -> None:
+    """Random weights on the model's device, the same for the same seed and device type."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.randomize(generator)
+
+
+def _some(names: Sequence[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (f", … ({len(names)} in all)" if len(names) > count else "")
+
+
+def _folder(entries: dict[str, Entry]) -> Path | str:
+    return next(iter(entries.values())).file.parent if entries else "checkpoint"

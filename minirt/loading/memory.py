@@ -1,0 +1,46 @@
+"""Does it fit? The memory that weights, rope tables and KV pages take, compared with what a device has free."""
+
+import torch
+
+from minirt.device import free_memory, require_memory
+from minirt.engine.kv_cache import PAGE_SIZE, page_bytes
+from minirt.errors import ConfigError
+from minirt.modeling.model import Model
+
+
+def check_memory(
+    model: Model, length: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype, kv_cache_memory: int | None,
+    max_num_seqs: int,
+) -> None:  # fmt: skip
+    """Refuse what will not fit, before anything is allocated. Of `kv_cache_memory` counts what `page_count` takes of it."""
+    # The rope tables are made on the CPU, where with what they are made from they take four times their size.
+    tables = (16 if device.type == "cpu" else 4) * length * model.config.head_dim
+    needed = model.weight_bytes(dtype) + tables
+    what = f"{model.num_parameters / 1e9:.2f} G weights and the tables of {length} positions"
+    require_memory(needed, device, what, "take --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
+    if kv_cache_memory is not None:
+        one = page_bytes(model.kv_shapes, kv_dtype)
+        pages = min(_pages_in(kv_cache_memory, one), max_num_seqs * -(-length // PAGE_SIZE)) * one
+        require_memory(needed + pages, device, f"{what}, and KV pages,", "lower --kv-cache-memory")
+
+
+def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
+    """KV pages in `memory` bytes (None: as `Generator` says); at most what `max_num_seqs` full sequences need."""
+    one = page_bytes(model.kv_shapes, model.kv_dtype)
+    full = max_num_seqs * -(-model.max_model_len // PAGE_SIZE)
+    if not one:
+        return full
+    if memory is not None:
+        return min(_pages_in(memory, one), full)
+    share = 0.9 if model.device.type == "cuda" else 0.25
+    pages = min(int(free_memory(model.device) * share) // one, full)
+    if pages < 1:
+        require_memory(int(one / share), model.device, "KV pages", "take a smaller model or free memory")
+    return pages
+
+
+def _pages_in(memory: int, one: int) -> int:
+    if type(memory) is not int or memory < max(one, 1):
+        expected = f"{one} bytes (one page) or more"
+        raise ConfigError("too small", where="--kv-cache-memory", expected=expected, found=memory)
+    return memory // max(one, 1)

@@ -1,0 +1,222 @@
+"""`Model`: a list of layers run in order, each bound to one implementation."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.device import on_device
+from minirt.engine.kv_cache import KVCache, LayerKV
+from minirt.engine.step_input import Batch
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.layers import (
+    BUILT_IN,
+    KINDS,
+    Attention,
+    Embedding,
+    Layer,
+    LayerContext,
+    Select,
+    has_implementation,
+    implementation,
+)
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.formats import Quantization
+from minirt.modeling.parameters import PackedLinear, Parameter
+from minirt.modeling.plan import Plan, PlanRow, parse_impl
+
+
+class Model:
+    """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
+
+    A layer object may stand in the list more than once: its weights exist once, its KV pages once for each place.
+    Behind the last attention no token looks at another: unless the list has a `Select` from there on, one is put there.
+    `quantization` sets the format of the linears; a tied head that is quantized has a copy of its own.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[Layer], quantization: Quantization | None = None
+    ) -> None:
+        self.config, self.layers = config, _in_order(config, layers)
+        if quantization is not None:
+            for layer in self.layers if quantization.covers_head(config.tie_word_embeddings) else self.layers[:-1]:
+                for linear in layer.linears():
+                    linear.format = quantization.format
+        seen: dict[tuple[str, str | None], Parameter] = {}
+        for layer in self.unique_layers():
+            for parameter in list(layer.parameters()):
+                name = next(parameter.expected())[0]
+                format = parameter.format if isinstance(parameter, PackedLinear) else None
+                layer.share(seen.setdefault((name, format), parameter))
+        self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
+        self.plan = Plan((), "meta")
+
+    def unique_layers(self) -> Iterator[Layer]:
+        yield from {id(layer): layer for layer in self.layers}.values()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every weight holder once."""
+        yield from {id(p): p for layer in self.unique_layers() for p in layer.parameters()}.values()
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(Nkv, D) for each attention layer of the list, in order."""
+        return [(a.config.num_kv_heads, a.config.head_dim) for a in self.layers if isinstance(a, Attention)]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.num_parameters for p in self.parameters())
+
+    @property
+    def decode_read_bytes(self) -> int:
+        """Weight bytes that a decode step reads: every layer at every place it stands, of the embedding one row only."""
+        read = (layer for layer in self.layers if not isinstance(layer, Embedding))
+        return sum(p.nbytes(self.dtype) for layer in read for p in layer.parameters())
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights in a model of this dtype."""
+        return sum(p.nbytes(dtype) for p in self.parameters())
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a decode step can be captured in a CUDA graph: every layer runs on Triton, on a GPU."""
+        return self.device.type == "cuda" and all(row.implementation == "triton" for row in self.plan.rows)
+
+    def allocate(
+        self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        """Reserve all weights and the rope tables for positions below `max_model_len`; KV pages will be of `kv_dtype`, by
+        default the model's."""
+        self.device, self.dtype, self.kv_dtype, self.max_model_len = device, dtype, kv_dtype or dtype, max_model_len
+        for parameter in self.parameters():
+            parameter.allocate(device, dtype)
+        shared = LayerContext(max_model_len, device, self.kv_dtype)
+        for layer in self.unique_layers():
+            layer.context = shared
+
+    def reserve_splits(self, max_splits: int) -> None:
+        """Make room for the partial results of steps with up to this many KV splits; before graphs are captured."""
+        for layer, row in zip(self.layers, self.plan.rows, strict=True):
+            if isinstance(layer, Attention) and row.implementation == "triton":
+                from minirt.kernels.attention.partial import workspace_floats
+
+                # More than decode steps take.
+                need = workspace_floats(max_splits, layer.config.num_heads, layer.config.head_dim)
+                layer.context.workspace.reserve(need)
+
+    def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
+        """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""
+        default, rules = parse_impl(impl)
+        rows: list[PlanRow] = []
+        bound: dict[int, tuple[str, str]] = {}
+        counted: set[int] = set()
+        used = [False] * len(rules)
+        for layer in self.layers:
+            wanted, why = default, "the default" if default == "auto" else f"--impl {default}"
+            for i, (pattern, name) in enumerate(rules):
+                if fnmatchcase(layer.name, pattern):
+                    wanted, why, used[i] = name, f"--impl {pattern}={name}", True
+            if id(layer) not in bound:
+                bound[id(layer)] = self._bind(layer, wanted, why)
+            own = [p for p in layer.parameters() if id(p) not in counted]
+            counted.update(map(id, own))
+            size = sum(p.nbytes(self.dtype) for p in own)
+            formats = {linear.format for linear in layer.linears() if linear.format}
+            dtype = " · ".join([str(self.dtype).removeprefix("torch."), *sorted(formats)])
+            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], dtype, size))
+        for (pattern, name), matched in zip(rules, used, strict=True):
+            if not matched:
+                raise UnsupportedError(
+                    f"--impl {pattern}={name} matches no layer",
+                    expected="a name or glob such as 'layers.*.mlp'",
+                    found=some_names(self.layers),
+                )
+        self.plan = Plan(tuple(rows), str(self.device))
+        return self.plan
+
+    def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
+        if wanted == "auto":
+            wanted, why = self._automatic(layer)
+        chosen = implementation(layer.kind, wanted)
+        reason = chosen.unsupported(layer, self.device)
+        if reason is not None:
+            raise UnsupportedError(f"{wanted} cannot run this layer: {reason}", where=layer.name, hint=why)
+        layer.bind(chosen)
+        return wanted, why
+
+    def _automatic(self, layer: Layer) -> tuple[str, str]:
+        if self.device.type != "cuda":
+            return "eager", f"auto: the device is {self.device.type}"
+        if not has_implementation(layer.kind, "triton"):
+            return "eager", "auto: no triton implementation"
+        reason = implementation(layer.kind, "triton").unsupported(layer, self.device)
+        return ("triton", "auto") if reason is None else ("eager", f"auto: triton cannot: {reason}")
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self._run(self._with_pages(cache), batch)
+
+    @torch.inference_mode()
+    def dry_run(self, batch: Batch, cache: KVCache) -> None:
+        """Run one layer of each form and implementation, which launch every kernel that the whole model does: of those behind
+        `Select`, which have another number of rows, one of each again."""
+        firsts: dict[tuple[Any, ...], tuple[Layer, LayerKV | None]] = {}
+        selected = False
+        for (layer, kv), row in zip(self._with_pages(cache), self.plan.rows, strict=True):
+            # What others than ours look at is not known.
+            key = (row.implementation, layer.compile_key()) if row.implementation in BUILT_IN else (id(layer),)
+            firsts.setdefault((selected, *key), (layer, kv))
+            selected = selected or layer.kind == "select"
+        self._run(firsts.values(), batch)
+
+    def _with_pages(self, cache: KVCache) -> list[tuple[Layer, LayerKV | None]]:
+        pages = iter(cache.layers)
+        return [(layer, next(pages) if isinstance(layer, Attention) else None) for layer in self.layers]
+
+    def _run(self, layers: Iterable[tuple[Layer, LayerKV | None]], batch: Batch) -> Tensor:
+        with on_device(self.device):
+            batch = batch.to(self.device)
+            x = torch.empty(0, device=self.device)
+            for layer, kv in layers:
+                x = layer(x, batch, kv)
+        return x
+
+
+def _in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
+    """The layers, checked, with a `Select` right behind the last attention unless they have one from there on."""
+    if not isinstance(layers, Iterable):
+        raise ConfigError("a model is made of layers", expected="a sequence of them", found=type(layers).__name__)
+    layers = list(layers)
+    for place, layer in enumerate(layers):
+        if not isinstance(layer, Layer) or layer.kind not in KINDS:
+            found = f"kind {layer.kind!r}" if isinstance(layer, Layer) else type(layer).__name__
+            raise ConfigError("not a layer", where=f"layers[{place}]", expected=f"one of kind {', '.join(KINDS)}", found=found)
+        if layer.context.device.type != "meta":
+            what = "this layer belongs to a model already, with its weights"
+            raise ConfigError(what, where=f"layers[{place}], {layer.name}", hint="make new layers for each model")
+    kinds = [layer.kind for layer in layers]
+    if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
+        raise ConfigError(
+            "a model is one embedding, any attention and mlp layers, at most one select behind the last attention, one head",
+            found=", ".join(kinds) or "no layers",
+        )
+    behind = 1 + max(place for place, kind in enumerate(kinds) if kind in ("embedding", "attention"))
+    selects = [place for place, kind in enumerate(kinds) if kind == "select"]
+    hint = "leave it out, and the model puts one behind the last attention"
+    if len(selects) > 1:
+        where, first = f"layers[{selects[1]}]", f"layers[{selects[0]}]"
+        raise ConfigError(f"a second select layer has no rows to choose from: {first} is one", where=where, hint=hint)
+    if selects and selects[0] < behind:
+        what = "attention behind a select layer would have too few rows"
+        raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"one behind layers[{behind - 1}]", hint=hint)
+    return layers if selects else [*layers[:behind], Select(config), *layers[behind:]]
+
+
+def some_names(layers: Sequence[Layer]) -> str:
+    """What layers are called, for a message: the first and the last of them."""
+    names = [layer.name for layer in layers]
+    return ", ".join(names if len(names) <= 8 else [*names[:3], "…", *names[-3:]])
+
+

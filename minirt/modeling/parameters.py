@@ -1,0 +1,141 @@
+"""Weights as layers hold them: `PackedLinear` (stacked logical parts) and `NormWeight`.
+
+A holder knows the checkpoint tensors that fill it and the format it keeps them in, so that loading, random weights and byte
+counts meet in one place.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minirt.kernels.reference import quantize_fp8
+from minirt.modeling.formats import CHUNK, FP8
+
+
+@dataclass(frozen=True)
+class Part:
+    """One logical linear inside a packed one: its checkpoint prefix (`….q_proj`) and its number of rows."""
+
+    name: str
+    rows: int
+
+
+class PackedLinear:
+    """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
+
+    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. Quantized (`format` "fp8"), the weights
+    are e4m3 and stand for weight · scale, `scale` [N] fp32; else `scale` is None.
+    """
+
+    def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
+        self.parts = tuple(parts)
+        self.in_features = in_features
+        self.has_bias = bias
+        self.format: str | None = None  # None: the model's dtype
+        self.weight: Tensor = torch.empty(0)
+        self.scale: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.out_features * (self.in_features + self.has_bias)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a model of this dtype keeps here."""
+        if self.format is None:
+            return self.num_parameters * dtype.itemsize
+        return self.out_features * (self.in_features + 4 + self.has_bias * dtype.itemsize)
+
+    def compile_key(self) -> tuple[int | bool | str | None, ...]:
+        """All but the values."""
+        return self.out_features, self.in_features, self.has_bias, self.format
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(checkpoint tensor, shape) for each tensor that fills this holder."""
+        for part in self.parts:
+            yield f"{part.name}.weight", (part.rows, self.in_features)
+            if self.has_bias:
+                yield f"{part.name}.bias", (part.rows,)
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        stored = dtype if self.format is None else FP8
+        self.weight = torch.empty(self.out_features, self.in_features, device=device, dtype=stored)
+        self.scale = None if self.format is None else torch.empty(self.out_features, device=device)
+        self.bias = torch.empty(self.out_features, device=device, dtype=dtype) if self.has_bias else None
+
+    def load(self, name: str, source: Tensor) -> None:
+        """Copy one checkpoint tensor, already checked against `expected`, into its rows."""
+        prefix, _, what = name.rpartition(".")
+        start = 0
+        for part in self.parts:
+            if part.name == prefix:
+                rows = slice(start, start + part.rows)
+                if what == "bias" and self.bias is not None:
+                    self.bias[rows].copy_(source)
+                elif self.scale is None:
+                    self.weight[rows].copy_(source)
+                else:
+                    _quantize(source, self.weight[rows], self.scale[rows])
+                return
+            start += part.rows
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
+        deviation = (0.5 / self.in_features) ** 0.5
+        if self.scale is None:
+            self.weight.normal_(0.0, deviation, generator=generator)
+        else:
+            for rows in _chunks(self.weight):
+                values = torch.empty(self.weight[rows].shape, device=self.weight.device)
+                _quantize(values.normal_(0.0, deviation, generator=generator), self.weight[rows], self.scale[rows])
+        if self.bias is not None:
+            self.bias.normal_(0.0, 0.1, generator=generator)
+
+
+def _quantize(source: Tensor, weight: Tensor, scale: Tensor) -> None:
+    """Quantize `source` [N, K], on any device, into `weight` and `scale`, chunk by chunk."""
+    for rows in _chunks(source):
+        weight[rows], scale[rows] = quantize_fp8(source[rows].to(weight.device))
+
+
+def _chunks(matrix: Tensor) -> Iterator[slice]:
+    step = max(1, CHUNK // matrix.shape[1])
+    for start in range(0, matrix.shape[0], step):
+        yield slice(start, start + step)
+
+
+class NormWeight:
+    """The scale of one RMSNorm: `weight` [size]."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.num_parameters = name, size
+        self.weight: Tensor = torch.empty(0)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a model of this dtype keeps here."""
+        return self.num_parameters * dtype.itemsize
+
+    def compile_key(self) -> tuple[int, ...]:
+        """All but the values."""
+        return (self.num_parameters,)
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{self.name}.weight", (self.num_parameters,)
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(self.num_parameters, device=device, dtype=dtype)
+
+    def load(self, name: str, source: Tensor) -> None:
+        self.weight.copy_(source)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.weight.uniform_(0.5, 1.5, generator=generator)
+
+
+Parameter = PackedLinear | NormWeight

@@ -1,0 +1,82 @@
+"""`Completion` and `Piece`, what a request returns, and `CompletionStream`, which builds them token by token."""
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from minirt.device import peak_memory
+from minirt.engine.engine import TokenOutput
+from minirt.errors import MinirtError
+from minirt.sampling_params import EffectiveSampling
+from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.stop_strings import StopStrings
+
+
+class Piece(NamedTuple):
+    """A step of a stream: new text (empty while a character or a stop string is incomplete) and its token ids."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+@dataclass
+class Completion:
+    """The result of one prompt. `token_times_s`: when each token had reached Python, in seconds from the request on.
+
+    `finish_reason`: "stop" (an EOS token or stop string), "length", "error" (see `error`), or None while it goes on.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    sampling: EffectiveSampling
+    token_times_s: list[float] = field(default_factory=list)
+    peak_memory_bytes: int = 0
+    error: MinirtError | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        """0 before there is one."""
+        return self.token_times_s[0] if self.token_times_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """The rate of the tokens after the first; 0 before there are any."""
+        times = self.token_times_s
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+
+
+@dataclass
+class CompletionStream:
+    """One request on its way from tokens to text."""
+
+    completion: Completion
+    decoder: IncrementalDecoder | None
+    stops: StopStrings
+    device: torch.device
+    started: float = 0.0
+
+    def push(self, output: TokenOutput) -> Piece:
+        done = self.completion
+        if output.error is not None:
+            done.finish_reason, done.error = output.finish_reason, output.error
+            return Piece("", (), output.finish_reason)
+        done.token_times_s.append(time.perf_counter() - self.started)
+        done.token_ids.append(output.token)
+        done.finish_reason = output.finish_reason
+        text, stopped = "", False
+        if self.decoder is not None:
+            text, stopped = self.stops.push(self.decoder.push(output.token))
+            if not stopped and output.finish_reason is not None:
+                tail, stopped = self.stops.push(self.decoder.flush())
+                text += tail if stopped else tail + self.stops.flush()
+            if stopped:
+                done.finish_reason = "stop"
+        done.text += text
+        if done.finish_reason is not None:
+            done.peak_memory_bytes = peak_memory(self.device)
+        return Piece(text, (output.token,), done.finish_reason)

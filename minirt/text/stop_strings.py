@@ -1,0 +1,38 @@
+"""`StopStrings`: where streamed text ends at one of the user's stop strings."""
+
+from collections.abc import Sequence
+
+from minirt.errors import InputError
+
+
+class StopStrings:
+    """Finds the first stop string in streamed text and keeps it, and all that follows, from being sent.
+
+    The first is the one completed first; of several that end at one character, the longest. So the outcome does not
+    depend on how the text is cut into pieces, and nobody waits for a longer match once one is complete.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
+        self._stops = tuple(stops)
+        self._longest_tail = max(map(len, stops), default=1) - 1
+        self._held, self._found = "", False
+
+    def push(self, text_piece: str) -> tuple[str, bool]:
+        """(text that is safe to send, whether a stop string was found). After a find: ("", True) for good."""
+        if self._found:
+            return "", True
+        text = self._held + text_piece
+        starts = [(text.find(stop), len(stop)) for stop in self._stops]
+        if matches := [(start + length, start) for start, length in starts if start >= 0]:
+            self._found, self._held = True, ""
+            return text[: min(matches)[1]], True
+        tails = (text[-n:] for n in range(min(self._longest_tail, len(text)), 0, -1))
+        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
+        return text[: len(text) - len(self._held)], False
+
+    def flush(self) -> str:
+        """The text held back, now that no more will come; "" after a find."""
+        text, self._held = self._held, ""
+        return text

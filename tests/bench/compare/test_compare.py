@@ -1,0 +1,396 @@
+"""`minirt compare` on tiny models: what is sound passes, planted faults are refused by name, and what is printed can be read.
+
+Each fault is an implementation of its own (`compare_faults`), so that nothing else is in its way.
+"""
+
+import csv
+import io
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import compare_faults  # noqa: F401  (registers the faults)
+from support.cli import caller, refused
+
+from minirt import Generator
+from minirt.bench import bounds
+from minirt.bench.compare import compare, picture
+from minirt.bench.compare import default_text as compare_text
+from minirt.bench.compare import layers as compare_layers
+from minirt.bench.compare import report as compare_report
+from minirt.bench.compare.model import compare_text as over_text
+from minirt.bench.report import FORMATS, context
+from minirt.cli import compare as cli_compare
+from minirt.errors import ContextLengthError, InputError
+
+CPU = ("--device", "cpu")
+SHORT = ("--prompt-len", 9, "-c", 5)
+TOKENS = [(7 * i * i + 3) % 211 for i in range(90)]
+
+
+@pytest.fixture(scope="module")
+def folder(hf_folder):
+    """Heads of 64, since Triton's attention takes no others here; no tokenizer."""
+    return hf_folder("Qwen2", seed=5, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+
+
+@pytest.fixture
+def run(capfd, monkeypatch):
+    return caller(capfd, monkeypatch)
+
+
+@pytest.fixture
+def model(folder):
+    with Generator.from_pretrained(folder, device="cpu", impl="eager", kv_cache_memory=1 << 22) as generator:
+        yield generator._model
+
+
+# ── what is sound ──
+
+
+@pytest.fixture(scope="module")
+def sound(folder):
+    """A whole comparison with Triton, and the context it is printed with."""
+    with Generator.from_pretrained(folder, device="cpu", impl="eager", kv_cache_memory=1 << 22) as generator:
+        result = compare.run(generator._model, TOKENS, compare.Shape(9, 2, 5, 20))
+        correctness = {"checked": True, "against": "fp64"}
+        shared = context("compare", generator, name="tiny", command=["minirt"], correctness=correctness, ceiling=None)
+    return shared, result
+
+
+def test_triton_holds_its_bounds(sound):
+    _, result = sound
+    assert result.faults == []
+    first, last = ["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "head"]
+    assert [row["layer"] for row in result.rows] == [*first, "select", *last, *first, *last], "in decode every row is wanted"
+    assert [row["step"] for row in result.rows] == 7 * ["prefill 9"] + 6 * ["decode b2 @ 5"]
+    for row in result.rows:
+        assert row["within_bounds"]
+        assert row["implementation"] == "triton"
+        assert row["out"]["error"]["relative"] <= row["out"]["limit"]["relative"] < 1e-5
+        assert row["out"]["error"]["worst_row"] <= row["out"]["limit"]["worst_row"] < 1e-5
+        assert row["out"]["error"]["cosine"] == pytest.approx(1)
+        assert (row["k"]["error"]["relative"] is None) == (row["kind"] != "attention")
+        assert row["eager_s"] > 0
+        assert row["candidate_s"] > 0
+        assert row["limit_s"] is row["share_of_limit"] is row["cold_l2"] is None, "a CPU has no limit to be near"
+    text, decode = result.model["text"], result.model["decode"]
+    assert text["tokens"] == text["agree"] == 20
+    assert text["clear_agree"] == text["clear"] >= 15
+    assert 0 <= text["kl_mean"] <= text["kl_max"] < 1e-9
+    assert text["relative"] <= text["limit"] < 1e-5
+    assert (decode["batch_size"], decode["context_len"]) == (2, 5)
+    assert decode["launched_s"] is None
+    assert list(result.model["fusion"]) == ["embedding", "attention", "mlp", "head"]
+
+
+def test_formats_say_the_same_and_that_nothing_is_a_speed(sound, tmp_path):
+    report = compare_report.report(*sound, cuda=False)
+    texts = {form: report.render(form) for form in FORMATS}
+    record = json.loads(texts["json"], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    lines = [json.loads(line) for line in texts["jsonl"].splitlines()]
+    cells = list(csv.DictReader(io.StringIO(texts["csv"])))
+    table = [line.split(" | ") for line in texts["md"].splitlines() if line.startswith(("| prefill", "| decode b"))]
+    assert len(record["results"]) == len(lines) == len(cells) == len(table) == 13
+    for row, line, cell, shown in zip(record["results"], lines, cells, table, strict=True):
+        assert row["layer"] == line["layer"] == cell["layer"] == shown[1]
+        assert cell["out.error.relative"] == str(row["out"]["error"]["relative"])
+        assert shown[3] == str(row["rows"])
+        assert f"{row['out']['error']['relative']:.1e} / " in shown[4]
+    assert record["no_speed"] == lines[0]["no_speed"] == cells[0]["no_speed"] == compare_report.NO_SPEED
+    assert f"**{compare_report.NO_SPEED}.**" in texts["md"]
+    assert texts["md"].startswith("**CPU figures, no GPU:** ")
+    assert "All bounds hold." in texts["md"]
+    assert record["whole_model"] == sound[1].model
+    assert record["implementations"] == ["triton"]
+
+
+@pytest.mark.parametrize(("suffix", "timed"), [(".png", True), (".svg", False)])
+def test_picture(suffix, timed, sound, tmp_path):
+    shared, result = sound
+    rows = result.rows if timed else [row | compare._NO_TIME for row in result.rows]
+    report = compare_report.report(shared, compare.Result(rows, None, {}, []), cuda=False)
+    target = tmp_path / f"a{suffix}"
+    picture.draw(report.context, report.results, target)
+    assert target.read_bytes().startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert target.stat().st_size > 5000
+    with pytest.raises(Exception, match="cannot write the picture"):
+        picture.draw(report.context, report.results, tmp_path / "none" / "a.png")
+
+
+def test_the_command(run, folder, tmp_path):
+    target = tmp_path / "a.png"
+    base = ("compare", "-m", folder, *CPU, *SHORT, "--layer", "layers.1.mlp", "--picture", target)
+    code, out, err = run(*base, "-o", "json")
+    record = json.loads(out)
+    assert code == 0
+    assert [row["layer"] for row in record["results"]] == 2 * ["layers.1.mlp"]
+    assert record["whole_model"] is None
+    assert record["faults"] == []
+    assert record["command"][:2] == ["minirt", "compare"]
+    assert compare_report.NO_SPEED in err
+    assert target.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("options", [("--fp8",), ("--kv-cache-dtype", "fp8")])
+def test_fp8_is_sound_too(options, run, folder):
+    """Weights, activations in the prefill step, pages: what may err is how a value between two codes is rounded."""
+    code, out, err = run("compare", "-m", folder, *CPU, *SHORT, *options, "--layer", "layers.0.*", "-q", "-o", "json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert record["dtype"] == ("float32 · fp8" if options == ("--fp8",) else "float32")
+    assert [row["kind"] for row in record["results"]] == ["attention", "mlp"] * 2
+    assert record["results"][0]["k"]["limit"]["relative"] >= 2**-7
+    assert err == ""
+
+
+# ── what is not ──
+
+
+FAULTS = {
+    "layers.0.mlp=compare-swapped": ("layers.0.mlp, prefill 9: output: relative error", "layers.0.mlp, decode b1 @ 5: output"),
+    "layers.1.attention=compare-backwards": ("layers.1.attention, prefill 9: K in the pages: relative error",),
+    "layers.0.attention=compare-short": ("layers.0.attention, prefill 9: output: relative error",),
+    "layers.1.attention=compare-no-bias": ("prefill 9: V in the pages", "decode b1 @ 5: V in the pages"),
+    "layers.1.attention=compare-unwritten": ("prefill 9: K in the pages: relative error nan", "V in the pages: relative error"),
+    "layers.0.attention=compare-stray": ("prefill 9: 1 values in the pages", "decode b1 @ 5: 1 values in the pages"),
+    "layers.0.mlp=compare-nan": ("layers.0.mlp, prefill 9: output: relative error nan",),
+    "layers.1.mlp=compare-swapped": ("layers.1.mlp, prefill 9: output: relative error", "layers.1.mlp, decode b1 @ 5: output"),
+    "select=compare-before": ("select, prefill 9: output: relative error",),
+}
+
+
+@pytest.mark.parametrize("impl", FAULTS)
+def test_planted_faults_are_refused(impl, run, folder):
+    layer = impl.partition("=")[0]
+    code, out, err = run("compare", "-m", folder, *CPU, *SHORT, "--layer", layer, "--impl", impl, "-q", "-o", "json")
+    record = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert code == 1
+    assert err.startswith("minirt: compare: errs more than its bound allows")
+    assert f"{layer}, prefill 9: " in err
+    for words in FAULTS[impl]:
+        assert any(words in fault for fault in record["faults"]), record["faults"]
+    for fault in record["faults"]:
+        assert "values in the pages" in fault or ("PyTorch's" in fault and "limit" in fault), "both figures are named"
+    assert not record["results"][0]["within_bounds"]
+    assert all(row["eager_s"] is row["speedup"] is None for row in record["results"]), "no speed of something else"
+
+
+def test_a_fault_is_not_lost_in_a_large_residual_stream(model):
+    """Trained models carry a few huge values along, beside which what a layer adds is like rounding."""
+    model.layers[0].table.weight.mul_(1e6)
+    impl = ["eager", "layers.0.mlp=compare-scaled"]
+    result = compare.run(model, TOKENS, compare.Shape(9, 1, 5, 0), impl=impl, layer="layers.0.mlp")
+    row = result.rows[0]
+    assert row["out"]["error"]["relative"] < row["out"]["limit"]["relative"]
+    assert row["added"]["error"]["relative"] == pytest.approx(0.05, rel=0.3)
+    assert [fault.split(": ")[:2] for fault in result.faults] == [
+        ["layers.0.mlp, prefill 9", "what it adds"], ["layers.0.mlp, decode b1 @ 5", "what it adds"]
+    ]  # fmt: skip
+
+
+def test_select_alone(model):
+    """In a decode step it does nothing, so there is no step to time; but a form of one's own may do anything there."""
+    shape = compare.Shape(9, 2, 5, 20)
+    result = compare.run(model, TOKENS, shape, impl=["eager", "select=triton"])
+    assert [(row["layer"], row["tokens"], row["rows"]) for row in result.rows] == [("select", 9, 1)]
+    assert result.faults == []
+    assert result.model["text"]["agree"] == 20
+    assert result.model["decode"] is None
+    result = compare.run(model, TOKENS, shape, impl=["eager", "select=compare-half"], layer="select")
+    assert [row["step"] for row in result.rows] == ["prefill 9", "decode b2 @ 5"]
+    assert len(result.faults) > 0
+    assert all(fault.startswith("select, decode b2 @ 5: output") for fault in result.faults)
+
+
+def test_a_stale_scale_is_refused(run, folder):
+    options = ("--fp8", "--impl", "layers.1.mlp=compare-stale", "-q", "-o", "json")
+    code, out, err = run("compare", "-m", folder, *CPU, *SHORT, "--layer", "layers.1.mlp", *options)
+    assert code == 1
+    record = json.loads(out)
+    assert any(fault.startswith("layers.1.mlp, decode b1 @ 5: output") for fault in record["faults"])
+    assert all(row["out"]["limit"]["relative"] < 1e-4 for row in record["results"]), "one row is not quantized, also of a prompt"
+    assert "limit" in err
+
+
+def test_a_broken_model_is_refused_and_its_table_says_so(run, folder):
+    code, out, err = run("compare", "-m", folder, *CPU, *SHORT, "-n", 20, "--impl", "head=compare-doubled")
+    assert code == 1
+    assert "bounds are broken**, so nothing was timed" in out
+    assert "- whole model, 20 tokens: logits: relative error" in out
+    assert "- head, decode b1 @ 5: output: relative error 1.00e+00, PyTorch's" in out
+    assert "tokens/s" not in out
+    assert err.splitlines()[-1].startswith("minirt: compare: ")
+
+
+def test_divergence_and_agreement_against_their_definitions(model, folder):
+    """Doubled logits: the same first tokens, and a divergence that torch computes too."""
+    model.resolve(["eager", "head=compare-doubled"])
+    places = compare_layers.places(model)
+    found = over_text(model, places, TOKENS, bounds.floor(torch.float32))
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
+        logits = generator.logits(TOKENS).double()
+    own, other = logits.log_softmax(-1), (2 * logits).log_softmax(-1)
+    kl = torch.nn.functional.kl_div(other, own, log_target=True, reduction="none").sum(-1)
+    assert found.kl_mean == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert found.kl_max == pytest.approx(kl.max().item(), rel=1e-5)
+    assert found.kl_truth == pytest.approx(found.kl_mean, rel=1e-4)
+    assert found.kl_truth_torch < 1e-9
+    assert found.agree == found.tokens == len(TOKENS)
+    assert found.relative == pytest.approx(1, rel=1e-5)
+    assert [fault.split(":")[0] for fault in found.faults] == ["logits"]
+
+
+# ── what the figures are taken against ──
+
+
+@pytest.mark.parametrize(("family", "options"), [("Qwen2", {}), ("Qwen3", {"head_dim": 32}), ("Llama", {})])
+def test_the_truth_is_that_of_transformers_in_fp64(family, options, hf_folder):
+    import transformers
+
+    path = hf_folder(family, seed=6, **options)
+    with Generator.from_pretrained(path, device="cpu", kv_cache_memory=1 << 22) as generator:
+        model = generator._model
+        places = compare_layers.places(model)
+        step = compare_layers.prefill(model, places, TOKENS[:40])
+        cache = compare_layers.empty_cache(model, step.cache.num_pages, torch.float64)
+        truth = compare_layers.stream([compare_layers.exact(p.layer) for p in places], places, step.batch, cache)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    for norm in (module for module in oracle.modules() if type(module).__name__.endswith("RMSNorm")):
+        norm.forward = partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([TOKENS[:40]])).logits[0, -1:]
+    error = ((truth - expected).norm() / expected.norm()).item()
+    assert error < 1e-7, "what is left are the roundings to fp32 of rope tables and logits"
+
+
+def test_inputs_are_those_of_the_running_model(model):
+    """The decode step finds what a prefill of the same tokens computes, whatever pages it got."""
+    places = compare_layers.places(model)
+    texts = [TOKENS[i : i + 70] for i in (0, 5)]
+    step = compare_layers.decode(model, places, texts)
+    assert step.name == "decode b2 @ 70"
+    for row, text in enumerate(texts):
+        whole = compare_layers.prefill(model, places, text)
+        for mine, theirs in zip(step.inputs[1:], whole.inputs[1:], strict=True):
+            torch.testing.assert_close(mine[row], theirs[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_bytes_and_operations(model):
+    places = compare_layers.places(model)
+    step = compare_layers.decode(model, places, [TOKENS[:11]] * 3)
+    works = [compare_layers.work(place, step) for place in places if step.computes(place)]
+    h, i, v, context_len, rows = 128, 97, 211, 11, 3
+    residual = 4 * 2 * rows * h
+    cached = 2 * rows * context_len * 2 * 64 * 4  # two layers, K and V of one head
+    logits = 4 * rows * (h + v)
+    assert sum(w.bytes for w in works) == model.decode_read_bytes + 5 * residual + cached + logits
+    assert works[2].bytes == 4 * (3 * h * i + h) + residual
+    assert works[2].flops == 2 * rows * 3 * h * i
+    assert works[1].flops == 2 * rows * (h * 256 + 128 * h) + 4 * 2 * 64 * rows * context_len
+    prompt = compare_layers.prefill(model, places, TOKENS[:10])
+    works = {place.layer.name: compare_layers.work(place, prompt) for place in places}
+    assert works["layers.0.attention"].flops == 20 * 384 * h + 4 * 128 * 55
+    assert works["embedding"] == (4 * 2 * 10 * h, 0)
+    assert works["select"] == (4 * 2 * h, 0)
+    assert works["layers.0.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * 10 * h, 20 * 3 * h * i)
+    assert works["layers.1.mlp"] == (4 * (3 * h * i + h) + 4 * 2 * h, 2 * 3 * h * i), "the last of ten rows"
+    assert works["head"] == (4 * (h * v + h) + 4 * (h + v), 2 * h * v)
+
+
+def test_the_bounds():
+    truth = torch.tensor([[3.0, 4.0], [0.0, 1e-3]], dtype=torch.float64)
+    off = truth.clone()
+    off[1, 0] = 1e-3
+    error = bounds.errors(off, truth)
+    assert error.relative == pytest.approx(1e-3 / math.sqrt(25 + 1e-6))
+    assert error.worst_row == pytest.approx(1)
+    assert error.largest == pytest.approx(1e-3 / 4)
+    exact, floor = bounds.errors(truth, truth), bounds.floor(torch.bfloat16)
+    assert exact == (0, 0, 0, pytest.approx(1))
+    assert floor == (2**-8, 2**-8)
+    assert bounds.floor(torch.float32) == (2e-6, 2e-6)
+    assert bounds.floor(torch.float32, quantized_activations=True) == (2**-7, 2**-4)
+    assert bounds.fault(exact, exact, floor) is None
+    assert "worst row 1.00e+00, PyTorch's 0.00e+00, limit 3.91e-03" in bounds.fault(error, exact, floor)
+    edge = bounds.Errors(0.5, 0.5, 0.0, 1.0)
+    assert bounds.fault(bounds.Errors(1.0 + 2**-8, 1.0, 9.0, 0.0), edge, floor) is None, "twice, and a rounding"
+    assert bounds.fault(bounds.Errors(1.0 + 2**-7, 1.0, 9.0, 0.0), edge, floor).startswith("relative error 1.01e+00")
+    assert bounds.fault(bounds.errors(off * torch.nan, truth), edge, floor) is not None
+
+
+# ── what is asked for wrongly ──
+
+
+def test_what_triton_cannot_run_is_said(run, hf_folder):
+    path = hf_folder("Llama", seed=3)  # heads of 16
+    base = ("compare", "-m", path, *CPU, *SHORT, "-q")
+    refused(run(*base, "--layer", "layers.0.attention"), "nothing to compare", "layers.0.attention", "head_dim 16")
+    code, out, _ = run(*base, "--layer", "layers.0.*")
+    assert code == 0
+    assert "Not compared: layers.0.attention: head_dim 16 is neither 64 nor 128." in out
+    assert "| layers.0.mlp | triton |" in out
+
+
+def test_bad_input_is_refused(run, folder, tmp_path, monkeypatch):
+    base = ("compare", "-m", folder, *CPU)
+    refused(run(*base, "--layer", "layers.9.mlp", "-q"), "--layer layers.9.mlp matches no layer", "'layers.*.mlp'")
+    refused(run(*base, "--impl", "eager", "-q"), "nothing to compare", "--impl says so")
+    refused(run(*base, "--layer", "select", "--prompt-len", 1, "-q"), "select: nothing to compare", "--prompt-len above 1")
+    refused(run(*base, "--prompt-len", 257, "-q"), "--prompt-len", "at most 256", "found 257")
+    refused(run(*base, "-c", 1000, "-q"), "--context-len", "at most 256")
+    refused(run(*base, "--dtype", "bfloat16"), "--dtype bfloat16", "interpreter", "float16")
+    refused(run(*base, "--text", tmp_path / "none"), "cannot read")
+    refused(run(*base, "--layer", "head", "--all"), "Usage: ", "exclude each other", code=2)
+    refused(run(*base, "--layer", "head", "-n", 5), "Usage: ", "--num-tokens", code=2)
+    refused(run(*base, "--picture", "a.jpeg"), "Usage: ", "none of .png", code=2)
+    refused(run(*base, "--picture", tmp_path / "none" / "a.png"), "Usage: ", "the folder of", code=2)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    refused(run(*base, "--picture", tmp_path / "a.png"), "needs matplotlib", "pip install 'minirt[plots]'")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    import triton  # noqa: F401
+
+    refused(run(*base, "-q"), "run with TRITON_INTERPRET=1 set")
+
+
+@pytest.mark.parametrize(("cuda", "longest", "given", "expected"), [
+    (True, 4096, {}, (512, 2, 128, 512)),
+    (True, 256, {}, (256, 2, 128, 256)),
+    (False, 30, {}, (30, 2, 24, 30)),
+    (True, 256, {"prompt_len": 300, "context_len": 7}, (300, 2, 7, 256)),  # what is asked for is refused, not cut
+])  # fmt: skip
+def test_default_lengths_fit_the_model(cuda, longest, given, expected):
+    options = dict.fromkeys(("prompt_len", "context_len", "num_tokens")) | {"batch_size": 2} | given
+    assert cli_compare._shape(options, None, cuda, longest) == compare.Shape(*expected)
+
+
+def test_a_text_that_is_too_short(model):
+    with pytest.raises(InputError, match=r"--num-tokens.*at most 90; found 91.*--text"):
+        compare.run(model, TOKENS, compare.Shape(9, 1, 5, 91))
+    with pytest.raises(ContextLengthError, match=r"--num-tokens.*at most 256; found 300"):
+        compare.run(model, TOKENS * 4, compare.Shape(9, 1, 5, 300))
+
+
+def test_the_text_of_its_own_is_long_enough():
+    with Generator.from_pretrained(device="cpu", kv_cache_memory=1 << 24) as generator:
+        assert len(generator.encode(compare_text.TEXT)) >= 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--fp8",)])
+def test_on_a_gpu_everything_is_timed(options, run, folder):
+    code, out, err = run("compare", "-m", folder, "--dtype", "bfloat16", "-b", 3, *options, "-q", "-o", "json")
+    assert out, err
+    record = json.loads(out)
+    assert code == 0, err
+    assert record["no_speed"] is None
+    for row in record["results"]:
+        assert min(row[name] for name in ("eager_s", "candidate_s", "limit_s", "share_of_limit")) > 0
+        assert row["cold_l2"] is False
+    decode = record["whole_model"]["decode"]
+    assert decode["speedup"] == pytest.approx(decode["eager_s"] / decode["candidate_s"])
+    assert decode["launched_s"] > decode["eager_s"] > 0
+    assert all(part["step_s"] > 0 for part in record["whole_model"]["fusion"].values())

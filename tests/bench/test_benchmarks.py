@@ -1,0 +1,456 @@
+"""The arithmetic of the benchmarks, on a generator and a clock that are made up, so that every figure is known.
+
+Catches: dividing by 129 steps, t(1) and t(129) swapped, the prompts' time counted as decoding, prompts that do not fit one
+step (where sequences start and end one after the other), a warm-up that counts, a median that is a mean, runs that end early,
+wrong answers that are timed all the same.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from minirt import SamplingParams, models
+from minirt.bench import ceiling, check, decode, flops, latency, measure, prefill, report, throughput
+from minirt.errors import ContextLengthError, InputError, MinirtError, NumericsError, UnsupportedError
+from minirt.outputs import Completion
+
+QWEN = models.preset("Qwen2.5-7B").config
+
+
+class Machine:
+    """As much of a Generator as the benchmarks use, on a clock of its own: first come, first served, `budget` tokens a step.
+
+    A step takes `slowness` · (2⁻¹⁰ s + 2⁻²⁰ s for each prompt token + 2⁻¹⁴ s for each sequence that decodes): sums are exact.
+    """
+
+    def __init__(self, budget=8192, slowness=(1.0,)):
+        self.max_num_batched_tokens, self.max_num_seqs, self.max_len = budget, 64, 1 << 20
+        self.kv_bytes_per_token, self.kv_cache_bytes, self.decode_read_bytes = 1000, 1 << 40, 5_000_000
+        self.config, self.device = replace(QWEN, vocab_size=11), torch.device("cpu")
+        self.now, self.slowness, self.calls, self.replays = 0.0, slowness, [], []
+
+    def clock(self):
+        return self.now
+
+    def generate(self, prompts, params):
+        slowness = self.slowness[len(self.calls) % len(self.slowness)]
+        self.calls.append((prompts, params))
+        started, left = self.now, [len(prompt) for prompt in prompts]
+        tokens, arrived = [0] * len(prompts), [[] for _ in prompts]
+        while any(tokens[i] < params[i].max_tokens for i in range(len(prompts))):
+            budget, prefill, rows = self.max_num_batched_tokens, 0, []
+            running = [i for i in range(len(prompts)) if tokens[i] < params[i].max_tokens][: self.max_num_seqs]
+            for i in running:
+                count = min(left[i] or 1, budget)
+                budget -= count
+                if count and left[i]:
+                    left[i] -= count
+                    prefill += count
+                if count and not left[i]:
+                    rows.append(i)
+            decoding = sum(tokens[i] > 0 for i in rows)
+            self.now += slowness * (2**-10 + prefill * 2**-20 + decoding * 2**-14)
+            for i in rows:
+                tokens[i] += 1
+                arrived[i].append(self.now - started)
+        return [
+            Completion(prompt, [0] * n, "", "length", None, times)
+            for prompt, n, times in zip(prompts, tokens, arrived, strict=True)
+        ]
+
+    def replay_times(self, batch_size, context_len):
+        self.replays.append((batch_size, context_len))
+        return [3.0, 1.0, 2.0, 9.0, 2.5]
+
+
+def full_step(batch_size):
+    return 2**-10 + batch_size * 2**-14
+
+
+def times(machine, batch_size, context_len, repeats=2):
+    return decode.step_times(
+        machine, batch_size, context_len, repeats=repeats, sampling={"temperature": 0.0}, clock=machine.clock
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "context_len", "budget", "first"),
+    [(1, 128, 8192, 1), (64, 128, 8192, 1), (8, 1, 8, 1), (1, 8000, 8192, 1), (1, 8193, 8192, 2), (64, 129, 8192, 2),
+     (8, 8000, 8192, 8), (64, 8000, 8192, 63), (3, 20, 7, 12), (5, 9, 5, 45)],
+)  # fmt: skip
+def test_a_step_is_exactly_one_full_batch_step(batch_size, context_len, budget, first):
+    machine = Machine(budget)
+    steps, first_tokens, found = times(machine, batch_size, context_len)
+    assert steps == [full_step(batch_size)] * 2
+    assert found == first
+    short, long = (call[1][0].max_tokens for call in machine.calls[-2:])
+    assert (short, long) == (found, found + 128)
+    if found == 1:
+        assert first_tokens == [2**-10 + batch_size * context_len * 2**-20] * 2
+    assert all(value > 0 for value in first_tokens)
+
+
+def test_the_warm_up_does_not_count_and_prompts_differ():
+    machine = Machine(slowness=(1000.0, 1.0, 1.0, 1.0, 1.0))
+    steps, _, _ = times(machine, 4, 16)
+    assert steps == [full_step(4)] * 2
+    prompts = [prompt for call in machine.calls for prompt in call[0]]
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == 4 * 5
+    assert all(len(prompt) == 16 and set(prompt) <= set(range(11)) for prompt in prompts)
+    again = Machine()
+    times(again, 4, 16)
+    assert [call[0] for call in again.calls] == [call[0] for call in machine.calls], "the same seed, the same prompts"
+    for _, params in machine.calls:
+        assert all(p.ignore_eos and p.temperature == 0 for p in params)
+
+
+def result(machine, batch_sizes=(2,), context_lens=(100,), repeats=3, datasheet=4e9, rate=1e18):
+    lines, products = [], ceiling.MatmulCeiling(rate, "made up")
+    rows = decode.run(
+        machine, batch_sizes, context_lens, repeats=repeats, sampling={"temperature": 0.0}, seed=0,
+        ceiling=ceiling.Ceiling(2e9, "made up"), products=products, datasheet=datasheet, progress=lines.append,
+        clock=machine.clock,
+    )  # fmt: skip
+    assert len(lines) == len(rows)
+    return rows
+
+
+def test_figures_of_a_result():
+    machine = Machine(slowness=(7, 1, 1, 1, 2, 1, 5))  # warm-up, then (short, long) three times: long steps × 1, 2, 5
+    (row,) = result(machine)
+    short = 2**-10 + 200 * 2**-20
+    steps = [(scale * (short + 128 * full_step(2)) - short) / 128 for scale in (1, 2, 5)]
+    assert row["step_s"]["all"] == pytest.approx(steps, rel=1e-12)
+    assert row["step_s"]["median"] == pytest.approx(steps[1], rel=1e-12)
+    assert row["step_s"]["min"] == pytest.approx(steps[0], rel=1e-12)
+    assert row["step_s"]["stddev"] == pytest.approx(np.std(steps, ddof=1), rel=1e-12)
+    assert row["tokens_per_s"]["median"] == pytest.approx(2 / steps[1], rel=1e-12)
+    kv = round(2 * 1000 * statistics.mean(100 + n for n in range(1, 129)))  # steps attend to 101 … 228 positions
+    assert row["kv_bytes_read"] == kv
+    assert row["weight_bytes_read"] == 5_000_000
+    speed = (5_000_000 + kv) / steps[1]
+    assert row["read_bytes_per_s"] == pytest.approx(speed, rel=1e-12)
+    assert row["share_of_read_ceiling"] == pytest.approx(speed / 2e9, rel=1e-12)
+    assert row["share_of_datasheet"] == pytest.approx(speed / 4e9, rel=1e-12)
+    assert row["share_of_limit"] == pytest.approx(row["share_of_read_ceiling"]), "arithmetic is fast here"
+    assert row["graph_replay_s"] == 2.5
+    assert machine.replays == [(2, round(100 + 64.5))]
+    assert row["time_to_first_token_s"] == pytest.approx(short, rel=1e-12)
+    assert row["test"] == "tg128 b2 @ d100"
+    assert row["peak_memory_bytes"] > 0
+
+
+def test_a_limit_of_arithmetic():
+    machine = Machine()
+    machine.config = QWEN
+    (row,) = result(machine, batch_sizes=(3,), rate=1e9)
+    linears = 28 * (4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584) + 152064 * 3584
+    assert row["limit_s"] == pytest.approx(3 * 2 * linears / 1e9 + row["kv_bytes_read"] / 2e9, rel=1e-12)
+    assert row["share_of_limit"] == pytest.approx(row["limit_s"] / row["step_s"]["median"], rel=1e-12)
+
+
+def test_what_there_is_none_of_is_none():
+    machine = Machine()
+    machine.replay_times = lambda *_: (_ for _ in ()).throw(UnsupportedError("no graph"))
+    (row,) = result(machine, repeats=1, datasheet=None)
+    assert row["graph_replay_s"] is row["share_of_datasheet"] is row["step_s"]["stddev"] is None
+
+
+def test_each_context_and_batch():
+    rows = result(Machine(), (1, 4), (8, 300), repeats=1)
+    names = ["tg128 b1 @ d8", "tg128 b4 @ d8", "tg128 b1 @ d300", "tg128 b4 @ d300"]
+    assert [row["test"] for row in rows] == names
+    assert [row["step_s"]["median"] for row in rows] == [full_step(row["batch_size"]) for row in rows]
+
+
+def test_runs_that_cannot_be_right():
+    slow = Machine(slowness=(1, 1000, 1))
+    with pytest.raises(MinirtError, match="128 more steps took no more time"):
+        times(slow, 1, 8, repeats=1)
+    short = Machine()
+    complete = short.generate
+    short.generate = lambda prompts, params: complete(prompts, [SamplingParams(max_tokens=5)] * len(prompts))
+    with pytest.raises(MinirtError, match=r"ended early; expected 129 tokens; found 5 \(length\)"):
+        times(short, 1, 8)
+
+
+def test_room_is_checked_with_the_numbers():
+    machine = Machine()
+    machine.max_len = 300
+    decode.check(machine, [1, 40], [1, 171])
+    with pytest.raises(InputError, match=r"at most 64 sequences; found 65 .*--max-num-seqs to 65"):
+        decode.check(machine, [1, 65], [8])
+    with pytest.raises(ContextLengthError, match=r"at most 300 tokens in a sequence; found 301 .*--max-model-len"):
+        decode.check(machine, [1], [8, 172])
+    machine.max_num_seqs = 9000
+    with pytest.raises(InputError, match="at most 8192 sequences; found 8193"):
+        decode.check(machine, [8193], [8])
+    machine.kv_cache_bytes = 12 * 64 * 1000
+    measure.check_room(machine, 4, 192)
+    with pytest.raises(ContextLengthError, match=r"at most 12 pages of 64 tokens; found 16 \(--kv-cache-memory 1024000 "):
+        measure.check_room(machine, 4, 193)
+    machine.kv_bytes_per_token = 0  # a model without attention
+    measure.check_room(machine, 64, 300)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 30])
+def test_percentiles_are_numpys(count):
+    values = torch.rand(count, generator=torch.Generator().manual_seed(count)).tolist()
+    for percent in (0, 10, 25, 50, 75, 90, 99, 100):
+        assert measure.percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
+
+
+def test_latency():
+    machine = Machine(slowness=(100, 1, 4, 2))
+    (row,) = latency.run(machine, 3, 10, 5, repeats=3, sampling={}, seed=1, clock=machine.clock)
+    one = 2**-10 + 30 * 2**-20 + 4 * full_step(3)
+    assert row["latency_s"]["all"] == pytest.approx([one, 4 * one, 2 * one], rel=1e-12)
+    assert row["latency_s"]["mean"] == pytest.approx(7 / 3 * one, rel=1e-12)
+    assert row["latency_s"]["p50"] == pytest.approx(2 * one, rel=1e-12)
+    assert row["latency_s"]["p75"] == pytest.approx(3 * one, rel=1e-12)
+    assert row["output_tokens_per_s"] == pytest.approx(15 / (7 / 3 * one), rel=1e-12)
+    assert row["time_to_first_token_s"] == pytest.approx(2 * (2**-10 + 30 * 2**-20), rel=1e-12)
+    assert row["test"] == "latency b3 in10 out5"
+
+
+def test_throughput():
+    machine = Machine(slowness=(100, 1, 3, 2))
+    (row,) = throughput.run(machine, 40, (5, 20), (1, 9), repeats=3, sampling={}, seed=1, clock=machine.clock)
+    prompts, params = machine.calls[0]
+    inputs, outputs = [len(prompt) for prompt in prompts], [p.max_tokens for p in params]
+    assert len(prompts) == 40
+    assert (min(inputs), max(inputs)) == (5, 20), "both ends are drawn"
+    assert (min(outputs), max(outputs)) == (1, 9)
+    assert all([len(p) for p in call[0]] == inputs and call[1] == params for call in machine.calls)
+    assert (row["input_tokens"], row["output_tokens"]) == (sum(inputs), sum(outputs))
+    median = row["seconds"]["all"][2]
+    assert row["seconds"]["median"] == median
+    assert row["requests_per_s"] == pytest.approx(40 / median)
+    assert row["total_tokens_per_s"] == pytest.approx((sum(inputs) + sum(outputs)) / median)
+    assert row["output_tokens_per_s"] == pytest.approx(sum(outputs) / median)
+    assert 0 < row["time_to_first_token_s"]["p50"] <= row["time_to_first_token_s"]["p99"] < row["seconds"]["all"][1]
+    assert 2**-10 < row["time_per_output_token_s"]["p50"] <= row["time_per_output_token_s"]["p99"] <= 3 * full_step(40)
+    (row,) = throughput.run(Machine(), 2, (5, 5), (1, 1), repeats=1, sampling={}, seed=1)
+    assert row["time_per_output_token_s"] is None, "no request has a second token"
+    assert row["test"] == "throughput n2 in5 out1"
+
+
+def test_prefill():
+    machine = Machine(slowness=(100, 50, 1, 4, 2))
+    kwargs = {"repeats": 3, "sampling": {}, "seed": 1, "progress": lambda text: None, "clock": machine.clock}
+    machine.config = QWEN
+    (row,) = prefill.run(machine, [40], ceiling=ceiling.MatmulCeiling(1e12, "made up"), **kwargs)
+    one = 2**-10 + 40 * 2**-20
+    assert row["time_to_first_token_s"]["all"] == pytest.approx([one, 4 * one, 2 * one], rel=1e-12)
+    assert row["tokens_per_s"] == pytest.approx(40 / (2 * one), rel=1e-12)
+    assert row["flops_per_s"] == pytest.approx(row["flops"] / (2 * one), rel=1e-12)
+    assert row["share_of_matmul_ceiling"] == pytest.approx(row["flops_per_s"] / 1e12)
+    assert all(params[0].max_tokens == 1 for _, params in machine.calls)
+
+
+def test_prompt_flops():
+    """Of Qwen2.5-7B, by hand: 6.53 G weights in linear layers, 204 M of them in the last MLP, which only the last token passes,
+    545 M in the head, 28 heads of 128 in 28 layers."""
+    attention, mlp, head = 4608 * 3584 + 3584 * 3584, 3 * 18944 * 3584, 152064 * 3584
+    assert flops.prompt_flops(QWEN, 1) == 2 * (28 * attention + 28 * mlp + head) + 28 * 4 * 28 * 128
+    assert flops.prompt_flops(QWEN, 3) == 6 * (28 * attention + 27 * mlp) + 2 * (mlp + head) + 28 * 4 * 28 * 128 * 6
+    assert flops.linear_flops(QWEN, 7, 7) == 14 * (28 * attention + 28 * mlp + head)
+
+
+@pytest.mark.parametrize(("budget", "largest"), [(8192, 8192), (108, 108)])
+def test_prompts_beside_decoding_requests(budget, largest):
+    """With chunks a step is short; without, every decoding request waits for whole prompts."""
+    machine = Machine(budget)
+    row = prefill.beside(machine, 2000, 8, repeats=3, sampling={}, seed=0, clock=machine.clock)
+    assert row["inter_token_s"]["max"] == pytest.approx(2**-10 + 8 * 2**-14 + largest * 2**-20, rel=0.05)
+    assert row["inter_token_s"]["p50"] <= row["inter_token_s"]["p99"] <= row["inter_token_s"]["max"]
+    assert row["decoding"] == 8
+    assert len(machine.calls) == 4
+    assert len(row["time_to_first_token_s"]["all"]) == 3 * prefill.LONG_PROMPTS
+    full = 1 / (2**-20 + (2**-10 + 8 * 2**-14) / largest)  # prompt tokens a second of steps that hold no fewer
+    assert 0.8 * full < row["tokens_per_s"] < full * 8192 / 8184
+
+
+def test_prompts_that_would_keep_nobody_waiting():
+    machine = Machine()
+    prefill.check(machine, [2000], 63)
+    prefill.check(machine, [20], 0)
+    with pytest.raises(InputError, match="no room for a prompt beside the others"):
+        prefill.check(machine, [2000], 64)
+    with pytest.raises(InputError, match="too short to keep others waiting"):
+        prefill.check(machine, [2000, 20], 8)
+    machine.kv_cache_bytes = (8 * 3 + 6 * 32) * 64_000  # 8 of 160 tokens, and the prompts of a step and of its rest
+    prefill.check(machine, [2000], 8)
+    machine.kv_cache_bytes -= 1
+    with pytest.raises(ContextLengthError, match="does not fit the KV cache"):
+        prefill.check(machine, [2000], 8)
+
+
+# Checking before timing
+
+
+class Answers:
+    """A model that always says `tokens`, with `logits` for each prompt; a prompt is told by its length."""
+
+    def __init__(self, change=None, logits_change=None, dtype="bfloat16", kv_dtype=torch.bfloat16):
+        generator = torch.Generator().manual_seed(4)
+        rows = [SimpleNamespace(dtype="bfloat16"), SimpleNamespace(dtype=dtype)]
+        self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(rows=rows)
+        self.max_len, self.model = 2048, SimpleNamespace(kv_dtype=kv_dtype)
+        self.change, self.logits_change = change, logits_change
+        self.table = {n: torch.randn(check.NEW_TOKENS, 50, generator=generator) for n in (*check.LENGTHS, 301, check.LONG)}
+        self.table[10][5, 7], self.table[10][5, 8] = 9.0, 5.0
+        for length, share in ((9, 0.9), (11, 1.1)):  # a near-tie, since 16 eps of bf16 are 0.125 of the row's rms; and none
+            row = self.table[length][3]
+            row[7] = row[8] = 9.0
+            row[8] -= share * 0.125 * row.square().mean().sqrt()
+
+    def generate(self, prompts, params):
+        assert params.temperature == 0
+        assert params.ignore_eos
+        tokens = [self.table[len(prompt)].argmax(-1).tolist() for prompt in prompts]
+        if self.change:
+            self.change(prompts, tokens)
+        return [SimpleNamespace(token_ids=own) for own in tokens]
+
+    def logits(self, ids):
+        length = next(n for n in self.table if n == len(ids) - check.NEW_TOKENS + 1)
+        logits = torch.cat([torch.full((length - 1, 50), 77.0), self.table[length]])
+        return self.logits_change(logits) if self.logits_change else logits
+
+
+def compared(change=None, logits_change=None, batch_sizes=(1, 8, 11), longest=300, **formats):
+    return check.compare(Answers(change, logits_change, **formats), check.reference(Answers(), longest), batch_sizes)
+
+
+def test_agreement_is_counted():
+    found = compared()
+    assert found["checked"]
+    assert found["near_ties"] == 0
+    assert found["tokens_equal"] == 20 * check.NEW_TOKENS
+    assert found["logits_relative_error"] == 0
+    assert found["batch_sizes"] == [1, 8, 11]
+    json.dumps(found)
+
+
+def planted(length, at, token, rest=0):
+    def change(prompts, tokens):
+        for prompt, own in zip(prompts, tokens, strict=True):
+            if len(prompt) == length:
+                own[at:] = [token] + [rest] * (len(own) - at - 1)
+
+    return change
+
+
+def test_a_near_tie_is_none_and_ends_the_comparison():
+    found = compared(planted(9, 3, 8), batch_sizes=[8])
+    assert (found["near_ties"], found["tokens_equal"]) == (1, 7 * check.NEW_TOKENS + 3)
+
+
+def test_wrong_answers_are_not_timed():
+    with pytest.raises(NumericsError, match=r"generated token 5: .*token 7.*found token 8, 4.00e"):
+        compared(planted(10, 5, 8), batch_sizes=[8])
+    with pytest.raises(NumericsError, match="generated token 3: "):
+        compared(planted(11, 3, 8), batch_sizes=[8])
+    with pytest.raises(NumericsError, match="nothing to time"):
+        compared(lambda prompts, tokens: tokens.reverse(), batch_sizes=[8])
+    compared(planted(10, 5, 8), batch_sizes=[1])  # of which this prompt is no part
+    with pytest.raises(NumericsError, match="relative error"):
+        compared(logits_change=lambda logits: logits * 1.07)
+    with pytest.raises(NumericsError, match="relative error"):
+        compared(logits_change=lambda logits: logits.roll(1, 0))
+    with pytest.raises(NumericsError, match="found nan"):
+        compared(logits_change=lambda logits: logits.clone().fill_(math.nan))
+    compared(logits_change=lambda logits: logits * 1.05)  # within 8 eps of bf16
+    compared(logits_change=lambda logits: logits * 1.18, dtype="bfloat16 · fp8")
+    compared(logits_change=lambda logits: logits * 1.18, kv_dtype=torch.float8_e4m3fn)
+    with pytest.raises(NumericsError, match="relative error"):
+        compared(logits_change=lambda logits: logits * 1.2, dtype="bfloat16 · fp8")
+
+
+def test_long_prompts_are_not_timed_unchecked():
+    """Other kernels compute them; also where one request at a time is measured."""
+    assert compared(longest=300)["prompt_lens"] == list(check.LENGTHS)
+    assert compared(longest=301)["prompt_lens"][0] == 301
+    assert compared(longest=8000)["prompt_lens"] == [check.LONG, *check.LENGTHS]
+    with pytest.raises(NumericsError, match="generated token 5: "):
+        compared(planted(check.LONG, 5, 8), batch_sizes=[1], longest=8000)
+
+
+def test_a_context_without_room_for_the_check():
+    short = Answers()
+    short.max_len = check.NEW_TOKENS
+    with pytest.raises(InputError, match=r"--max-model-len: .*expected 17 or more; found 16.*--skip-check"):
+        check.reference(short, 8)
+
+
+# Ceilings and reports
+
+
+def test_the_cpu_ceiling():
+    found = ceiling.read_ceiling(torch.device("cpu"), nbytes=8 << 20, repeats=3)
+    assert found.bytes_per_s > 1e7
+    assert "torch.sum" in found.how
+    assert "0.01 GB" in found.how
+    assert ceiling.datasheet_bandwidth(torch.device("cpu")) is None
+    assert ceiling.device_name(torch.device("cpu")).startswith("CPU ")
+
+
+def test_datasheets_are_found_by_the_drivers_names(monkeypatch):
+    for name, value in (("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA A100-SXM4-80GB", 2.039e12),
+                        ("NVIDIA H200 MIG 1g.18gb", None), ("Some GPU", None)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert ceiling.datasheet_bandwidth(torch.device("cuda", 0)) == value
+
+
+@pytest.mark.gpu
+def test_the_gpu_ceiling():
+    device = torch.device("cuda", 0)
+    found = ceiling.read_ceiling(device)
+    sheet = ceiling.datasheet_bandwidth(device)
+    assert "Triton" in found.how
+    if sheet:
+        assert 0.5 < found.bytes_per_s / sheet < 1, "faster than the datasheet is read from a cache"
+
+
+def test_the_commit_is_of_this_source_and_no_other(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
+
+    file = tmp_path / "site" / "report.py"
+    file.parent.mkdir()
+    file.write_text("1")
+    (tmp_path / "other").write_text("1")
+    git("init")
+    git("add", "other")
+    git("commit", "-m", "x")
+    monkeypatch.setattr(report, "__file__", str(file))
+    version = report.environment()["minirt"]
+    assert report.commit() == version, "another project's repository around an installed minirt"
+    git("add", ".")
+    git("commit", "-m", "y")
+    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert head.startswith(report.commit())
+    assert len(report.commit()) >= 7
+    file.write_text("2")
+    assert report.commit().endswith("-dirty")
+    monkeypatch.setenv("PATH", "")
+    assert report.commit() == version, "no git"
+
+
+def test_help_is_light():
+    heavy = {"torch", "triton", "numpy", "tokenizers", "safetensors", "rich", "minirt.bench"}
+    for command in (["bench", "--help"], ["bench", "decode", "--help"]):
+        code = f"import sys; from minirt.cli import app as cli\ntry: cli.main({command})\nfinally: print(*sys.modules)"
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+        assert "Usage: " in done.stdout
+        assert not heavy & set(done.stdout.split("\n")[-2].split())

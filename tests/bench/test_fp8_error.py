@@ -1,0 +1,172 @@
+"""What FP8 costs in perplexity, on the embedded model as it is and with outliers; and what damaged weights do to it.
+
+Catches rounding that is not to the nearest, values that saturate, Inf that turns into a number, a tied head that is quantized
+unasked. e4m3 spans so many magnitudes that outliers of x1000 do not need the scale of each row: test_quantize.py looks at those.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cli import caller, refused
+from support.outliers import with_outliers, write
+from support.package import ROOT
+
+from minirt import Generator, models
+from minirt.bench.fp8_error import format_errors, table
+from minirt.bench.perplexity import perplexity
+from minirt.errors import CheckpointError, ConfigError, InputError, NumericsError
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.formats import Quantization
+from minirt.modeling.model import Model
+
+EMBEDDED = ROOT / "models" / "embedded"
+TEXT = (ROOT / "models" / "recipe" / "heldout.txt").read_text()[:10000]  # 2.5k tokens
+TOKENS = list(range(3, 60))
+WITHIN, WITHIN_KV = 1.01, 1.015  # of the perplexity without FP8
+
+
+def opened(folder, **options):
+    return Generator.from_pretrained(folder, device="cpu", dtype="float32", kv_cache_memory=1 << 26, **options)
+
+
+def score(folder, text=TEXT, **options):
+    with opened(folder, **options) as generator:
+        return perplexity(generator, text, stride=500).perplexity
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return score(EMBEDDED)
+
+
+@pytest.fixture(scope="module", params=[64.0, 1000.0], ids=["x64", "x1000"])
+def outliers(request, tmp_path_factory):
+    return with_outliers(EMBEDDED, tmp_path_factory.mktemp("outliers"), seed=1, factor=request.param), request.param
+
+
+def test_the_embedded_model_keeps_its_perplexity(plain):
+    assert score(EMBEDDED, quantization="fp8") < WITHIN * plain
+    assert score(EMBEDDED, quantization="fp8", kv_cache_dtype="fp8") < WITHIN_KV * plain
+
+
+def test_outliers_cost_no_more(plain, outliers):
+    """x64 changes exponents alone; 1000 is no power of two, so that bf16 weights round once more."""
+    folder, factor = outliers
+    own = score(folder)
+    assert own == pytest.approx(plain, rel=1e-5 if factor == 64 else 2e-3)
+    assert score(folder, quantization="fp8") < WITHIN * own
+    assert score(folder, quantization="fp8", kv_cache_dtype="fp8") < WITHIN_KV * own
+
+
+@pytest.mark.parametrize(("family", "options"), [("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 32})])
+def test_outliers_are_there_and_change_nothing(family, options, hf_folder, tmp_path):
+    """The variant of every family: GQA, biases, QK-norm."""
+    folder = hf_folder(family, seed=21, **options)
+    variant = with_outliers(folder, tmp_path, seed=3)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, variant))
+    changed = {name.rpartition("layers.0.")[2] for name in before if not torch.equal(before[name], after[name])}
+    expected = {"input_layernorm.weight", "post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"}
+    assert changed >= expected | {f"self_attn.{x}_proj.weight" for x in "qkv"}
+    assert ("self_attn.q_proj.bias" in changed) == (family == "Qwen2")
+    assert ("self_attn.k_norm.weight" in changed) == (family == "Qwen3")
+    with opened(folder) as one, opened(variant) as other:
+        torch.testing.assert_close(one.logits(TOKENS), other.logits(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def damaged(tmp_path, name, change):
+    """The embedded model with `change` applied to one tensor."""
+    files = {path.name: load_file(path) for path in sorted(EMBEDDED.glob("*.safetensors"))}
+    (tensors,) = (content for content in files.values() if name in content)
+    change(tensors[name])
+    return write(EMBEDDED, tmp_path, files)
+
+
+def test_rows_and_columns_of_zeros(tmp_path):
+    def erase(weight):
+        weight[::3], weight[:, ::5] = 0.0, 0.0
+
+    folder = damaged(tmp_path, "model.layers.2.mlp.up_proj.weight", erase)
+    text = TEXT[:2000]
+    assert score(folder, text, quantization="fp8") == pytest.approx(score(folder, text), rel=0.01)
+    with opened(folder, quantization="fp8") as generator:
+        gate_up = generator._model.layers[6].gate_up
+        rows = gate_up.weight.float()[gate_up.out_features // 2 :: 3]
+        assert not rows.any()
+        assert not generator.logits(TOKENS).isnan().any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_infinities_show(value, tmp_path):
+    """They may not turn into numbers."""
+
+    def damage(weight):
+        weight[5, 7] = value
+
+    folder = damaged(tmp_path, "model.layers.4.self_attn.o_proj.weight", damage)
+    with pytest.raises(NumericsError, match="no probability"):
+        score(folder, TEXT[:500], quantization="fp8")
+    with pytest.raises(CheckpointError, match=r"layers\.4\.self_attn\.o_proj\.weight.*NaN or Inf"):
+        opened(folder, quantization="fp8", check_weights=True)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", [None, True, False])
+def test_a_tied_head_stays_unless_asked_for(tied, head, hf_folder):
+    folder = hf_folder("Llama", seed=9, tie_word_embeddings=tied)
+    with opened(folder, quantization="fp8", quantize_head=head) as generator:
+        lm_head = generator._model.layers[-1].lm_head
+        assert (lm_head.scale is not None) == ((not tied) if head is None else head)
+        assert (generator._model.layers[0].table is lm_head) == (tied and lm_head.scale is None)
+
+
+def test_the_plan_counts_the_head_that_stays():
+    def size(preset, head):
+        config: ModelConfig = models.preset(preset).config
+        return Model(config, models.build(config), Quantization("fp8", head)).weight_bytes(torch.bfloat16)
+
+    assert size("Qwen2.5-7B", None) == size("Qwen2.5-7B", True)
+    assert size("Qwen2.5-0.5B", None) == size("Qwen2.5-0.5B", False) < size("Qwen2.5-0.5B", True)
+
+
+def test_format_errors_of_every_linear():
+    """Rounding by at most half an ulp of 3 bits, 2^-4, and 2.6% (rms) of weights of all sizes; on both sides √2 of it."""
+    with opened(EMBEDDED) as one, opened(EMBEDDED, quantization="fp8") as other:
+        before = one.logits(TOKENS)
+        errors = format_errors(one._model, other._model, one.encode(TEXT)[:200])
+        assert torch.equal(one.logits(TOKENS), before), "measuring left traces"
+        assert [e.linear for e in errors] == ["qkv", "o", "gate_up", "down"] * 6 + ["lm_head"]
+        head = one._model.layers[-1].lm_head.weight.double()
+        twin = other._model.layers[-1].lm_head
+        off = (twin.weight.double() * twin.scale.double().unsqueeze(1) - head).norm() / head.norm()
+        assert errors[-1].weights == pytest.approx(float(off), rel=1e-6)
+        for e in errors:
+            assert 0.024 < e.weights < 0.029, e
+            assert 0.005 < e.one < 0.029, e
+            assert e.one < e.many < 0.045, e
+            assert e.many <= e.worst < 0.1, e
+        assert len(table(errors).splitlines()) == 2 + len(errors) + 5
+        for tokens in ([1], [1] * 600):
+            with pytest.raises(InputError, match="this many tokens"):
+                format_errors(one._model, other._model, tokens)
+        with pytest.raises(ConfigError, match="already quantized"):
+            format_errors(other._model, one._model, TOKENS)
+
+
+def test_format_errors_on_the_command_line(tmp_path, capfd, monkeypatch):
+    run = caller(capfd, monkeypatch)
+    (tmp_path / "text").write_text(TEXT[:1000])
+    command = ("eval", "fp8", "--text", tmp_path / "text", "--device", "cpu", "-n", 20)
+    code, out, err = run(*command, "-q", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (code, err, len(rows)) == (0, "", 25)
+    assert rows[-1].keys() == {"layer", "linear", "shape", "weights", "one", "many", "worst"}
+    code, out, err = run(*command)
+    assert out.startswith("| layer | linear |")
+    assert "no --model" in err
+    refused(run(*command, "--max-length", 5), "--max-length", code=2)
+    assert run(*command[:-2], "-q")[0] == 0  # as many as the model holds
+    refused(run(*command[:-1], 513, "-q"), "--num-tokens", "expected 512", "found 513")
+    (tmp_path / "text").write_text("a")
+    refused(run(*command, "-q"), "text", "from 2 to 512", "found 1")

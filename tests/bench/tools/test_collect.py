@@ -1,0 +1,92 @@
+"""`bench/collect.py` before there is a GPU: every run is a command line that minirt takes, and failures are told.
+
+Catches: an option that was renamed, a model that no preset knows, a kernel's name that changed, a failed run that leaves a file.
+"""
+
+import sys
+from fnmatch import fnmatchcase
+
+import click
+import pytest
+
+from minirt import models
+from minirt.bench.kernels import benchmark as kernels
+from minirt.bench.tools import collect, startup
+from minirt.cli import app as cli
+from minirt.errors import InputError, MinirtError
+
+
+def parsed(words):
+    """(the command, its options) as click has them."""
+    command, context = cli.cli, click.Context(cli.cli)
+    while isinstance(command, click.Group):
+        command, words = command.get_command(context, words[0]), words[1:]
+    return command.name, command.make_context(command.name, list(words)).params
+
+
+@pytest.mark.parametrize("name", collect.RUNS)
+def test_every_run_is_a_command(name):
+    words = collect.RUNS[name]
+    if words[0].endswith(".py"):
+        assert collect.command(name)[-len(words)].endswith(f"bench/tools/{words[0]}")
+        assert models.preset(words[1]) is not None
+        return
+    command, options = parsed(words)
+    assert {"chunking": "prefill"}.get(kind := name.split("-")[0], kind) == command
+    chosen = options.get("models") or [options["model"]]
+    assert all(model in (None, models.EMBEDDED) or models.preset(model) is not None for model in chosen)
+    if command == "kernels":
+        assert kernels.select(options["names"])
+
+
+def test_a_start_is_timed_in_a_process_of_its_own(tmp_path):
+    found = startup.child(["embedded"], str(tmp_path))
+    assert 0 < found["imported_s"] < found["loaded_s"] <= found["ready_s"] < found["first_token_s"]
+    with pytest.raises(SystemExit, match="ModelNotFoundError"):
+        startup.child(["nothing"], str(tmp_path))
+
+
+def test_every_kernel_is_measured():
+    runs = [words for name, words in collect.RUNS.items() if words[:2] == ["bench", "kernels"] and "others" not in name]
+    found = [name for words in runs for name in kernels.select(parsed(words)[1]["names"])]
+    assert sorted(found) == sorted(kernels.OPERATIONS)
+
+
+def test_what_readme_shows_is_collected():
+    """All but loading, which needs a checkpoint of 15 GB, and what a CPU measured."""
+    from minirt.bench.tools import tables
+
+    shown = {source for block in tables.BLOCKS.values() for source in block.sources}
+    shown |= {source for sources in tables.PICTURES.values() for source in sources}
+    left = {"h200-loading-bf16", "h200-loading-fp8", "cpu-smollm2"}
+    runs = [f"h200-{name}" for name in collect.RUNS]
+    assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
+
+
+@pytest.mark.parametrize("limit", collect._STEP_LIMITS)
+def test_prompts_arrive_beside_requests(limit):
+    """The limit's name is its own, there is room for prompts and requests, and one prompt takes several steps or one whole."""
+    options = parsed(collect.RUNS[f"chunking-{limit}"])[1]
+    assert (options["max_num_batched_tokens"], options["beside"], options["input_len"]) == (limit, 32, (8192,))
+    assert options["max_num_seqs"] > options["beside"]
+    assert options["max_model_len"] > options["input_len"][0]
+    assert options["skip_check"]
+    assert not options["fp8"]
+
+
+def test_a_failed_run_leaves_no_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(collect, "prefix", lambda: "gpu")
+    scripts = {"good": "print('{}')", "bad": "import sys; print('{}'); sys.exit('no such model')"}
+    monkeypatch.setattr(collect, "RUNS", {name: ["x"] for name in scripts})
+    monkeypatch.setattr(collect, "command", lambda name: [sys.executable, "-c", scripts[name]])
+    assert collect.main([str(tmp_path)]) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["gpu-good.json"]
+    assert "exit code 1: no such model" in capsys.readouterr().out
+    assert collect.main([str(tmp_path), "g*"]) == 0
+
+
+def test_wrong_words(tmp_path):
+    with pytest.raises(MinirtError, match="expected a folder"):
+        collect.main([str(tmp_path / "none")])
+    with pytest.raises(InputError, match="nothing: matches no run"):
+        collect.select(["nothing"])

@@ -1,0 +1,359 @@
+"""The README's tables on small records of awkward values. Catches a wrong unit or sign, a swapped column, a quotient upside down,
+a missing value that is shown as one, and a form that computes less counted as one that computes the same."""
+
+import pytest
+
+from minirt.bench.kernels import benchmark as kernels
+from minirt.bench.tools import tables
+from minirt.bench.tools.tables import origin
+
+
+def rows(text):
+    """The cells of a table's rows, without its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def median(seconds):
+    return {"median": seconds}
+
+
+def test_milliseconds():
+    assert [tables.milliseconds(ms) for ms in (0.004, 3.495, 9.994, 9.996, 1234.56)] == [
+        "0.00", "3.50", "9.99", "10.0", "1,234.6"
+    ]  # fmt: skip
+
+
+def test_signs():
+    texts = [tables.signed(value, 2) for value in (0.004, -0.004, 0.0, -0.0058, 1.5)]
+    assert texts == ["0.00", "0.00", "0.00", "−0.01", "+1.50"]
+
+
+def test_a_small_share_is_not_none():
+    assert [tables.percent(share) for share in (None, 0.0, 0.0004, 0.01, 1.02)] == ["–", "0%", "< 1%", "1%", "102%"]
+
+
+def step(batch, context, seconds, share=0.5):
+    shares = dict.fromkeys(("share_of_limit", "share_of_read_ceiling"), share)
+    return {"batch_size": batch, "context_len": context, "step_s": median(seconds)} | shares
+
+
+def prompt(length, seconds):
+    return {"input_len": length, "time_to_first_token_s": median(seconds), "share_of_matmul_ceiling": 0.25}
+
+
+STEPS = {
+    "a": {"benchmark": "decode", "dtype": "bf", "model": "M", "results": [step(1, 128, 4.78e-3), step(256, 128, 0.0123, 1)]},
+    "b": {"benchmark": "decode", "dtype": "bfloat16 · fp8", "model": "M", "results": [step(1, 8000, 0.005)]},
+}
+PROMPTS = {"c": {"benchmark": "prefill", "dtype": "fp8", "results": [prompt(2048, 0.0294), prompt(8192, 0.1299)]}}
+
+
+def test_decode_with_gaps():
+    found = rows(tables.decode_table(STEPS))
+    assert found[0] == ["batch 1, context 128", "4.78", "50%", "4.78", "–", "–", "3.41"]
+    assert found[1] == ["batch 1, context 8000", "–", "–", "4.91", "5.00", "50%", "3.61"]
+    assert found[4] == ["batch 256, context 128", "12.3", "100%", "9.08", "–", "–", "7.29"]
+
+
+def test_prefill_with_gaps():
+    assert rows(tables.prefill_table(PROMPTS))[2:] == [
+        ["2048 tokens", "–", "–", "48.0", "29.4", "25%", "29.4"],
+        ["8192 tokens", "–", "–", "195.0", "129.9", "25%", "129.0"],
+    ]
+
+
+def test_losses_are_told_and_a_tie_is_none():
+    text = tables.losses_table(STEPS | PROMPTS)
+    assert text == (
+        "Slower than vLLM at 3 of these 5 figures: bf16, batch 256 at context 128: +35.5%; "
+        "fp8, batch 1 at context 8000: +38.5%; fp8, a prompt of 8192 tokens: +0.7%."
+    )
+    best = {"a": STEPS["a"] | {"results": [step(1, 128, 0.001)]}}
+    assert tables.losses_table(best) == "None of these 1 figures is above vLLM's."
+
+
+def test_other_shapes():
+    records = {"a": STEPS["a"], "b": STEPS["b"] | {"results": [step(256, 128, 0.01, 0.333), step(3, 128, 0.002)]}}
+    assert rows(tables.others_table(records)) == [
+        ["M, batch 1, context 128", "4.78", "50%", "–", "–"],
+        ["M, batch 256, context 128", "12.3", "100%", "10.0", "33%"],
+        ["M, batch 3, context 128", "–", "–", "2.00", "50%"],
+    ]
+
+
+def test_checks():
+    own = [{"checked": True, "against": "the truth"}, {"checked": False, "why": "no time"}, {"checked": False, "why": "no time"}]
+    text = tables.checks_table({name: {"correctness": one} for name, one in zip("abc", own, strict=True)})
+    assert text == "`a`: before timing compared with the truth; `b`, `c`: no time."
+
+
+def test_about_tells_every_machine_and_the_range_of_ceilings():
+    def record(device, read, product, dtype="bfloat16"):
+        return {
+            "device": device, "versions": {"torch": "2", "triton": "3"}, "model": "M", "dtype": dtype,
+            "read_ceiling": read and {"bytes_per_s": read}, "matmul_ceiling": product and {"flops_per_s": product},
+        }  # fmt: skip
+
+    records = {"a": record("X", 4.514e12, None), "b": record("X", 4.516e12, None), "c": record("Y", None, 1.2345e15, "fp8")}
+    text = tables.about_table(records)
+    assert text.startswith("One X, torch 2, Triton 3; one Y, torch 2, Triton 3; M shapes")
+    assert "would read the weights, 4.51 to 4.52 TB/s in the same run," in text
+    assert "not measured in bf16 and 1,23" in text
+    assert " TFLOP/s in fp8, whichever is longer" in text
+
+
+def test_trace():
+    def row(batch, temperature, ms, idle):
+        return {"batch": batch, "context": 128, "temperature": temperature, "step_ms": ms, "idle": idle}
+
+    found = [row(64, 0.0, 4.0, 0.0049), row(1, 0.0, 2.0, 0.031), row(64, 0.8, 3.9, 0.01)]
+    assert rows(tables.trace_table({"a": {"results": found}})) == [
+        ["batch 1, context 128", "2.00", "3.1%", "–", "–", "–"],
+        ["batch 64, context 128", "4.00", "0.5%", "3.90", "1.0%", "−2.5%"],
+    ]
+
+
+def test_power():
+    """Catches: cells of one GPU in another's column and costs that hold what the GPU draws anyway."""
+
+    def gpu(index, awake):
+        own = [
+            {"what": "awake", "watts": awake, "seconds": 0.01},
+            {"what": "reading", "watts": awake + 400, "seconds": 0.02, "bytes": 80_000_000_000},
+            {"what": "product", "watts": awake + 500, "seconds": 0.04, "flops": 20_000_000_000_000},
+            {"what": "step", "batch_size": 8, "watts": 690.0, "seconds": 0.004, "sm_clock_mhz": 1980},
+            {"what": "prompt", "input_len": 8192, "watts": 695.0, "seconds": 0.2, "sm_clock_mhz": 1410},
+        ]
+        return [{"gpu": index, "limit_w": 700.0} | row for row in own]
+
+    record = {"results": [*gpu(1, 100.0), *gpu(0, 125.0)]}
+    record["results"].append({"gpu": 1, "limit_w": 700.0, "what": "generator", "batch_size": 256, "seconds": 0.0078})
+    assert rows(tables.power_table({"a": record})) == [
+        ["awake, of its limit", "125 of 700 W", "100 of 700 W"],
+        ["reading", "0.100 J/GB", "0.100 J/GB"],
+        ["multiplying, bf16", "1.000 J/TFLOP", "1.000 J/TFLOP"],
+        ["bare step, batch 8", "4.00 · 690 W · 1,980 MHz", "4.00 · 690 W · 1,980 MHz"],
+        ["prompt of 8192 tokens", "200.0 · 695 W · 1,410 MHz", "200.0 · 695 W · 1,410 MHz"],
+        ["step of batch 256 through `Generator`", "–", "7.80"],
+    ]
+
+
+def test_startup():
+    def start(caches, first):
+        own = {name: median(i + 0.04) for i, name in enumerate(("imported_s", "loaded_s", "ready_s"))}
+        return {"caches": caches, **own, "first_token_s": median(first)}
+
+    record = {"quantization": "fp8", "results": [start("empty", 20.96), start("warm", 6.5)]}
+    assert rows(tables.startup_table({"a": record})) == [
+        ["`--fp8`, warm kernel caches", "0.0", "1.0", "2.0", "6.5"],
+        ["`--fp8`, empty kernel caches", "0.0", "1.0", "2.0", "21.0"],
+    ]
+
+
+def test_loading_in_both_forms():
+    run = {"bytes": 15.2e9, "gb_per_s": 10.04, "host_peak_gb": 1.94}
+    records = {
+        "a": [run, run | {"gb_per_s": 9.0, "host_peak_gb": 2.06}],
+        "b": run | {"quantization": "fp8", "weights_gb": 8.167, "gpu_resident_gb": 8.5566, "gpu_peak_gb": 9.0},
+    }
+    assert rows(tables.loading_table(records)) == [
+        ["15.2 GB", "9.0 to 10.0", "2.1", "–", "–", "–"],
+        ["15.2 GB, `--fp8`", "10.0", "1.9", "8.17", "8.56", "9.00"],
+    ]
+
+
+def test_chunking_leaves_out_what_ran_alone():
+    def beside(limit, p99):
+        gaps = {"p50": 0.0041, "p99": p99, "max": 0.2}
+        return {"inter_token_s": gaps, "max_num_batched_tokens": limit, "tokens_per_s": 31234.5}
+
+    records = {
+        "a": {"results": [{"inter_token_s": None}, beside(512, 0.018)]}, "b": {"results": [beside(8192, 0.1996)]}
+    }  # fmt: skip
+    assert rows(tables.chunking_table(records)) == [
+        ["8,192", "4.10", "199.6", "200.0", "31,234"],
+        ["512", "4.10", "18.0", "200.0", "31,234"],
+    ]
+
+
+def test_ablation_shows_losses_and_leaves_out_what_no_step_uses():
+    def at(batch, seconds, **brings):
+        return {"batch_size": batch, "step_s": seconds, "tricks": {name: {"brings_s": s} for name, s in brings.items()}}
+
+    what = {"norm": "the norm", "never": "nothing", "pdl": "PDL"}
+    records = {
+        "a": {"quantization": None, "what": what, "results": [at(1, 0.0034, norm=9.4e-5, pdl=2e-6), at(256, 0.0123, pdl=-6e-5)]},
+        "b": {"quantization": "fp8", "what": what, "results": [at(1, 0.002, pdl=0.0)]},
+    }
+    text = tables.ablation_table(records)
+    assert text.splitlines()[0] == "| ms more without | bf16, batch 1 | bf16, batch 256 | `--fp8`, batch 1 |"
+    assert rows(text) == [
+        ["the step as it is, ms", "3.40", "12.3", "2.00"],
+        ["the norm", "+0.09", "", ""],
+        ["PDL", "0.00", "−0.06", "0.00"],
+    ]
+
+
+def whole(best, **fusion):
+    decode = {"batch_size": 2, "context_len": 9, "launched_s": 0.01, "eager_s": 0.004, "candidate_s": best}
+    return {"decode": decode, "fusion": {name: {"step_s": seconds} for name, seconds in fusion.items()}}
+
+
+def test_fusion_of_two_records():
+    records = {
+        "a": {"model": "M", "dtype": "bfloat16", "whole_model": whole(0.002, mlp=0.003)},
+        "b": {"model": "M", "dtype": "bfloat16 · fp8", "whole_model": whole(0.001, head=0.001)},
+        "c": {"model": "M", "dtype": "bfloat16", "whole_model": None},
+    }
+    assert rows(tables.fusion_table(records)) == [
+        ["eager, launched from Python", "10.000", "5.00 ×", "10.000", "10.00 ×"],
+        ["eager in a CUDA graph", "4.000", "2.00 ×", "4.000", "4.00 ×"],
+        ["Triton", "2.000", "", "1.000", ""],
+        ["Triton, but mlp eager", "3.000", "1.50 ×", "–", "–"],
+        ["Triton, but head eager", "–", "–", "1.000", "1.00 ×"],
+    ]
+    assert tables.fusion_table({"c": records["c"]}) == ""
+    assert "| bf16, ms | Triton is faster by | `--fp8`, ms |" in tables.fusion_table(records)
+    records["b"]["model"] = "N"
+    assert "| M, bf16, ms | Triton is faster by | N, `--fp8`, ms |" in tables.fusion_table(records)
+
+
+def layer(kind, eager, own, added, out, share=0.5):
+    def part(pair):
+        return {"error": {"relative": pair[0]}, "torch": {"relative": pair[1]}}
+
+    return {
+        "step": "decode", "kind": kind, "eager_s": eager, "candidate_s": own, "share_of_limit": share, "added": part(added),
+        "out": part(out),
+    }  # fmt: skip
+
+
+def test_layers_take_medians_and_the_largest_error():
+    found = [layer("mlp", 1e-4 * i, 1e-5 * i, (0.01 * i, 0.05), (9, 9), 0.1 * i) for i in (1, 2, 6)]
+    found += [layer("head", None, None, (None, None), (0.001, 0.002), None)]
+    record = {"dtype": "bfloat16", "results": found, "whole_model": None}
+    assert rows(tables.layers_table({"a": record})) == [
+        ["decode, mlp", "200.0", "20.0", "20%", "6.0e-02 / 5.0e-02"],
+        ["decode, head", "–", "–", "–", "1.0e-03 / 2.0e-03"],
+    ]
+
+
+def kernel(name, tokens, own, context=None, model="Qwen2.5-7B", lacks=(), **others):
+    seconds = {form: median(s) for form, s in (others | {"triton": own}).items()} if own else {}
+    return {
+        "kernel": name, "tokens": tokens, "context": context, "model": model, "seconds": seconds,
+        "lacks": dict.fromkeys(lacks, "x"), "share_of_limit": 0.004 if tokens == 1 else 1.02,
+    }  # fmt: skip
+
+
+def test_kernels():
+    found = [
+        kernel("qkv", 1, 1e-5, eager=3e-5, compiled=0.9e-5, library=0.5e-5, lacks=["library"]),
+        kernel("qkv", 64, 1e-5, eager=1e-5),
+        kernel("qkv", 2048, 1.2345e-3, eager=2e-3),
+        kernel("o", 1, None),
+        kernel("attention_decode", 64, 2e-5, context=1000, eager=4e-5, library=3e-5),
+        kernel("o", 2048, 1e-5, model="Other", eager=0.5e-5),
+    ]
+    first, second = tables.kernels_table({"a": {"results": found[:3]}, "b": {"results": found[3:]}}).split("\n\n")
+    assert rows(first) == [
+        ["`qkv`", "1", "10.0", "< 1%", "3.0 · 0.90 · 0.50\\*", "2,048", "1,234.5", "102%", "1.62 · – · –"],
+        ["`o`", "1", "not timed", "–", "–", "–", "–", "–", "–"],
+        ["`attention_decode`", "–", "–", "–", "–", "64 @ 1,000", "20.0", "102%", "2.0 · – · 1.50"],
+    ]
+    assert rows(second) == [
+        ["eager PyTorch", "5", "3", "1.62 ×", "0.50 × (`o`, 2,048, Other)"],
+        ["torch.compile", "1", "0", "0.90 ×", "0.90 × (`qkv`, 1)"],
+        ["PyTorch's own kernel", "1", "1", "1.50 ×", "1.50 × (`attention_decode`, 64 @ 1,000)"],
+        ["PyTorch's own kernel, which computes less\\*", "1", "0", "0.50 ×", "0.50 × (`qkv`, 1)"],
+    ]
+
+
+def test_products_beside_both_of_cublas_sums():
+    def product(name, tokens, own, lacks=(), **others):
+        row = kernel(name, tokens, own, lacks=lacks, **others)
+        return row | {"errors": {form: {"relative": 1e-3 * tokens} for form in row["seconds"] if form not in lacks}}
+
+    found = [
+        product("gemm_o", 129, 1e-5, eager=9e-5, library=0.79e-5), product("gemm_o", 2, 2e-5, library=4e-5),
+        product("gemm_o.fp8", 2, 1e-5, library=2e-5, library_fast=1e-5),
+        product("gemm_gate_up", 2, 1e-3, library=1e-3, lacks=["library"]), product("gemm_down", 2, None),
+    ]  # fmt: skip
+    text = tables.gemms_table({"a": {"results": found}})
+    assert text.splitlines()[0] == "| product, model | 2 tokens | 129 tokens | largest error |"
+    assert rows(text) == [
+        ["`gemm_o`, Qwen2.5-7B", "20.0 · 2.00", "10.0 · 0.79", "1.3e-01 · 1.3e-01"],
+        ["`gemm_o.fp8`, Qwen2.5-7B", "10.0 · 2.00 · 1.00", "–", "2.0e-03 · 2.0e-03 · 2.0e-03"],
+        ["`gemm_gate_up`, Qwen2.5-7B", "1,000.0 · 1.00\\*", "–", "2.0e-03"],
+    ]
+
+
+def test_attention_of_prompts_on_pages_of_both_kinds():
+    def point(name, tokens, context, **more):
+        return kernel(name, tokens, 1e-5, context=context, **more) | {"flops_per_s": 2.5e14, "bytes_per_s": 7.1e10}
+
+    found = [
+        point("attention_prefill", 2048, 0, library=1.05e-5), point("attention_prefill", 2, 30000),
+        point("attention_prefill.fp8", 2048, 0, library=0.5e-5), point("attention_decode", 1, 8000),
+        point("attention_prefill", 512, 0, model="Other"),
+    ]  # fmt: skip
+    assert rows(tables.attention_table({"a": {"results": found}})) == [
+        ["2,048 @ 0", "10.0", "250", "71", "1.05 ×", "10.0", "250", "71", "0.50 ×"],
+        ["2 @ 30,000", "10.0", "250", "71", "–", "–", "–", "–", "–"],
+    ]
+
+
+def test_what_tuning_finds():
+    def bucket(kernel, best=1e-5, step=None):
+        own = {"kernel": kernel, "config": "x" if step and step < 4e-3 else None, "rule_s": 1e-5, "best_s": best, "tried": 7}
+        return own | {"rule_step_s": step and 4e-3, "best_step_s": step}
+
+    found = [bucket("gemv"), bucket("gemv", 9e-6, 3.96e-3), bucket("gemv", 5e-6, 4.1e-3), bucket("gemm")]
+    records = {"a": {"quantization": None, "results": found}, "b": {"quantization": "fp8", "results": found[3:]}}
+    assert rows(tables.tuned_table(records)) == [
+        ["`gemv`, bf16", "3", "21", "2", "30.0%", "50.0%", "1", "1.0%", "1.0%"],
+        ["`gemm`, bf16", "1", "7", "0", "–", "–", "0", "–", "–"],
+        ["`gemm`, `--fp8`", "1", "7", "0", "–", "–", "0", "–", "–"],
+    ]
+
+
+def test_what_other_shapes_lose():
+    def row(kernel, model, lost, tokens=1, timed=True):
+        own = {"kernel": kernel, "model": model, "tokens": tokens, "context": None, "lost_s": lost}
+        return own | {"seconds": {"triton": {}} if timed else {}}
+
+    found = [
+        row("o", "Qwen2.5-7B", 4e-6), row("o", "Qwen2.5-7B", 2e-6, 3), row("o", "A", 6e-6), row("o", "B", 3e-6),
+        row("o", "A", None, 3, timed=False), row("down", "A", 1e-6), row("qkv", "Qwen2.5-7B", 1e-6),
+    ]  # fmt: skip
+    older = [row("o", "Qwen2.5-7B", 99e-6), row("o", "B", 99e-6)]  # of two that have a point the first counts
+    text = tables.shapes_table({"a": {"results": found}, "b": {"results": older}})
+    assert text.splitlines()[0] == "| µs lost | Qwen2.5-7B | A | B | the most, beside Qwen2.5-7B's |"
+    assert rows(text) == [
+        ["`o`", "3.0", "6.0", "3.0", "2.00 ×"],
+        ["`down`", "–", "1.0", "–", "–"],
+        ["`qkv`", "1.0", "–", "–", "–"],
+    ]
+
+
+@pytest.mark.parametrize("name", kernels.OPERATIONS)
+def test_what_the_table_of_kernels_shows_is_measured(name):
+    operation = kernels.OPERATIONS[name]
+    points = {(tokens, context if operation.context else None) for tokens, context in operation.points}
+    assert set(tables.telling(name)) <= points
+
+
+def test_the_cpu():
+    record = {
+        "threads": 2, "ratio": 1.0508, "peak_mb": 844.009, "weights_mb": 538.06, "first_token_s_after_process_start": 1.37
+    }  # fmt: skip
+    text = tables.cpu_table({"a": record})
+    assert "On 2 CPU threads" in text
+    assert "1.05 times" in text
+    assert "844 MB (538 MB" in text
+    assert "1.4 s after" in text
+
+
+def test_results_are_named_by_their_commits():
+    records = {"a": {"commit": "1"}, "b": [{"commit": "2"}, {"commit": "2"}], "c": {"commit": "1-dirty"}, "d": {"commit": "1"}}
+    assert origin(records) == "From `a`, `d` (commit 1); `b` (commit 2); `c` (commit 1-dirty)."

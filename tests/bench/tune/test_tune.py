@@ -1,0 +1,239 @@
+"""How configurations are chosen, with times that are made up. Catches a lucky first run that is believed, a candidate that
+computes something else or does not compile and is chosen all the same or ends the tuning, and one that is fastest in a chain of
+one kernel but makes steps longer."""
+
+import json
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from support.cli import caller, refused
+
+from minirt.bench.report import machine
+from minirt.bench.tune import tune, whole_steps
+from minirt.cli.tune import linear_shapes
+from minirt.errors import NumericsError
+from minirt.kernels.compile.tuning import Case, LinearShape
+from minirt.kernels.linear import tuning as tuning_cases
+from minirt.loading.load import plan_model
+
+
+@dataclass(frozen=True)
+class Config:
+    us: float
+    fails: str = ""
+
+
+class Bench:
+    """Launches that take as long as their configuration says, times the noise of the run."""
+
+    def __init__(self, default, candidates, noise=lambda config, count: 1.0):
+        self.now, self.counts, self.noise = 0.0, {}, noise
+        self.case = Case(None, "a bucket", default, tuple(candidates), lambda: (self.launch, self.check))
+
+    def launch(self, config):
+        if config.fails == "compile":
+            raise type("OutOfResources", (Exception,), {})("out of resource: shared memory\nmore")
+        self.counts[config] = self.counts.get(config, 0) + 1
+        self.now += config.us * self.noise(config, self.counts[config])
+
+    def check(self, config):
+        if config.fails == "check":
+            raise NumericsError("wrong")
+
+    def time(self, run):
+        before = self.now
+        run()
+        return (self.now - before) / 1e6
+
+    def tune(self):
+        return tune.tune(self.case, self.time)
+
+    def tune_in_steps(self, *runs):
+        """`runs`: what a step takes with each configuration, by run, in ms."""
+        self.asked, left = [], list(runs)
+
+        def step(case, configs):
+            assert case.tokens == 8
+            self.asked.append(list(configs))
+            own = left.pop(0)
+            return [own[config.us] / 1e3 for config in configs]
+
+        return tune.tune(replace(self.case, tokens=8), self.time, step)
+
+
+def test_the_fastest_is_chosen():
+    outcome = Bench(Config(10), [Config(9), Config(7), Config(12), Config(10), Config(7)]).tune()
+    assert (outcome.config, outcome.default_us, outcome.best_us, outcome.tried) == (Config(7), 10, pytest.approx(7), 3)
+    assert outcome.failed == {}
+
+
+def test_little_is_not_worth_it():
+    outcome = Bench(Config(10), [Config(9.9)]).tune()
+    assert (outcome.config, outcome.best_us) == (None, 10)
+
+
+def test_what_fails_is_out():
+    outcome = Bench(Config(10), [Config(1, "compile"), Config(2, "check"), Config(8)]).tune()
+    assert outcome.config == Config(8)
+    assert outcome.failed[repr(Config(1, "compile"))] == "OutOfResources: out of resource: shared memory"
+    assert "wrong" in outcome.failed[repr(Config(2, "check"))]
+
+
+def test_a_lucky_run_is_not_believed():
+    """Equal configurations under noise that lasts as long as a run: the luckiest of thirty is 20% ahead at first."""
+    draw = random.Random(5)
+    luck = {}
+
+    def noise(config, count):
+        again = count > tune.REPEATS * tune.CHAIN + 1
+        return luck.setdefault((config, again), draw.uniform(0.8, 1.2) if config.us != 10 else 1.0)
+
+    outcome = Bench(Config(10), [Config(10 + i / 1e6) for i in range(1, 31)], noise).tune()
+    lucky = min(luck, key=luck.get)
+    assert luck[lucky] < 0.85, "the test needs a lucky one"
+    assert outcome.config is None, f"{luck}"
+
+
+def test_steps_choose_among_the_fastest_of_chains():
+    bench = Bench(Config(10), [Config(7), Config(8), Config(9), Config(9.5), Config(11)])
+    outcome = bench.tune_in_steps({10: 4.0, 7: 4.1, 8: 3.9, 9: 3.95}, {10: 4.02, 8: 3.92})
+    assert bench.asked == [[Config(10), Config(7), Config(8), Config(9)], [Config(10), Config(8)]]
+    assert (outcome.config, outcome.default_step_s, outcome.best_step_s) == (Config(8), pytest.approx(4.02e-3), 3.92e-3)
+    assert (outcome.default_us, outcome.best_us) == (10, pytest.approx(7))
+
+
+@pytest.mark.parametrize("second", [{10: 4.0, 7: 4.0}, {10: 4.0, 7: 3.995}, {10: 4.0, 7: 4.2}])
+def test_what_makes_steps_longer_is_not_kept(second):
+    """Or shorter once: equal graphs differ."""
+    outcome = Bench(Config(10), [Config(7)]).tune_in_steps({10: 4.0, 7: 3.9}, second)
+    assert (outcome.config, outcome.best_us) == (None, pytest.approx(7))
+    assert (outcome.default_step_s, outcome.best_step_s) == (4e-3, second[7] / 1e3)
+
+
+def test_steps_are_not_asked_for_nothing():
+    bench = Bench(Config(10), [Config(9.9), Config(11)])
+    outcome = bench.tune_in_steps()
+    assert (bench.asked, outcome.config, outcome.best_step_s) == ([], None, None)
+
+
+def test_what_no_step_runs_is_chosen_in_chains():
+    bench = Bench(Config(10), [Config(7)])
+    assert tune.tune(bench.case, bench.time, lambda case, configs: pytest.fail("there is no such step")).config == Config(7)
+
+
+def test_a_broken_rule_is_an_error():
+    with pytest.raises(NumericsError):
+        Bench(Config(10, "check"), [Config(1)]).tune()
+    assert Bench(Config(10), []).tune().config is None
+
+
+def test_what_is_printed():
+    kept = Bench(Config(10), [Config(8), Config(1, "check")]).tune()
+    rule = Bench(Config(10), []).tune()
+    rows = [tune.row("a", kept), tune.row("b", rule)]
+    assert rows[0] | {"failed": None} == {
+        "kernel": "a", "bucket": "a bucket", "config": repr(Config(8)), "rule_s": pytest.approx(1e-5),
+        "best_s": pytest.approx(8e-6), "rule_step_s": None, "best_step_s": None, "tried": 2, "failed": None,
+    }  # fmt: skip
+    assert list(rows[0]["failed"]) == [repr(Config(1, "check"))]
+    assert (rows[1]["config"], rows[1]["best_s"]) == (None, rows[1]["rule_s"])
+    shared = machine("tune", torch.device("cpu"), ["minirt", "tune"], None)
+    rows.append(rows[0] | {"kernel": "c", "config": None, "rule_step_s": 4e-3, "best_step_s": 4.1e-3})
+    text = tune.TuneReport(shared, rows).render("md")
+    assert f"| `a` | a bucket | `{Config(8)!r}` | 10.0 | 8.0 | – | – | 2 | 1 |" in text
+    assert "| `b` | a bucket | the rule's | 10.0 | 10.0 | – | – | 0 | 0 |" in text
+    assert "| `c` | a bucket | the rule's | 10.0 | 8.0 | 4.000 | 4.100 | 2 | 1 |" in text
+    assert json.loads(tune.TuneReport(shared, rows).render("json"))["results"] == rows
+
+
+def test_shapes_of_a_model():
+    """Each shape once, with what is fused around it."""
+    _, graph = plan_model("Qwen2.5-7B", device="cpu", dtype="bfloat16")
+    shapes = {(s.N, s.K, s.gated, s.residual, s.fp8) for s in linear_shapes(graph)}
+    assert shapes == {
+        (4608, 3584, False, False, False), (3584, 3584, False, True, False), (18944, 3584, True, False, False),
+        (3584, 18944, False, True, False), (152064, 3584, False, False, False),
+    }  # fmt: skip
+    assert {s.dtype for s in linear_shapes(graph)} == {torch.bfloat16}
+    assert [s.N for s in linear_shapes(graph) if s.logits] == [152064]
+    assert len(linear_shapes(graph)) == 5
+
+
+def test_the_head_has_no_bucket_that_nothing_looks_up(monkeypatch):
+    """Its outputs are fp32, for which `gemm_sm90.lookup_gemm_sm90_config` takes the rule's."""
+    monkeypatch.setattr(tuning_cases, "capability", lambda device: 90)
+    monkeypatch.setattr(tuning_cases, "_sm_count", lambda device: 132)
+    shapes = [LinearShape(4096, 512, False, False, torch.bfloat16, False, logits) for logits in (False, True)]
+    buckets = [case.bucket for case in tuning_cases.gemm_cases(shapes, [128, 512], torch.device("cpu"))]
+    assert len(buckets) == len(set(buckets)) == 2
+
+
+@pytest.mark.parametrize(("tokens", "counts", "context"), [(1, [1], 128), (100, [1] * 100, 128), (257, [257], 257)])
+def test_the_steps_of_so_many_tokens(tokens, counts, context):
+    """On pages of their own each, with the context cached."""
+    found = whole_steps.chunks(tokens, 48)
+    assert [len(chunk.tokens) for chunk in found] == counts
+    assert {chunk.start + len(chunk.tokens) for chunk in found} == {context}
+    pages = [page for chunk in found for page in chunk.pages]
+    assert sorted(pages) == list(range(len(counts) * -(-context // 48)))
+
+
+def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
+    """On a CPU a graph is what the look-up said while it was captured. Catches answers from before, and those that stay."""
+    from minirt import Generator
+    from minirt.kernels.compile.tuning import Tunable, cached_lookup
+
+    tunable, seen = Tunable("mine", Config, ()), []
+    found = cached_lookup(lambda: tunable.find(torch.device("cpu"), "a bucket"))
+
+    def captured(work, device):
+        logits = work()
+        seen.append((found(), tuple(logits.shape)))
+        return found()
+
+    monkeypatch.setattr(whole_steps, "captured", captured)
+    monkeypatch.setattr(whole_steps, "replays", lambda graphs: [graph.us * len(seen) for graph in graphs])
+    case = replace(Bench(Config(10), []).case, tunable=tunable, tokens=3)
+    with Generator.from_pretrained(device="cpu", random_weights=True, max_num_seqs=1, max_model_len=256) as generator:
+        times = whole_steps.Steps(generator.model).seconds(case, [Config(10), Config(7)])
+    vocabulary = generator.config.vocab_size
+    assert seen == [(Config(10), (3, vocabulary)), (Config(7), (3, vocabulary))] * whole_steps.CAPTURES
+    assert times == [10 * 4, 7 * 4]  # the median of three rounds, after two, four and six captures
+    assert found() is None
+
+
+@pytest.fixture
+def call(capfd, monkeypatch):
+    return caller(capfd, monkeypatch)
+
+
+def test_no_gpu_is_an_error(call):
+    refused(call("tune", "--device", "cpu"), "nothing to tune without a GPU")
+
+
+@pytest.mark.parametrize("option", [("-o", "json"), ("--output-file", "x")])
+def test_what_is_stored_has_one_form(call, option):
+    code, _, text = call("tune", "--show", *option)
+    assert code == 2
+    assert "not with --show" in text
+
+
+@pytest.mark.gpu
+def test_tuning_a_model(tmp_path, monkeypatch, call):
+    """End to end: what is stored is looked up by the next launch, and computes the same."""
+    from minirt.kernels.compile import tuning
+    from minirt.kernels.linear import gemv
+
+    monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
+    tuning.clear_config_caches()
+    code, out, progress = call("tune", "-t", "1,20,200", "--dtype", "bfloat16", "-o", "json")
+    assert code == 0, progress
+    rows = json.loads(out)["results"]
+    assert {row["kernel"] for row in rows} >= {"gemv", "gemm_small"}
+    _, shown, _ = call("tune", "--show")
+    device = torch.device("cuda", 0)
+    stored = tuning.load(gemv.TUNABLE, tuning.path(device))
+    assert all(config == gemv.TUNABLE.find(device, bucket) for bucket, config in stored.items())
+    assert shown.count("gemv N=") == len(stored)

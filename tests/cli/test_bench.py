@@ -1,0 +1,241 @@
+"""`minirt bench` on a tiny random model: its tables, records and files can be read, and bad input is refused before the work.
+
+Catches: a CPU's figure that passes for a GPU's, formats that disagree, a benchmark of a build that computes something else.
+"""
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.cli import CACHE, caller, refused
+
+from minirt import layers
+from minirt.bench import ceiling
+from minirt.bench.report import FORMATS
+from minirt.cli import app as cli
+from minirt.cli.bench import bench
+from minirt.generator import Generator
+
+
+@pytest.fixture(scope="module")
+def folder(hf_folder):
+    return hf_folder("Llama", seed=3)  # no tokenizer
+
+
+@pytest.fixture
+def run(capfd, monkeypatch):
+    monkeypatch.setattr(ceiling, "BUFFER_BYTES", {"cpu": 1 << 20})
+    return caller(capfd, monkeypatch)
+
+
+def table(text):
+    """The Markdown table of an output → a list of {column: cell}."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert set("".join(cells[1])) <= set("-:")
+    assert all(len(row) == len(cells[0]) for row in cells)
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def test_decode_prints_a_table(run, folder):
+    sizes = ("-b", "1,3", "-c", "16", "--repeats", 2)
+    code, out, err = run("bench", "decode", "-m", folder, *CACHE, *sizes)
+    assert code == 0
+    first, _, second, _, products, _, third, *_ = out.splitlines()
+    assert first.startswith("**CPU figures, no GPU:** CPU ")
+    for word in (f"torch {torch.__version__}", "triton", "minirt"):
+        assert word in first
+    assert second.startswith("Read ceiling, same run: ")
+    assert "torch.sum" in second
+    assert "datasheet" not in second
+    assert products.startswith("Matrix product, same run: ")
+    assert third.startswith("Correctness: not checked: every layer runs its eager form")
+    rows = table(out)
+    assert [row["test"] for row in rows] == ["tg128 b1 @ d16", "tg128 b3 @ d16"]
+    for row in rows:
+        assert row["model"] == f"{folder.name} float32"
+        assert row["backend"] == "CPU eager"
+        assert row["graph ms"] == row["of datasheet"] == "-"
+        median, plus, spread = row["t/s"].split()
+        assert float(median.replace(",", "")) > 0
+        assert plus == "±"
+        assert float(spread.replace(",", "")) >= 0
+        assert float(row["step ms"].split()[0]) >= float(row["min ms"]) > 0
+        assert row["of ceiling"].endswith(" %")
+        assert row["of the limit"].endswith(" %")
+    assert err.count(" ms a step") == 2
+    assert run("bench", "decode", "-m", folder, *CACHE, "-q", "-c", 1, "--repeats", 1)[2] == ""
+
+
+SHARED = {
+    *("schema", "benchmark", "model", "model_type", "weight_bytes", "parameters", "dtype", "kv_bytes_per_token"),
+    *("implementations", "backend", "device", "versions", "commit", "date", "command", "environment", "correctness"),
+    *("read_ceiling", "matmul_ceiling", "datasheet_bytes_per_s", "sampling"),
+}
+
+
+def test_json_holds_all_that_a_figure_needs(run, folder):
+    arguments = ("bench", "decode", "-m", folder, *CACHE, "-b", "1,2", "-c", "8", "--repeats", 2, "-q", "-o", "json")
+    code, out, _ = run(*arguments)
+    record = json.loads(out)
+    assert code == 0
+    assert set(record) == SHARED | {"results"}
+    assert record["command"] == ["minirt", *map(str, arguments)]
+    assert (record["schema"], record["benchmark"], record["backend"]) == (1, "decode", "CPU")
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
+        assert record["weight_bytes"] == 4 * record["parameters"] == generator.plan.weight_bytes
+        assert record["results"][0]["weight_bytes_read"] == generator.decode_read_bytes
+        assert record["results"][1]["kv_bytes_read"] == 2 * generator.kv_bytes_per_token * (8 + 1 + 63.5)
+    for row in record["results"]:
+        assert len(row["step_s"]["all"]) == 2
+        assert row["tokens_per_s"]["all"] == pytest.approx([row["batch_size"] / step for step in row["step_s"]["all"]])
+        share = row["read_bytes_per_s"] / record["read_ceiling"]["bytes_per_s"]
+        assert row["share_of_read_ceiling"] == pytest.approx(share)
+        assert row["graph_replay_s"] is row["share_of_datasheet"] is None
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "options", "test"),
+    [("latency", ("-b", 2, "--input-len", 5, "--output-len", 3), "latency b2 in5 out3"),
+     ("throughput", ("-n", 5, "--input-len-range", "4:9", "--output-len-range", 3), "throughput n5 in4:9 out3")],
+)  # fmt: skip
+def test_formats_say_the_same(benchmark, options, test, run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("minirt.bench.report.commit", lambda: "abc")
+    base = ("bench", benchmark, "-m", folder, *CACHE, *options, "--repeats", 2, "-q", "--max-num-seqs", 2)
+    target = tmp_path / "out"
+    found = {}
+    for form in FORMATS:
+        assert run(*base, "-o", form, "--output-file", target) == (0, "", "")
+        found[form] = target.read_text()
+    record, line = json.loads(found["json"]), json.loads(found["jsonl"])
+    (cells,) = csv.DictReader(io.StringIO(found["csv"]))
+    (row,) = table(found["md"])
+    assert set(line) == set(record) - {"results"} | set(record["results"][0])
+    assert {key.partition(".")[0] for key in cells} == set(line)
+    for one in (record["results"][0], line, cells, row):
+        assert one["test"] == test
+    assert cells["versions.torch"] == line["versions"]["torch"] == torch.__version__
+    assert cells["commit"] == "abc"
+    assert record["read_ceiling"] is None
+    names = {"latency": ("avg s", "p10 s", "p99 s"), "throughput": ("requests/s", "total t/s", "output t/s")}
+    assert all(float(row[name].replace(",", "")) > 0 for name in names[benchmark])
+    if benchmark == "throughput":
+        assert (cells["num_prompts"], cells["output_tokens"]) == ("5", "15")
+        assert row["first token p50 / p99 ms"].count("/") == 1
+
+
+def test_a_model_as_random_weights_and_with_draws(run):
+    options = ("--random-weights", "--kv-cache-memory", "64MiB", "--device", "cpu", "--max-model-len", 64)
+    base = ("bench", "latency", "-m", "SmolLM2-135M", *options, "-b", 1, "--input-len", 2, "--output-len", 2, "--repeats", 1)
+    code, out, _ = run(*base, "--temperature", 0.8, "--top-k", 9, "-o", "json")
+    assert code == 0
+    assert json.loads(out)["parameters"] == 134_515_008
+    assert json.loads(out)["sampling"] == {"temperature": 0.8, "top_k": 9, "seed": 0}
+
+
+@pytest.mark.parametrize(("options", "temperature"), [((), 0), (("--top-p", 0.5), 1), (("--top-p", 0.5, "--temperature", 0), 0)])
+def test_a_filter_alone_means_draws(run, folder, options, temperature, monkeypatch):
+    """As for `generate`: greedy decoding would be faster than what was asked for."""
+    asked, generate = [], Generator.generate
+
+    def noted(self, prompts, params):
+        asked.extend(params)
+        return generate(self, prompts, params)
+
+    monkeypatch.setattr(Generator, "generate", noted)
+    base = ("bench", "latency", "-m", folder, *CACHE, "-b", 1, "--input-len", 2, "--output-len", 2, "--repeats", 1)
+    code, out, _ = run(*base, *options, "-o", "json")
+    assert code == 0
+    assert {params.temperature for params in asked} == {temperature}
+    assert json.loads(out)["sampling"]["temperature"] == temperature
+
+
+def test_default_prompts_are_those_that_the_model_takes(run, folder):
+    """It has 256 positions; of 128, 512 and 2048 tokens only the first fit."""
+    code, out, _ = run("bench", "prefill", "-m", folder, *CACHE, "--repeats", 1, "--skip-check", "-q", "-o", "json")
+    assert code == 0
+    assert [row["test"] for row in json.loads(out)["results"]] == ["pp128"]
+    refused(run("bench", "prefill", "-m", folder, *CACHE, "-p", "128,512"), "at most 256 tokens", "found 513", "shorter prompts")
+
+
+def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkeypatch):
+    for name in ("generate", "completions"):
+        monkeypatch.setattr(Generator, name, lambda *_, **__: pytest.fail("it runs"))
+    decode, latency, throughput = (("bench", name, "-m", folder, *CACHE) for name in ("decode", "latency", "throughput"))
+    refused(run(*decode, "-b", "1,65"), "--batch-size 65", "--max-num-seqs", "expected 64")
+    refused(run(*latency, "-b", 3, "--max-num-seqs", 2), "--batch-size 3", "raise --max-num-seqs to 3")
+    refused(run(*decode, "-c", "8,128"), "at most 256 tokens", "found 257", "--max-model-len")
+    refused(run(*latency, "--input-len", 200, "--output-len", 57), "at most 256 tokens", "found 257")
+    refused(run(*throughput, "--input-len-range", "1:200", "--output-len-range", "2:57"), "at most 256", "found 257")
+    pool = ("--kv-cache-memory", "200kB")
+    refused(run(*decode, *pool, "-b", 4, "-c", 8), "does not fit the KV cache", "pages of 64 tokens", "--kv-cache-memory ")
+    refused(run(*decode, "--temperature", -1), "--temperature", "found -1.0")
+    refused(run(*decode, "--top-p", 2), "--top-p")
+    refused(run(*decode, "--device", "tpu"), "--device")
+    refused(run(*decode, "--impl", "foo"), "foo")
+    for arguments in (
+        (*decode, "-b", "0"), (*decode, "-b", "1,,2"), (*decode, "-b", "1.5"), (*decode, "-c", "٣"), (*decode, "-c", ""),
+        (*decode, "--repeats", 0), (*decode, "-o", "xml"), (*decode, "--output-file", tmp_path), (*latency, "-b", "1,2"),
+        (*throughput, "--input-len-range", "9:4"), (*throughput, "--input-len-range", "1:2:3"),
+        (*throughput, "-n", "0"), (*latency, "--output-file", tmp_path / "none" / "x"), ("bench", "speed"),
+    ):  # fmt: skip
+        refused(run(*arguments), "Usage: ", code=2)
+
+
+def test_a_full_disk_or_a_folder_without_rights(run, folder, tmp_path):
+    target = tmp_path / "a" / "x"
+    target.parent.mkdir()
+    target.symlink_to(tmp_path / "b" / "x")
+    options = ("-b", 1, "--input-len", 1, "--output-len", 1, "--repeats", 1, "-q", "--output-file", target)
+    refused(run("bench", "latency", "-m", folder, *CACHE, *options), "cannot write the results", str(target))
+
+
+def plain(layer, factor=1.0):
+    """The MLP in other words; `factor` is a fault."""
+
+    def forward(x, batch, kv):
+        h = torch.nn.functional.rms_norm(x, x.shape[-1:], layer.norm.weight, layer.config.rms_norm_eps)
+        gate, up = (h @ layer.gate_up.weight.T).chunk(2, dim=-1)
+        return x + factor * ((torch.nn.functional.silu(gate) * up) @ layer.down.weight.T)
+
+    return forward
+
+
+layers.register("mlp", "bench-plain")(plain)
+layers.register("mlp", "bench-wrong")(lambda layer: plain(layer, 1.001))
+TINY = ("-b", "1,9", "-c", "4", "--repeats", 1, "-q", "-o", "json")
+
+
+def test_what_is_measured_is_compared_with_the_eager_layers_first(run, folder):
+    base = ("bench", "decode", "-m", folder, *CACHE, *TINY)
+    code, out, _ = run(*base, "--impl", "layers.*.mlp=bench-plain")
+    assert code == 0
+    record = json.loads(out)
+    correctness = record["correctness"]
+    assert correctness["checked"]
+    assert correctness["batch_sizes"] == [1, 9]
+    assert correctness["tokens_equal"] + 16 * correctness["near_ties"] >= 10 * 16
+    assert correctness["near_ties"] <= 1
+    assert correctness["logits_relative_error"] < 1e-4
+    assert record["implementations"] == ["bench-plain", "eager"]
+    refused(run(*base, "--impl", "layers.1.mlp=bench-wrong"), "nothing to time", "relative error")
+    code, out, _ = run(*base, "--impl", "layers.1.mlp=bench-wrong", "--skip-check")
+    assert json.loads(out)["correctness"] == {"checked": False, "why": "not checked (--skip-check)"}
+    shown = run(*base[:-1], "md", "--impl", "layers.*.mlp=bench-plain")[1]
+    assert "Correctness: agrees with the eager layers on the same weights" in shown
+    assert table(shown)[0]["backend"] == "CPU bench-plain+eager"
+
+
+def test_lists_and_ranges_as_options():
+    from minirt.cli.options import NUMBERS, RANGE
+
+    assert NUMBERS.convert("1, 8,064", None, None) == (1, 8, 64)
+    assert RANGE.convert("32:512", None, None) == (32, 512)
+    assert RANGE.convert("7", None, None) == (7, 7)
+    (option,) = (p for p in bench.commands["decode"].params if p.name == "output_format")
+    assert list(option.type.choices) == list(FORMATS)
+    assert "bench" in cli.cli.commands
+    assert "t(129)" in CliRunner().invoke(cli.cli, ["bench", "decode", "--help"]).output

@@ -1,0 +1,390 @@
+"""The command line: what it prints where, conversations, exit codes, signals. Bad input is in test_errors.py.
+
+Most runs in this process, through `main`; what only a process shows (signals, closed pipes, the terminal) starts one.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from support.cli import CACHE, caller, refused, start
+from support.tiny import add_tokenizer
+
+from minirt import Generator, SamplingParams
+from minirt.cli import app as cli
+from minirt.cli import chat
+from minirt.generator import Generator as Loaded
+
+
+@pytest.fixture(scope="module")
+def folder(hf_folder):
+    return add_tokenizer(hf_folder("Llama", seed=3))
+
+
+@pytest.fixture(scope="module")
+def bare(hf_folder):
+    return hf_folder("Llama", seed=3)
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """A function: prompt, number of tokens → the completion that the Python API gives."""
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
+        yield lambda prompt, count: generator.generate(prompt, SamplingParams(max_tokens=count))
+
+
+@pytest.fixture
+def run(capfd, monkeypatch):
+    return caller(capfd, monkeypatch)
+
+
+# generate
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(run, folder, expected):
+    code, out, err = run("generate", "-m", folder, *CACHE, "--max-tokens", 9, "hello", "the fox")
+    assert code == 0
+    assert out == "".join(expected(p, 9).text + "\n" for p in ("hello", "the fox"))
+    words = ("load ", "first token", "decode 9 tokens", "tokens/s", "GB/s of weights", "peak memory", "greedy (default)")
+    for word in words:
+        assert err.count(word) >= 2, word
+    for word in ("prompt 5 tokens", "prompt 4 tokens", "finished: length"):
+        assert word in err
+    assert run("generate", "-m", folder, *CACHE, "--max-tokens", 9, "-q", "hello", "the fox") == (0, out, "")
+
+
+def test_effective_sampling_is_shown_with_its_sources(run, copy):
+    config = {"do_sample": True, "top_k": 7, "repetition_penalty": 1.2}
+    (copy / "generation_config.json").write_text(json.dumps(config))
+    _, _, err = run("generate", "-m", copy, *CACHE, "--max-tokens", 2, "--seed", 5, "--top-p", 0.5, "hello")
+    for words in ("top_k 7 (generation_config.json)", "top_p 0.5 (user)", "seed 5 (user)", "repetition_penalty=1.2"):
+        assert words in err
+
+
+def test_json(run, folder, expected):
+    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 9, "hello", 'quote " and \n')
+    assert (code, err) == (0, "")
+    for line, prompt in zip(out.splitlines(), ("hello", 'quote " and \n'), strict=True):
+        record, truth = json.loads(line), expected(prompt, 9)
+        assert record["prompt"] == prompt
+        assert record["prompt_token_ids"] == truth.prompt_token_ids
+        assert record["token_ids"] == truth.token_ids
+        assert record["text"] == truth.text
+        assert record["finish_reason"] == "length"
+        for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
+            assert record[name] > 0
+        assert record["sampling"]["max_tokens"] == 9
+        assert record["sampling_sources"]["max_tokens"] == "user"
+
+
+def test_json_is_whole_whatever_the_terminal_shows(folder):
+    """A character that the terminal's encoding lacks is escaped, not replaced."""
+    arguments = ("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, "日本 ß")
+    process = start(*arguments, env={"PYTHONIOENCODING": "ascii"})
+    out, _ = process.communicate()
+    assert json.loads(out)["prompt"] == "日本 ß"
+
+
+def test_stop_and_end_of_sequence(run, copy, expected):
+    done = expected("hello", 20)
+    stop = done.text[4:7]
+    arguments = ("generate", "-m", copy, *CACHE, "--json", "-q", "--max-tokens", 20, "hello")
+    record = json.loads(run(*arguments, "--stop", "never seen", "--stop", stop)[1])
+    assert record["text"] == done.text[: done.text.find(stop)]
+    assert record["finish_reason"] == "stop"
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [done.token_ids[3]]}))
+    assert json.loads(run(*arguments)[1])["finish_reason"] == "stop"
+    assert json.loads(run(*arguments, "--ignore-eos")[1])["token_ids"][: len(done.token_ids)] == done.token_ids
+    path.write_text(json.dumps({"stop_strings": [stop]}))
+    assert json.loads(run(*arguments)[1])["text"] == record["text"], "the file's stop strings hold without --stop"
+
+
+def test_prompt_files_are_verbatim(run, folder, expected, tmp_path, monkeypatch):
+    text = "  two spaces, \r\n a CRLF and newlines \n\n"
+    (tmp_path / "p").write_bytes(text.encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" from stdin \n")))
+    files = ("--prompt-file", tmp_path / "p", "--prompt-file", "-")
+    _, out, _ = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, *files, "first")
+    prompts = [json.loads(line)["prompt_token_ids"] for line in out.splitlines()]
+    assert prompts == [expected(p, 1).prompt_token_ids for p in ("first", text, " from stdin \n")]
+
+
+def test_chat_template(run, folder, expected):
+    _, out, _ = run("generate", "-m", folder, *CACHE, "--chat", "-q", "--max-tokens", 9, "hello")
+    assert out == expected([1, *expected("[user]hello\n[assistant]", 1).prompt_token_ids[1:]], 9).text + "\n"
+
+
+def test_text_is_flushed_as_it_comes(folder, monkeypatch):
+    class Stream(io.StringIO):
+        pending, flushes = False, 0
+
+        def write(self, text):
+            assert not self.pending, "two writes without a flush between them"
+            self.pending = bool(text)
+            return super().write(text)
+
+        def flush(self):
+            self.pending, self.flushes = False, self.flushes + 1
+
+    stream = Stream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "-m", str(folder), *CACHE, "-q", "--max-tokens", "12", "hello"])
+    assert stream.flushes >= 12
+
+
+def test_token_ids_without_a_tokenizer(run, bare, expected):
+    ids = expected("hello", 1).prompt_token_ids
+    for text in (" ".join(map(str, ids)), ",".join(map(str, ids)) + "\n"):
+        code, out, _ = run("generate", "-m", bare, *CACHE, "-q", "--max-tokens", 9, text)
+        assert code == 0
+        assert [int(word) for word in out.split()] == expected("hello", 9).token_ids
+    refused(run("generate", "-m", bare, *CACHE, "hello"), "no tokenizer", "token ids", "'1 2 3'")
+    refused(run("generate", "-m", bare, *CACHE, "1 2 211"), "0 to 210", "found 211")
+    refused(run("generate", "-m", bare, *CACHE, " , "), "empty")
+    refused(run("generate", "-m", bare, *CACHE, "1 2", "--stop", "a"), "tokenizer")
+    refused(run("generate", "-m", bare, *CACHE, "--chat", "1 2"), "no tokenizer")
+    refused(run("chat", "-m", bare, *CACHE), "no tokenizer")
+
+
+def test_without_a_model(run, folder, monkeypatch):
+    code, _, err = run("generate", *CACHE, "--max-tokens", 1, "hello")
+    assert code == 0
+    assert "the embedded model" in err
+    assert run("generate", *CACHE, "--max-tokens", 1, "-q", "hello")[2] == ""
+    code, _, err = run("plan", "--device", "cpu")
+    assert code == 0
+    assert "the embedded model" in err
+    monkeypatch.setenv("MINIRT_MODEL", str(folder / "nowhere"))
+    refused(run("generate", *CACHE, "hello"), "nowhere")
+
+
+def test_nothing_is_printed_before_all_prompts_are_checked(run, folder, tmp_path):
+    refused(run("generate", "-m", folder, *CACHE, "hello", "x" * 400), "at most 255 tokens", "--max-model-len")
+    refused(run("generate", "-m", folder, *CACHE, "--json", "hello", ""), "empty")
+    refused(run("generate", "-m", folder, *CACHE, "hello", "--prompt-file", tmp_path / "none"), "none", "No such file")
+
+
+# chat
+
+
+class Keyboard(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The prompts of all turns, as token ids."""
+    prompts, original = [], Loaded.stream_completion
+
+    def spy(self, prompt, params=None):
+        prompts.append(prompt)
+        return original(self, prompt, params)
+
+    monkeypatch.setattr(Loaded, "stream_completion", spy)
+    return prompts
+
+
+def ids(folder, text):
+    from minirt.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder)._encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(("options", "opening"), [((), ""), (("--system", "be brief"), "[system]be brief\n"),
+                                                  (("--system", ""), "[system]\n")])  # fmt: skip
+def test_conversation(options, opening, run, folder, monkeypatch, seen):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n  \nthe fox \n/clear\na\n/exit\nnever\n"))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q", *options)
+    assert (code, err) == (0, "")
+    first, second, third = out.removesuffix("\n").split("\n")
+    assert first
+    assert third
+    texts = [f"<s>{opening}[user]hello\n[assistant]"]
+    texts.append(f"<s>{opening}[user]hello\n[assistant]{first}\n[user]the fox \n[assistant]")
+    texts.append(f"<s>{opening}[user]a\n[assistant]")
+    assert seen == [ids(folder, text) for text in texts]
+    assert second
+
+
+def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
+    lines = "hello\n" + "x" * 300 + "\nfox\n"
+    monkeypatch.setattr(sys, "stdin", Keyboard(lines))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
+    assert code == 0
+    assert out.count("\n") == 2
+    assert "at most 255 tokens" in err
+    assert "/clear" in err
+    assert len(seen) == 3, "the refused message is not part of the conversation"
+    assert len(seen[2]) < 100
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, _, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
+    assert code == 1, "a script must learn of it"
+
+
+def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
+    original, calls = chat.write, []
+
+    def interrupted(text):
+        calls.append(text)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        original(text)
+
+    monkeypatch.setattr(chat, "write", interrupted)
+    monkeypatch.setattr(sys, "stdin", Keyboard("hello\nthe fox\n"))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
+    assert code == 0
+    assert "(stopped)" in err
+    assert out.count("\n") == 2
+
+
+def test_a_conversation_in_latin_1(run, folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    refused(run("chat", "-m", folder, *CACHE), "stdin", "UTF-8", "0xe9")
+
+
+def test_no_chat_template(run, hf_folder):
+    folder = add_tokenizer(hf_folder("Llama"), template=None)
+    refused(run("chat", "-m", folder, *CACHE), "no chat template")
+    refused(run("generate", "-m", folder, *CACHE, "--chat", "hello"), "no chat template", "plain prompt")
+
+
+# plan and env
+
+
+def test_plan(run, folder):
+    code, out, err = run("plan", "-m", "SmolLM2-135M", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert sum(line.count("layers.") for line in out.splitlines()) == 60
+    for word in ("embedding", "head", "eager", "134.5 M parameters", "538.06 MB"):
+        assert word in out
+    impl = ("--impl", "layers.1.*=eager", "--impl", "auto")
+    record = json.loads(run("plan", "-m", folder, "--device", "cpu", "--json", *impl)[1])
+    assert [row["layer"] for row in record["layers"]][-4:] == ["layers.2.attention", "select", "layers.2.mlp", "head"]
+    assert len(record["layers"]) == 9
+    assert record["weight_bytes"] == sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
+    reasons = {row["layer"]: row["reason"] for row in record["layers"]}
+    assert reasons["layers.1.mlp"] == "--impl layers.1.*=eager"
+    assert "cpu" in reasons["layers.0.mlp"]
+
+
+def test_fp8_reaches_the_model(run, folder):
+    def answers(*flags):
+        return json.loads(run("generate", "-m", folder, *CACHE, *flags, "--json", "-q", "--max-tokens", 9, "hello")[1])
+
+    values = {"quantization": "fp8", "quantize_head": False, "kv_cache_dtype": "fp8"}
+    with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20, **values) as generator:
+        tokens, size = generator.generate("hello", SamplingParams(max_tokens=9)).token_ids, generator.plan.weight_bytes
+    assert answers("--fp8", "--no-fp8-head", "--kv-cache-dtype", "fp8")["token_ids"] == tokens
+    assert answers()["token_ids"] != tokens
+    plan = ("plan", "-m", folder, "--device", "cpu", "--json", "--fp8")
+    assert json.loads(run(*plan, "--no-fp8-head")[1])["weight_bytes"] == size
+    assert json.loads(run(*plan)[1])["weight_bytes"] < size
+    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "go with --fp8", code=2)
+    refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8")
+
+
+def test_plan_of_a_folder_with_a_strange_name(run, folder, tmp_path):
+    strange = shutil.copytree(folder, tmp_path / "[bold]x[/nothing] :smile:")
+    # its table may break the folder's path anywhere
+    assert "[bold]x[/nothing]:smile:" in "".join(run("plan", "-m", strange, "--device", "cpu")[1].split())
+
+
+def test_env(run):
+    code, out, _ = run("env")
+    assert code == 0
+    for word in ("minirt", "torch", "python", "cuda", "host memory"):
+        assert f"\n{word} " in "\n" + out
+
+
+# Processes
+
+
+@pytest.fixture(scope="module")
+def endless(hf_folder):
+    """A model with room for far more tokens than a test waits for."""
+    return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
+
+
+def test_help_is_light():
+    code = "import sys; from minirt.cli import app as cli\ntry: cli.main(['generate', '--help'])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    heavy = {"torch", "triton", "numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich"}
+    assert "--prompt-file" in done.stdout
+    assert not heavy & set(done.stdout.split("\n")[-2].split())
+
+
+def test_control_c_ends_a_generation(endless):
+    with start("generate", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
+        assert process.stdout.read(8)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip() == b""
+
+
+def test_a_reader_that_goes_away(endless):
+    with start("generate", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
+        assert process.stdout.read(5)
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 1
+    assert err == b""
+
+
+def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
+    terminal, side = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    with start("chat", "-m", folder, *CACHE, stdin=side, stdout=side, stderr=side) as process:
+        os.close(side)  # a process that dies ends the reading
+        shown = b""
+        while not shown.endswith(b"> "):
+            shown += os.read(terminal, 100)
+        os.write(terminal, b"/clear\n")
+        while shown.count(b"> ") < 2:
+            shown += os.read(terminal, 100)
+        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+            pass  # a signal between the prompt and the reading would wait for a line (CPython's input)
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+    with contextlib.suppress(OSError):  # the end of what is left
+        while left := os.read(terminal, 1000):
+            shown += left
+    assert termios.tcgetattr(terminal) == before
+    os.close(terminal)
+    assert process.returncode == 130
+    assert shown.endswith(b"> \r\n")
+    assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h"), "the cursor is hidden"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk():
+    with open("/dev/full", "wb") as full, start("env", stdout=full) as process:
+        err = process.stderr.read()
+    assert process.returncode == 1
+    assert err == b"minirt: stdout: cannot write the output: No space left on device\n"
+
+
+def test_closed_streams():
+    command = f"'{sys.executable}' -P -m minirt generate -m SmolLM2-135M --prompt-file - <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command]).returncode == 1, "the prompt is empty"

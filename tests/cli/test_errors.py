@@ -1,0 +1,229 @@
+"""Bad input on the command line: an exit code, nothing on stdout, and one clear line on stderr for each."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import click
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.cli import CACHE, caller, refused
+from support.tiny import add_tokenizer
+
+from minirt.cli import app as cli
+from minirt.cli.options import parse_size
+from minirt.generator import Generator
+
+
+@pytest.fixture(scope="module")
+def folder(hf_folder):
+    return add_tokenizer(hf_folder("Llama", seed=3))
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+@pytest.fixture
+def run(capfd, monkeypatch):
+    return caller(capfd, monkeypatch)
+
+
+def test_usage(run, folder):
+    for arguments in (
+        ["generate", "-m", folder], ["generate", "-m", folder, "x", "--max-tokens", "many"], ["no-such-command"],
+        ["generate", "x", "--kv-cache-memory", "x"], ["generate", "x", "--no-such-flag"], ["plan", "extra"],
+        ["generate", "x", "-m", folder, "--random-weights", "--check-weights"],
+    ):  # fmt: skip
+        refused(run(*arguments), "Usage: ", code=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("4GiB", 4 << 30), ("4gib", 4 << 30), ("1.5 MiB", 3 << 19), ("2kB", 2000), ("3G", 3 * 10**9), ("7B", 7),
+     (" 1TiB ", 1 << 40)],
+)  # fmt: skip
+def test_sizes(text, value):
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "4XB", "GiB", "4 4", "1" * 99, "0.1", "٣"])
+def test_bad_sizes(text):
+    with pytest.raises(click.BadParameter, match="4GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--temperature", "nan"), ("--temperature", "-1"), ("--temperature", "inf"), ("--top-p", "nan"), ("--top-p", "0"),
+     ("--top-p", "1.1"), ("--min-p", "-0.1"), ("--top-k", "-2"), ("--seed", "-1"), ("--seed", str(2**64)),
+     ("--max-tokens", "0"), ("--max-tokens", "-3"), ("--stop", ""), ("--device", "tpu"), ("--dtype", "int4"),
+     ("--impl", "foo"), ("--impl", "layers.99.*=eager"), ("--impl", "layers.*="), ("--max-model-len", "0"),
+     ("--max-model-len", "257"), ("--kv-cache-memory", "100"), ("--revision", "main")],
+)  # fmt: skip
+def test_bad_values(flag, value, run, folder):
+    name = {"--impl": value.partition("=")[2] or value, "--revision": "revision"}.get(flag, flag)
+    refused(run("generate", "-m", folder, "--device", "cpu", flag, value, "hello"), name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_cuda_without_a_gpu(run, folder):
+    refused(run("generate", "-m", folder, "--device", "cuda", "hello"), "--device cuda", "--device cpu")
+
+
+def test_out_of_memory(run, folder, monkeypatch):
+    for module in ("minirt.device", "minirt.loading.memory"):
+        monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
+    result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "hello")
+    refused(result, "271.10 GiB", "20.00 GiB free", "smaller model")
+    pages = ("--kv-cache-memory", "900GiB", "--max-num-seqs", 1 << 20)
+    refused(run("generate", "-m", folder, *pages, "hello"), "192.", "lower --kv-cache-memory")
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to …")):
+        monkeypatch.setattr(Generator, "check", lambda *_, error=error: (_ for _ in ()).throw(error))
+        refused(run("generate", "-m", folder, *CACHE, "hello"), "out of memory", "--max-model-len")
+
+
+def test_bad_prompts(run, folder, tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "empty").touch()
+    base = ("generate", "-m", folder, *CACHE)
+    refused(run(*base, ""), "empty")
+    refused(run(*base, "--prompt-file", tmp_path / "empty"), f"{tmp_path / 'empty'}: the prompt is empty")
+    refused(run(*base, "--prompt-file", tmp_path / "latin"), "UTF-8", "0xe9 at offset 3")
+    refused(run(*base, "--prompt-file", tmp_path), "directory")
+    refused(run(*base, "lone \udce9 surrogate"), "surrogate")
+    refused(run(*base, "a" * 1_000_000), "at most 255 tokens", "--max-model-len")
+    refused(run(*base, "a", ""), "PROMPT 2: the prompt is empty")
+    refused(run(*base, "a", "--prompt-file", tmp_path / "empty"), f"{tmp_path / 'empty'}: the prompt is empty")
+
+
+@pytest.mark.parametrize("value", [10**24, 2 << 20])
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--max-num-batched-tokens"])
+def test_sizes_that_no_step_has(flag, value, run, folder):
+    refused(run("generate", "-m", folder, *CACHE, flag, value, "hello"), flag[2:].replace("-", "_"), "from 1 to 1048576")
+
+
+def test_debug_shows_the_cause(folder, capsys):
+    with pytest.raises(Exception, match="empty"):
+        cli.main(["generate", "-m", str(folder), *CACHE, "--debug", ""])
+
+
+def test_unforeseen_errors_are_one_line(run, folder, monkeypatch):
+    monkeypatch.setattr(Generator, "check", lambda *_: 1 / 0)
+    code, out, err = run("generate", "-m", folder, *CACHE, "hello")
+    assert (code, out) == (1, "")
+    assert err == "minirt: unexpected ZeroDivisionError: division by zero (run with --debug for the traceback)\n"
+
+
+CONFIGS = {
+    "hidden_size": [0, -64, 2**40, 2.5, "64", None, True, float("nan"), 10**400],
+    "num_hidden_layers": [0, 2**40, -1, []],
+    "num_attention_heads": [0, 3, 2**40],
+    "num_key_value_heads": [0, 3, -2],
+    "head_dim": [0, 15, 2**40],
+    "vocab_size": [0, 2**40, 1.5],
+    "intermediate_size": [0, 2**40],
+    "max_position_embeddings": [0, -1, 2**62, float("inf")],
+    "rms_norm_eps": [float("nan"), -1, "small", float("inf")],
+    "rope_parameters": [{"rope_type": "wobbly"}, {"rope_type": "yarn"}, {"rope_type": "linear", "factor": 0}, 5],
+    "quantization_config": [{"quant_method": "gptq"}],
+    "model_type": ["mamba", None, 5],
+    "hidden_act": ["relu6"],
+    "tie_word_embeddings": ["yes"],
+}
+
+
+@pytest.mark.parametrize("field", CONFIGS)
+def test_bad_configs(field, run, copy, monkeypatch):
+    """Refused by name, before anything is allocated."""
+    monkeypatch.setattr("minirt.modeling.model.Model.allocate", lambda *_: pytest.fail("allocated"))
+    path = copy / "config.json"
+    good = json.loads(path.read_text())
+    for value in CONFIGS[field]:
+        path.write_text(json.dumps({**good, field: value}))
+        refused(run("generate", "-m", copy, *CACHE, "hello"), "config.json", field.split("_")[0])
+        refused(run("plan", "-m", copy, "--device", "cpu"), "config.json")
+
+
+def test_missing_files(run, copy, tmp_path):
+    base = ("generate", *CACHE, "hello", "-m")
+    refused(run(*base, tmp_path / "nowhere"), "nowhere")
+    refused(run(*base, copy / "config.json"), "folder")
+    refused(run(*base, "no-such-model"), "no-such-model", "Qwen2.5-7B")
+    refused(run(*base, ""), "empty")
+    (copy / "model.safetensors").unlink()
+    refused(run(*base, copy), "safetensors")
+    (copy / "config.json").unlink()
+    refused(run(*base, copy), "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000], ids=lambda c: str(c[:3]))
+def test_damaged_json(name, content, run, copy):
+    (copy / name).write_bytes(content)
+    refused(run("generate", "-m", copy, *CACHE, "hello"), name.partition(".")[0])
+
+
+def test_damaged_shards(run, hf_folder, tmp_path):
+    folder = add_tokenizer(hf_folder("Llama", shard="40KB"))
+    base = ("generate", "-m", folder, *CACHE, "hello")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name, shard = next(iter(content["weight_map"].items()))
+    shutil.copy(folder / shard, tmp_path / shard)
+    for outside in (f"../{tmp_path.name}/{shard}", str(tmp_path / shard), "..", "", "a\\b.safetensors", 5):
+        index.write_text(json.dumps({"weight_map": {**content["weight_map"], name: outside}}))
+        refused(run(*base), "index.json")
+    index.write_text(json.dumps(content))
+    (folder / shard).write_bytes((tmp_path / shard).read_bytes()[:-9])
+    refused(run(*base), shard)
+    (folder / shard).unlink()
+    refused(run(*base), shard)
+
+
+def test_damaged_tensors(run, copy):
+    base = ("generate", "-m", copy, *CACHE, "hello")
+    path, name = copy / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    good = {k: v.clone() for k, v in load_file(path).items()}
+    for value in (good[name][:-1].clone(), good[name].double(), good[name].to(torch.int8)):
+        save_file({**good, name: value}, path)
+        refused(run(*base), name, "expected", "found")
+    save_file({**good, "surplus.weight": torch.ones(2)}, path)
+    refused(run(*base), "surplus.weight")
+    save_file({k: v for k, v in good.items() if k != name}, path)
+    refused(run(*base), name)
+    good[name][2, 3] = float("inf")
+    save_file(good, path)
+    refused(run(*base, "--check-weights"), name, "1 NaN or Inf")
+
+
+def test_nan_logits(run, copy):
+    path, name = copy / "model.safetensors", "model.norm.weight"
+    save_file({**load_file(path), name: torch.full((64,), float("nan"))}, path)
+    refused(run("generate", "-m", copy, *CACHE, "hello"), "NaN", "--check-weights")
+
+
+FAILED = """
+import atexit
+from minirt.cli import app as cli
+from minirt.engine import engine
+from minirt.errors import DeviceFailedError
+
+def fails(self):
+    raise DeviceFailedError("the GPU failed", found="CUDA error: …")
+
+engine.Engine.step = fails
+atexit.register(print, "the interpreter ends as always")
+cli.main(["generate", "--device", "cpu", "--max-tokens", "1", "Once"])
+"""
+
+
+def test_a_failed_gpu_ends_the_process_at_once():
+    """Freeing what lies on the GPU would fail as well, and change the exit code."""
+    done = subprocess.run([sys.executable, "-P", "-c", FAILED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "minirt: the GPU failed; found CUDA error" in done.stderr
+    assert "interpreter ends" not in done.stdout

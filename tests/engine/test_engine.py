@@ -1,0 +1,199 @@
+"""The scheduler and the engine on a mock model whose next token depends on every cached token.
+
+Catches pages shared by mistake, positions or slots off by one, stale pages after preemption, leaks, lost or reordered
+requests, wrong chunk boundaries.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minirt.engine.engine import Engine
+from minirt.engine.kv_cache import KVCache, PageAllocator
+from minirt.errors import ContextLengthError, InputError, MinirtError
+from minirt.sampling_params import SamplingParams, resolve
+
+VOCAB = 97
+PAGE = 4
+
+
+class Mock:
+    """Writes each token to its slot, then reads its sequence back through the block table: next = hash of all of it."""
+
+    def __init__(self):
+        self.tokens_per_step = []
+
+    def __call__(self, batch, cache):
+        pages = cache.layers[0].k.view(-1)
+        pages[batch.slots] = batch.input_ids.float()
+        self.tokens_per_step.append(batch.num_tokens)
+        rows = []
+        for i, (start, count) in enumerate(zip(batch.query_starts, batch.query_lens, strict=True)):
+            for j in range(count):
+                length = batch.seq_lens[i] - count + j + 1
+                assert batch.positions[start + j] == length - 1
+                where = torch.arange(length)
+                slots = (
+                    batch.block_tables[i][where // cache.page_size].long() * cache.page_size + where % cache.page_size
+                )
+                rows.append(following(pages[slots].long().tolist()))
+        logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()
+        return logits[batch.logits_indices]
+
+
+def following(tokens):
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 10007
+    return value % VOCAB
+
+
+def undisturbed(prompt, count, eos=None):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(following(tokens))
+        if tokens[-1] == eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1):
+    cache = KVCache([(1, 1)], pages, page_size=PAGE)
+    cache.layers[0].k.fill_(float("nan"))
+    return Engine(
+        Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget,
+        lookahead=lookahead,
+    ), cache  # fmt: skip
+
+
+def run(it, requests, aborts=()):
+    """requests: (arrival step, prompt, max tokens); aborts: (step, request). → tokens and reasons by request."""
+    ids, tokens, reasons = {}, {i: [] for i in range(len(requests))}, {}
+    for step in range(10_000):
+        for i, (arrival, prompt, count) in enumerate(requests):
+            if arrival == step:
+                ids[it.add(prompt, resolve(SamplingParams(max_tokens=count), None), (5,))] = i
+        for when, which in aborts:
+            if when == step:
+                for request, i in ids.items():
+                    if i == which:
+                        it.abort(request)
+                        reasons.setdefault(i, "abort")
+        for output in it.step():
+            i = ids[output.request_id]
+            assert i not in reasons, "a token after the end"
+            tokens[i].append(output.token)
+            if output.finish_reason:
+                reasons[i] = output.finish_reason
+        if not it.has_work and step > max(r[0] for r in requests):
+            return tokens, reasons
+    raise AssertionError("starved")
+
+
+PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 12), PROMPTS, st.integers(1, 20)), min_size=1, max_size=12),
+    pages=st.integers(16, 40),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11)), max_size=4),
+    lookahead=st.integers(0, 1),
+)
+def test_any_schedule_gives_the_undisturbed_tokens(requests, pages, seqs, budget, aborts, lookahead):
+    it, cache = engine(pages, seqs, budget, lookahead=lookahead)
+    tokens, reasons = run(it, requests, aborts)
+    for i, (_, prompt, count) in enumerate(requests):
+        expected = undisturbed(prompt, min(count, 64 - len(prompt)), eos=5)
+        if reasons[i] == "abort":
+            assert tokens[i] == expected[: len(tokens[i])]
+        else:
+            assert tokens[i] == expected
+            assert reasons[i] == ("stop" if expected[-1] == 5 else "length")
+    assert cache.allocator.num_free == pages, "pages leaked"
+
+
+def test_preemption_happens_and_is_invisible():
+    it, cache = engine(pages=16, seqs=8, budget=64)
+    requests = [(0, [i + 10] * 9, 30) for i in range(6)]
+    tokens, _ = run(it, requests)
+    assert [tokens[i] for i in range(6)] == [undisturbed(r[1], 30, eos=5) for r in requests]
+    assert sum(it._model.tokens_per_step) > sum(9 + len(tokens[i]) - 1 for i in range(6)), "nothing was recomputed"
+    assert cache.allocator.num_free == 16
+
+
+def test_budget_bounds_every_step():
+    it, _ = engine(budget=7)
+    run(it, [(0, list(range(30)), 5), (1, list(range(25)), 5)])
+    assert max(it._model.tokens_per_step) <= 7
+
+
+def test_ten_thousand_aborts_leak_nothing():
+    it, cache = engine(pages=20, seqs=4, budget=16)
+    random = torch.Generator().manual_seed(0)
+    live = []
+    for _ in range(10_000):
+        length = int(torch.randint(1, 20, (1,), generator=random))
+        live.append(it.add([1] * length, resolve(SamplingParams(max_tokens=20), None)))
+        if len(live) % 7 == 0:
+            it.step()
+        it.abort(live.pop(int(torch.randint(len(live), (1,), generator=random))))
+    for request in live:
+        it.abort(request)
+    assert cache.allocator.num_free == 20
+    assert not it.has_work
+
+
+@pytest.mark.parametrize("prompt", [[], [VOCAB], [-1], [1.0], [True], ["1"]])
+def test_bad_prompts(prompt):
+    it, _ = engine()
+    with pytest.raises(InputError):
+        it.add(prompt, resolve(None, None))
+    assert not it.has_work
+
+
+def test_too_long_prompts_name_the_limit_and_the_flag():
+    it, _ = engine(pages=4, length=64)
+    with pytest.raises(ContextLengthError, match=r"at most 15 tokens.*16 tokens.*--kv-cache-memory"):
+        it.add([1] * 16, resolve(None, None))
+    it, _ = engine(pages=64, length=8)
+    with pytest.raises(ContextLengthError, match="--max-model-len"):
+        it.add([1] * 8, resolve(None, None))
+
+
+def test_generation_ends_at_the_context_limit():
+    it, _ = engine(pages=64, length=10)
+    tokens, reasons = run(it, [(0, [50] * 6, 100)])
+    assert len(tokens[0]) == 4
+    assert reasons[0] == "length"
+
+
+def test_nan_logits_end_the_request_alone():
+    it, cache = engine()
+    model = it._model
+    it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
+        (batch.seq_lens_device == 3)[:, None], float("nan")
+    )
+    _, reasons = run(it, [(0, [50, 51], 4), (0, [50, 51, 52, 53], 4)])
+    assert reasons == {0: "error", 1: "length"}
+    assert cache.allocator.num_free == 64
+
+
+def test_allocator_counts_references():
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(3)
+    allocator.share(pages[:2])
+    allocator.release(pages)
+    assert allocator.num_free == 2
+    allocator.release(pages[:2])
+    assert allocator.num_free == 4
+    for misuse in (
+        lambda: allocator.release(pages[:1]),
+        lambda: allocator.share(pages[:1]),
+        lambda: allocator.allocate(5),
+    ):
+        with pytest.raises(MinirtError):
+            misuse()

@@ -1,0 +1,105 @@
+"""What goes wrong in a step: memory, a broken GPU, logits without numbers. Nothing hangs, and nobody else is concerned.
+
+Catches a request that is lost without an output, pages kept by a failed one, an engine that goes on with a dead device.
+"""
+
+import pytest
+import torch
+from engine.test_engine import engine, run, undisturbed
+
+from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
+from minirt.sampling_params import resolve
+
+
+def failing(it, error, at):
+    """Let the model of an engine raise `error` in its `at`-th step."""
+    model, steps = it._runner._model, iter(range(10_000))
+
+    def call(batch, cache):
+        if next(steps) == at:
+            raise error
+        return model(batch, cache)
+
+    it._runner._model = call
+
+
+def steps(it):
+    for _ in range(10):
+        it.step()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nmore"),
+     RuntimeError("Triton Error [CUDA]: out of memory, 7.00 GiB")],  # of a kernel that cannot be loaded
+    ids=["allocator", "kernel"],
+)  # fmt: skip
+def test_out_of_memory_ends_the_requests_of_that_step(error, at, lookahead):
+    it, cache = engine(lookahead=lookahead)
+    failing(it, error, at)
+    ids = [it.add([50 + i] * 5, resolve(None, None)) for i in range(3)]
+    errors = {}
+    while it.has_work:
+        for output in it.step():
+            if output.finish_reason == "error":
+                errors[output.request_id] = output.error
+                assert output.token == -1
+    assert sorted(errors) == ids
+    assert all(isinstance(e, OutOfMemoryError) and "7.00 GiB" in str(e) and "--max-num-seqs" in str(e) for e in errors.values())
+    assert cache.allocator.num_free == 64
+    tokens, reasons = run(it, [(0, [60, 61], 6)])
+    assert tokens[0] == undisturbed([60, 61], 6, eos=5)
+    assert reasons[0] in ("length", "stop")
+
+
+def test_out_of_memory_spares_those_that_wait():
+    it, _ = engine(seqs=1)
+    failing(it, torch.OutOfMemoryError("CUDA out of memory."), 0)
+    tokens, reasons = run(it, [(0, [50, 51], 4), (0, [52, 53], 4)])
+    assert reasons[0] == "error"
+    assert tokens[1] == undisturbed([52, 53], 4, eos=5)
+
+
+def test_a_failed_gpu_is_the_end_with_its_cause():
+    it, _ = engine()
+    cause = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with …")
+    failing(it, cause, 2)
+    it.add([50, 51], resolve(None, None))
+    with pytest.raises(DeviceFailedError, match="illegal memory access") as caught:
+        steps(it)
+    assert caught.value.__cause__ is cause
+    with pytest.raises(DeviceFailedError, match="illegal memory access"):
+        it.step()
+
+
+def test_other_errors_of_a_layer_come_through():
+    it, cache = engine()
+    failing(it, RuntimeError("shapes do not match"), 1)
+    request = it.add([50, 51], resolve(None, None))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        steps(it)
+    it.abort(request)
+    assert cache.allocator.num_free == 64
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_logits_without_numbers(lookahead):
+    """The step after the bad one has started by then, with −1 for a token."""
+    it, cache = engine(lookahead=lookahead)
+    model = it._runner._model
+    it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
+        (batch.seq_lens_device == 4)[:, None], float("nan")
+    )
+    bad, good = it.add([50, 51, 52], resolve(None, None)), it.add([53, 54, 55, 56, 57], resolve(None, None))
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    mine = [o for o in outputs if o.request_id == bad]
+    assert [o.finish_reason for o in mine] == [None, "error"]
+    assert isinstance(mine[-1].error, NumericsError)
+    assert "generated token 1" in str(mine[-1].error)
+    tokens = [o.token for o in outputs if o.request_id == good]
+    assert tokens == undisturbed([53, 54, 55, 56, 57], len(tokens))
+    assert cache.allocator.num_free == 64

@@ -1,0 +1,140 @@
+"""What warming up runs. Catches prompts beyond the model's positions (the rope table ends there) or the cache's pages, a regime
+of the kernels that no step of the warm-up reaches, and a layer of another form than the others that is not compiled."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine.test_engine import Mock
+
+from minirt import models
+from minirt.engine.cuda_graphs import MAX_PROMPT_TOKENS, SHORT_SEQS, Bucket, StepGraphs, batch_bucket, token_bucket
+from minirt.engine.kv_cache import KVCache
+from minirt.engine.runner import Runner
+from minirt.engine.step_input import KV_SPLIT, Batch, Chunk
+from minirt.engine.warmup import _prompts, _token_counts, sampling_kinds, warm_up_steps
+from minirt.layers import base
+from minirt.modeling.model import Model
+from minirt.models.presets import raw_configs
+
+
+@pytest.mark.parametrize(("count", "longest"), [(16, 512), (8192, 512), (8192, 500), (128, 1), (300, 299), (512, 512)])
+def test_prompts_stay_within_the_model(count, longest):
+    chunks = _prompts(count, longest)
+    assert sum(len(c.tokens) for c in chunks) == count
+    assert max(c.start + len(c.tokens) for c in chunks) == min(longest, count)
+    assert [c.wants_logits for c in chunks] == [True] + [False] * (len(chunks) - 1)
+
+
+def test_prompts_fit_the_smallest_cache():
+    cache = KVCache([(1, 1)], 3, page_size=4)
+    runner = Runner(
+        Mock(), cache, torch.device("cpu"), vocab_size=97, max_num_seqs=4, max_seq_len=12, max_num_batched_tokens=40,
+        cuda_graphs=False,
+    )  # fmt: skip
+    for count in (1, 11, 12, 40):
+        assert runner._model(runner._batch(_prompts(count, 12)), cache).shape == (1, 97)
+
+
+def test_token_counts():
+    assert _token_counts(8192) == [16, 32, 64, 128, 192, 256, 384, 512, 640, 1152, 2176, 4224]
+    assert _token_counts(8193)[-1] == 8193
+    assert _token_counts(4300)[-2:] == [2176, 4224]
+    assert _token_counts(2100)[-2:] == [1152, 2100]
+    assert _token_counts(300) == [16, 32, 64, 128, 192, 256, 300]
+    assert _token_counts(100) == [16, 32, 64, 100]
+    assert _token_counts(7) == [7]
+
+
+@pytest.mark.parametrize("longest", [700, 32768])
+@pytest.mark.parametrize("seqs", [1, 2, 20, 33, 40, 300, 1000])
+@pytest.mark.parametrize("limit", [513, 600, 1024, 1500, 2048, 8192, 10_000])
+def test_warm_up_runs_every_form_of_the_kernels(limit, seqs, longest):
+    """By tokens, which the products depend on, and by tokens and sequences, as attention does."""
+
+    def forms(tokens, count):
+        regime = -(-tokens // 64) * 64 if tokens <= 256 else -(-tokens // 128) * 128
+        regime = regime if tokens <= 512 else 1 << (tokens - 1).bit_length()
+        block = max(256, 1 << (count - 1).bit_length())
+        return regime, (tokens >= 512, tokens >= 1024, count > 1, count > 32, block)
+
+    steps = warm_up_steps(limit, longest, seqs)
+    known = [forms(sum(len(c.tokens) for c in step), len(step)) for step in steps]
+    products, attention = ({form[i] for form in known} for i in range(2))
+    assert all(sum(len(c.tokens) for c in step) <= limit for step in steps)
+    for tokens in (150, 200, 400, 513, 640, 700, 1024, 1025, 1500, 2048, 2049, 8192, 8193, 10_000):
+        for count in (1, 2, 3, 32, 33, 34, 64, 256, 257, 300, 512, 513, 1000):
+            if tokens <= min(limit, count * longest) and count <= min(seqs, tokens):
+                product, wanted = forms(tokens, count)
+                assert product in products
+                assert wanted in attention, (tokens, count)
+
+
+def test_one_layer_of_each_compile_key_runs_in_a_dry_run(monkeypatch):
+    raw = next(raw for name, _, raw in raw_configs() if name == "Qwen2.5-0.5B")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    config = models.parse_config(raw | small | {"num_hidden_layers": 8})
+    layers = models.build(config)
+    blocks = [layers[i : i + 2] for i in range(1, 17, 2)]
+    blocks[2][0].config = replace(config, num_heads=2)
+    blocks[3][1].window = 5
+    blocks[4][1].window = [5]  # not hashable: nobody knows what it does
+    blocks[5][1].down.format = "fp8"
+    model = Model(config, layers)
+    model.allocate(torch.device("cpu"), torch.float32, 64)
+    monkeypatch.setitem(base._REGISTRY, ("mlp", "own"), replace(base.implementation("mlp", "eager"), name="own"))
+    model.resolve(["eager", "layers.6.mlp=own", "layers.7.mlp=own"])
+    ran = []
+
+    def forward(layer):
+        return lambda x, batch, kv: ran.append((layer.name, kv is not None)) or x
+
+    for layer in model.layers:
+        layer._forward = forward(layer)
+    cache = KVCache(model.kv_shapes, 4, page_size=4)
+    model.dry_run(Batch.build([Chunk([1, 2], 0, [0])], 4), cache)
+    attention = [f"layers.{i}.attention" for i in (0, 2)]
+    mlp = [f"layers.{i}.mlp" for i in (0, 3, 4, 5, 6, 7)]
+    assert {name for name, _ in ran} == {"embedding", *attention, *mlp, "select", "head"}
+    assert len(ran) == 11
+    assert [name for name, pages in ran if pages] == attention
+
+
+def test_every_way_of_sampling_is_run():
+    filters = {(s.temperature > 0, (s.top_k or 0) > 0, (s.top_p or 1) < 1, (s.min_p or 0) > 0) for s in sampling_kinds()}
+    assert len(filters) == 9
+
+
+@pytest.mark.parametrize("seqs", [1, 3, 64, 100])
+@pytest.mark.parametrize("budget", [8192, 100, 5])
+def test_every_step_finds_its_graph(seqs, budget):
+    """No step of decode rows, and no small one with prompts, may capture a graph after warm-up, or write past its layout."""
+    graphs = object.__new__(StepGraphs)  # its choice of buckets alone: the rest needs a GPU
+    graphs._previous, graphs._most_seqs = torch.zeros(seqs), batch_bucket(seqs)
+    graphs._most_tokens = min(MAX_PROMPT_TOKENS, token_bucket(budget))
+    known = set(graphs.buckets)
+    for count in range(1, seqs + 1):
+        bucket = graphs.bucket([Chunk([1], 5, [0])] * count)
+        assert bucket in known
+        assert (bucket.tokens, bucket.seqs >= count) == (0, True)
+        assert bucket.short == (bucket.seqs >= SHORT_SEQS)
+        long = graphs.bucket([Chunk([1], 5, [0])] * (count - 1) + [Chunk([1], KV_SPLIT, [0])])
+        assert long in known
+        assert long == bucket._replace(short=False)
+    for tokens in (2, 16, 17, 100, 128, 129, 192, 193, 511, 512, 513, 2047, 2048):
+        alone = graphs.bucket([Chunk([1] * tokens, 0, [0])])
+        if tokens > min(budget, MAX_PROMPT_TOKENS):
+            assert alone is None or alone in known
+            continue
+        others = min(seqs - 1, tokens - 2)
+        together = graphs.bucket([Chunk([1] * (tokens - others), 0, [0])] + [Chunk([1], 3, [0])] * others)
+        for bucket in (alone, together):
+            assert bucket in known
+            assert bucket.tokens >= tokens
+        assert together.seqs > others
+        assert alone == Bucket(1, token_bucket(tokens), short=tokens <= KV_SPLIT)
+        assert graphs.bucket([Chunk([1] * tokens, KV_SPLIT, range(99))]) == Bucket(1, token_bucket(tokens))
+    assert graphs.bucket([Chunk([1] * (MAX_PROMPT_TOKENS + 1), 0, [0])]) is None
+    assert graphs.bucket([Chunk([1, 2], 0, [0], all_logits=True)]) is None
+    middle = graphs.bucket([Chunk([1], 0, [0], wants_logits=False)])
+    assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"

@@ -1,0 +1,83 @@
+"""Catches: parts of a context that overlap or leave tokens out, parts of one sequence added to another's, a sequence that is
+computed twice or not at all, a workspace that is too small."""
+
+import itertools
+
+import pytest
+import torch
+
+from minirt.kernels import reference
+from minirt.kernels.attention import partial
+from minirt.kernels.attention import prefill as attention
+from minirt.kernels.launch import Workspace
+
+CASES = [
+    {"Nq": 7, "Nkv": 1, "D": 128, "page_size": 64, "lens": (2,), "contexts": (510,)},
+    {"Nq": 3, "Nkv": 1, "D": 64, "page_size": 16, "lens": (1, 0, 4, 5, 30, 300), "contexts": (600, 700, 800, 506, 1500, 0)},
+    {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 128, "lens": (5, 8, 9), "contexts": (1019, 1015, 2039)},
+    {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 32, "lens": (17,), "contexts": (4100,)},
+]
+
+LARGE = [
+    {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "lens": (2,), "contexts": (32766,)},
+    {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "lens": (16,), "contexts": (32752,)},
+    {"Nq": 8, "Nkv": 2, "D": 64, "page_size": 16, "lens": (256, 1, 7, 900, 64), "contexts": (33000, 500, 5000, 100, 9001)},
+]
+
+
+def attention64(q, k, v, scale):
+    """One sequence: q [n, Nq, D] are the last n of its tokens k, v [total, Nkv, D]."""
+    n, total = q.shape[0], k.shape[0]
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    hidden = torch.arange(total, device=q.device) > torch.arange(total - n, total, device=q.device).unsqueeze(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def check(case, dtype, make, cache, nan, agrees, device, fp8=False):
+    Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
+    lens = case["lens"]
+    totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
+    q, scale = make(sum(lens), Nq, D, dtype=dtype), 0.02 if fp8 else 1.3 * D**-0.5
+    starts = list(itertools.accumulate(lens, initial=0))
+    on_device = torch.tensor(starts, dtype=torch.int32, device=device)
+    workspace = Workspace(device, num_floats=1)
+    splits = sum(-(-n // 256) for n in totals)
+    workspace.reserve(partial.workspace_floats(splits, Nq, D))
+    workspace.sums(1).fill_(torch.nan)
+    if fp8:
+        kv = cache(totals, Nkv, D, page_size)
+        clean = kv.clean
+        out = attention.paged_attention_prefill(
+            q, out=nan(*q.shape, dtype=dtype), block_tables=kv.tables, query_starts=on_device, seq_lens=kv.lens, scale=scale,
+            workspace=workspace, max_splits=splits, **kv.pages,
+        )  # fmt: skip
+    else:
+        kv = cache(totals, Nkv, D, page_size, dtype)
+        clean = (kv.clean_k, kv.clean_v)
+        out = attention.paged_attention_prefill(
+            q, kv.k, kv.v, kv.tables, on_device, kv.lens, scale, nan(*q.shape, dtype=dtype), workspace=workspace,
+            max_splits=splits,
+        )  # fmt: skip
+    k_clean, v_clean, *scales = clean
+    expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales)
+    for start, n, k, v in zip(starts, lens, kv.keys, kv.values, strict=False):
+        rows = slice(start, start + n)
+        if n:
+            agrees(out[rows], expected[rows], attention64(q[rows], k, v, scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large_chunks(case, dtype, make, cache, nan, agrees, device):
+    check(case, dtype, make, cache, nan, agrees, device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chunks(case, dtype, make, cache, nan, agrees, device):
+    check(case, dtype, make, cache, nan, agrees, device)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_chunks_on_fp8_pages(case, dtype, make, cache8, nan, agrees, device):
+    check(case, dtype, make, cache8, nan, agrees, device, fp8=True)

@@ -1,0 +1,36 @@
+"""Catches: a page copied for another sequence or under another number, a sequence that is left out or copied though another
+kernel computes it, scales of the wrong token or head."""
+
+import itertools
+
+import pytest
+import torch
+
+from minirt.kernels.attention import partial, widen_kv
+
+
+@pytest.mark.parametrize("sms", [1, 132])
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("case", widen_kv.CASES, ids=str)
+def test_copies(case, chunks, sms, dtype, cache8, device, monkeypatch):
+    monkeypatch.setattr(widen_kv, "sm_count", lambda device: sms)
+    Nkv, D, page_size, shortest = (case[name] for name in ("Nkv", "D", "page_size", "shortest"))
+    lens = case["lens"]
+    totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
+    kv = cache8(totals, Nkv, D, page_size)
+    pages = kv.pages["k_pages"], kv.pages["v_pages"], kv.pages["k_scales"], kv.pages["v_scales"]
+    starts = torch.tensor(list(itertools.accumulate(lens, initial=0)), dtype=torch.int32, device=device)
+    splits = sum(-(-n // 256) for n in totals)
+    k, v, tables = widen_kv.widen(*pages, kv.tables, starts, kv.lens, splits, dtype, shortest, chunks)
+    numbers = []
+    for b, (new, total) in enumerate(zip(lens, totals, strict=True)):
+        in_parts = chunks and 2 <= new <= partial.MOST and total >= 2 * max(256, 64 << (new - 1).bit_length())
+        if new < max(1, shortest) or in_parts:
+            continue
+        own = tables[b, : -(-total // page_size)].tolist()
+        numbers += own
+        for wide, exact in ((k, kv.keys[b]), (v, kv.values[b])):
+            got = wide[torch.tensor(own, device=device)].flatten(0, 1)[:total]
+            assert torch.equal(got, exact.float().to(dtype))
+    assert numbers == list(range(len(numbers))), "every page once, in order"
+    assert len(numbers) <= k.shape[0]

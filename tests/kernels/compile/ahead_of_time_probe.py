@@ -1,0 +1,161 @@
+"""Launch kernels in `compile_ahead`, on a driver that only counts, and print what came of it as JSON.
+
+Run by test_ahead_of_time.py as a process of its own, without TRITON_INTERPRET.
+"""
+
+import json
+import threading
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from compile_all import CompileOnly
+from triton.runtime import JITFunction, OutOfResources, build, driver
+
+from minirt.kernels.compile.ahead_of_time import compile_ahead
+
+GPU = torch.device("cuda", 1)
+shared = ModuleType("launcher")
+on, loaded, launched, compiled = threading.local(), [], [], []
+
+
+@triton.jit
+def small(x, n, SCALE: tl.constexpr):
+    i = tl.program_id(0)
+    tl.store(x + i, SCALE * n)
+
+
+@triton.jit
+def large(x, out):
+    a = tl.load(x + tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :])
+    tl.store(out + tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :], tl.dot(a, a))
+
+
+class Counting(CompileOnly):
+    """A GPU with little shared memory, on which threads load kernels and nothing runs."""
+
+    def __init__(self) -> None:
+        super().__init__(90)
+        properties = {"max_shared_mem": 16384}
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: properties, load_binary=self.load, unload_module=lambda module: None
+        )  # fmt: skip
+
+    def load(self, name: str, kernel: bytes, size: int, device: int) -> tuple[int, int, int, int, int]:
+        loaded.append([name, getattr(on, "device", None)])
+        return 1, 2, 3, 0, 1024
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Any:
+        return lambda *arguments: launched.append(metadata.name)
+
+
+@contextmanager
+def current(device: torch.device):
+    on.device = str(device)
+    yield
+    on.device = None
+
+
+def import_again(name: str, path: str) -> ModuleType:
+    """Like Python with extensions of one name: all share what was imported last."""
+    shared.launch = path
+    return shared
+
+
+def attempt(action, kind=OutOfResources) -> str | None:
+    try:
+        action()
+    except kind as error:
+        return type(error).__name__
+    return None
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def ahead(*actions, **options) -> None:
+    with compile_ahead(GPU, **options):
+        for action in actions:
+            action()
+
+
+def elsewhere(action) -> None:
+    """Run it in another thread and wait."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+def overlapping(action) -> list[int]:
+    """Launches that ran: of the other thread while this one compiles ahead; of this one after that, while the other still does;
+    of both when neither does."""
+    counts, left, entered = [], threading.Event(), threading.Event()
+
+    def count(where=lambda work: work()) -> None:
+        before = len(launched)
+        where(action)
+        counts.append(len(launched) - before)
+
+    def other() -> None:
+        with compile_ahead(GPU):
+            entered.set()
+            left.wait()
+
+    second = threading.Thread(target=other)
+    with compile_ahead(GPU):
+        count(elsewhere)
+        second.start()
+        entered.wait()
+    count()
+    left.set()
+    second.join()
+    count()
+    count(elsewhere)
+    return counts
+
+
+def main() -> None:
+    driver.set_active(Counting())
+    torch.cuda.device = current
+    build._load_module_from_path = import_again
+    triton.knobs.compilation.listener = lambda *, src, **rest: compiled.append(src.fn.__name__)
+    run, progress, x, wide = JITFunction.run, [], torch.empty(16), torch.empty(128, 128, dtype=torch.bfloat16)
+    modules = []
+
+    def launch(scale: int):
+        small[1,](x, 7, scale)
+
+    def too_large():
+        large[1,](wide, wide)
+
+    def import_launcher(path: str):
+        modules.append(build._load_module_from_path("launcher", path))
+
+    actions = [partial(launch, scale) for scale in (2, 3, 2, 3, 2)] + [partial(import_launcher, path) for path in "ab"]
+    ahead(*actions, progress=lambda done, total: progress.append([done, total]))
+    first = {"compiled": list(compiled), "loaded": list(loaded), "launched": list(launched), "progress": progress}
+    launch(2), launch(3)
+    then = {"compiled": list(compiled), "loaded": list(loaded), "launched": list(launched)}
+    raised = attempt(lambda: ahead(too_large, lambda: launch(4)))
+    ahead(too_large, lambda: launch(5), ignore_errors=True)
+    ended = attempt(lambda: ahead(*[partial(launch, scale) for scale in range(6, 12)], interrupt), KeyboardInterrupt)
+    before = len(launched)
+    left = attempt(too_large)
+    launch(5), launch(11)
+    both = overlapping(lambda: launch(5))
+    after = len(launched) - before - sum(both)
+    results = {
+        "first": first, "then": then, "raised": raised, "left": left, "ended": ended, "after": after, "both": both,
+        "modules": [module.launch for module in modules],
+        "restored": JITFunction.run is run and build._load_module_from_path is import_again,
+    }  # fmt: skip
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

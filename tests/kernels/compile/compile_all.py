@@ -1,0 +1,192 @@
+"""Compile every kernel for a GPU that need not be here, through its own host wrapper, and print what came out as JSON.
+
+Run by test_targets.py as a process of its own, without TRITON_INTERPRET: `compile_all.py CAPABILITY DTYPE`. Triton's
+driver is replaced by one that names the target, and launches by compilations, so that the configurations,
+specializations and argument types are the ones that the wrapper would launch with there.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from minirt.kernels import embedding, launch, norm
+from minirt.kernels.attention import decode as attention_decode
+from minirt.kernels.attention import prefill as attention
+from minirt.kernels.attention import rope_write as kv_write
+from minirt.kernels.linear import dispatch as linear
+from minirt.kernels.linear import gemm, gemm_sm90, gemm_small
+
+HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
+FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # bytes a thread keeps in memory: cubin's EIATTR_FRAME_SIZE
+
+
+def adds_unrounded(ptx: str) -> bool:
+    """Whether a lane adds its own product, unrounded, to a neighbour's rounded one: then the two have different sums."""
+    brought = re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx)
+    return not set(brought).isdisjoint(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
+
+
+class CompileOnly:
+    """As much of a Triton driver as a compilation asks for."""
+
+    def __init__(self, cc: int) -> None:
+        self.target = GPUTarget("cuda", cc, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
+    driver.set_active(CompileOnly(cc))
+    run = jit.JITFunction.run
+
+    def warm_up(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if hasattr(kernel, "result"):
+            kernel = kernel.result()
+        ptx = kernel.asm["ptx"]
+        given = {name: arg for name, arg in zip(self.arg_names, args, strict=False) if arg is not None}
+        before_wait = ptx.partition("griddepcontrol.wait")[0]
+        roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
+        results.append(
+            {
+                "kernel": self.fn.__name__,
+                "shared": kernel.metadata.shared,
+                "limit": launch.shared_limit(cc),
+                "mma": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))),
+                "fp8": any(getattr(getattr(a, "base", a), "dtype", None) == torch.float8_e4m3fn for a in args[:2]),
+                "fp8_mma": "e4m3.e4m3" in ptx,
+                "stack": max(int.from_bytes(size, "little") for size in FRAMES.findall(kernel.asm["cubin"])),
+                "tma": "cp.async.bulk.tensor" in ptx,
+                "pipelined": "cp.async.wait_group" in ptx,
+                "transposed_loads": bool(re.search(r"ldmatrix[.\w]*\.trans", ptx)),
+                "adds_unrounded": adds_unrounded(ptx),
+                "pdl": "griddepcontrol.wait" in ptx,
+                "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
+                "tiles_before_wait": "cp.async" in before_wait,
+                "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
+                "scales_or_bias": "scale_ptr" in given or "bias_ptr" in given,
+                "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
+            }
+        )
+
+    jit.JITFunction.run = warm_up
+    for module in (gemm_small, gemm, gemm_sm90, attention, attention_decode):
+        module.capability = lambda device: cc
+
+
+def every_kernel(cc: int, dtype: torch.dtype) -> None:
+    """One call per kernel and regime, in the shapes of Qwen2.5-7B (empty memory: nothing runs)."""
+
+    def empty(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=like)
+
+    def ints(*shape: int, like: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=like)
+
+    pdl = cc >= 90
+    workspace = launch.Workspace("cpu")
+    norm_weight, bias = empty(HIDDEN), empty(4608)
+    qkv, gate_up, down = empty(4608, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER)
+    embedding.embedding(ints(3, like=torch.int64), empty(1000, HIDDEN))
+    norm.rms_norm(empty(300, HIDDEN), norm_weight, 1e-6)
+    linear.norm_linear(empty(1, 577), empty(577), 1e-6, empty(13, 577))  # rows that no thread can load several values of
+    for T in (1, 5, 100):
+        x = empty(T, HIDDEN)
+        linear.norm_linear(x, norm_weight, 1e-6, qkv, bias, workspace=workspace, pdl=pdl)
+        linear.norm_gate_up(x, norm_weight, 1e-6, gate_up, "silu", pdl=pdl)
+        linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
+    if cc >= 89:
+        eight = torch.float8_e4m3fn
+        qkv8, gate_up8, down8 = (torch.empty_like(w, dtype=eight) for w in (qkv, gate_up, down))
+        scales = [empty(len(w), like=torch.float32) for w in (qkv8, gate_up8, down8)]
+        for T in (1, 5, 24, 64, 100):
+            x = empty(T, HIDDEN)
+            linear.norm_linear(x, norm_weight, 1e-6, qkv8, bias, scale=scales[0], workspace=workspace, pdl=pdl)
+            linear.norm_gate_up(x, norm_weight, 1e-6, gate_up8, "silu", scale=scales[1], pdl=pdl)
+            linear.linear_residual(empty(T, INTER), down8, x, scale=scales[2], workspace=workspace, pdl=pdl)
+    linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
+    if cc == 90 and dtype.itemsize == 2:
+        three_groups(empty)
+    for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # every tile of the tables
+        x = empty(T, HIDDEN)
+        gemm.gemm(x, qkv, bias, empty(T, 4608))
+        gemm.gemm(x, qkv[:4601])  # rows of outputs that TMA cannot move
+        gemm.gemm(x, qkv, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+        gemm.gemm_gated(x, gate_up[: 2 * inter], "silu", pdl=pdl)
+        linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
+        if cc >= 89:
+            x, x_scale = torch.empty_like(x, dtype=eight), empty(T, like=torch.float32)
+            gemm.gemm(x, qkv8, residual=empty(T, 4608), scale=scales[0], x_scale=x_scale, out=empty(T, 4608))
+            gemm.gemm(x, qkv8[:4601], scale=scales[0][:4601], x_scale=x_scale)
+            gemm.gemm(x, qkv8, scale=scales[0], x_scale=x_scale, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+            gemm.gemm_gated(x, gate_up8[: 2 * inter], "silu", scale=scales[1][: 2 * inter], x_scale=x_scale, pdl=pdl)
+            linear.linear_residual(empty(T, INTER), down8, empty(T, HIDDEN), scale=scales[2], workspace=workspace, pdl=pdl)
+    for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64))[: 2 if cc == 90 else 1]:
+        tables, lens, cos_sin = ints(2, 40), ints(2), empty(4096, D, like=torch.float32)
+        for fp8 in (False, True)[: 2 if cc >= 89 else 1]:
+            pages = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn if fp8 else dtype)
+            scale = empty(8, PAGE, Nkv, like=torch.float32) if fp8 else None
+            scales = {"k_scales": scale, "v_scales": scale}
+            for T in (2, 100):
+                heads, where = empty(T, (Nq + 2 * Nkv) * D), ints(T, like=torch.int64)
+                rest = (cos_sin, where, where, pages, pages, Nq, Nkv, empty(D), empty(D))
+                kv_write.qk_norm_rope_kv_write(heads, *rest, pdl=pdl, **scales)
+            parts = {"workspace": workspace, "max_splits": 2} | scales
+            for T, shortest, rest in ((100, 2, parts), (8192, 1, parts), (8192, 1, scales)):
+                q = empty(T, Nq, D)
+                attention.paged_attention_prefill(
+                    q, pages, pages, tables, ints(3), lens, D**-0.5, shortest=shortest, **rest
+                )
+            for B in (1, 2):
+                rest = (pages, pages, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
+                heads = empty(B, (Nq + 2 * Nkv) * D)
+                attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
+            q = empty(100, Nq, D)
+            attention_decode.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
+    if cc == 90:
+        wide_items(empty, ints, workspace)
+
+
+def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace) -> None:
+    """Decode attention on pages of fp8 with more heads of 64 than an item has, and with fewer of 128."""
+    for Nkv, D in ((32, 64), (3, 128)):
+        heads, cos_sin = empty(8, 3 * Nkv * D), empty(4096, D, like=torch.float32)
+        pages, scale = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn), empty(8, PAGE, Nkv, like=torch.float32)
+        rest = (pages, pages, ints(8, 40), ints(8), ints(9), 100, D**-0.5, workspace, Nkv)
+        attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, k_scales=scale, v_scales=scale, pdl=True)
+
+
+def three_groups(empty: Callable[..., torch.Tensor]) -> None:
+    """Tiles of 192 rows for Hopper: the widest, which take the most registers, and the narrowest."""
+    x, up, down, qkv = empty(300, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER), empty(4608, HIDDEN)
+    for widths in ((128, 128), (128, 64), (128, 16)):
+        gemm.gemm_gated(x, up, "silu", config=gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3), pdl=True)
+    for widths in ((128, 64), (128, 16), (64, 0)):
+        config = gemm_sm90.derive_config(*widths, INTER, 2, True, 132, groups=3)
+        gemm.gemm(empty(300, INTER), down, None, x, config=config, pdl=True)
+    for widths in ((128, 64), (64, 0)):
+        gemm.gemm(x, qkv, empty(4608), config=gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3), pdl=True)
+
+
+def main(cc: int, dtype: str) -> None:
+    results: list[dict] = []
+    compile_instead_of_launching(cc, results)
+    every_kernel(cc, getattr(torch, dtype))
+    print(json.dumps({"triton": triton.__version__, "results": results}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

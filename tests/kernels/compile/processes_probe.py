@@ -1,0 +1,83 @@
+"""Compile kernels ahead in other processes, on a driver that only counts, and print what came of it as JSON.
+
+Run by test_processes.py as a process of its own, without TRITON_INTERPRET.
+"""
+
+import json
+import os
+import signal
+import sys
+import warnings
+
+import torch
+import triton
+import triton.language as tl
+from ahead_of_time_probe import GPU, Counting, current, loaded
+from triton.compiler.compiler import ASTSource
+from triton.runtime import driver
+
+from minirt.kernels.compile import ahead_of_time
+from minirt.kernels.compile.processes import CompileProcesses
+from minirt.kernels.norm import rms_norm
+
+made: list[str] = []  # kernels whose compilation began in this process
+servers: list[int] = []
+
+
+@triton.jit
+def own(x, SCALE: tl.constexpr):
+    tl.store(x, SCALE)
+
+
+class Ready(CompileProcesses):
+    """One process, which is there when the first kernel is missing; `end`: and ends before it is asked."""
+
+    end = False
+
+    def __init__(self, count: int) -> None:
+        super().__init__(1)
+        servers.append(self._server.pid)
+        assert self._starting[0].poll(100), "no process in 100 s"
+        if self.end:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+
+
+def ahead(*actions) -> dict[str, list[str]]:
+    made.clear()
+    loaded.clear()
+    with warnings.catch_warnings(record=True) as caught, ahead_of_time.compile_ahead(GPU):
+        warnings.simplefilter("always")
+        for action in actions:
+            action()
+    said = [str(warning.message) for warning in caught if "FP_FUSION" not in str(warning.message)]
+    return {"made": sorted(made), "loaded": sorted(name for name, _ in loaded), "said": said}
+
+
+def norm(width: int):
+    return lambda: rms_norm(torch.empty(3, width), torch.empty(width), 1e-6)
+
+
+def main() -> None:
+    driver.set_active(Counting())
+    torch.cuda.device = current
+    make_ir = ASTSource.make_ir
+
+    def counted(self, *args, **options):
+        made.append(self.fn.__name__)
+        return make_ir(self, *args, **options)
+
+    ASTSource.make_ir = counted
+    ahead_of_time.CompileProcesses, os.cpu_count = Ready, lambda: 1  # one thread, which always finds the process free
+    found = {"elsewhere": ahead(norm(64), norm(200)), "own": ahead(lambda: own[1,](torch.empty(16), 2), norm(600))}
+    Ready.end = True
+    found["ended"] = ahead(norm(1100), norm(3000))
+    ahead_of_time.CompileProcesses, sys.executable = CompileProcesses, "/no/python"
+    found["none"] = ahead(norm(6000), norm(12000))
+    servers.clear()
+    found["cached"] = ahead(norm(1100))
+    print(json.dumps(found | {"servers": len(servers)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every kernel compiles for every target, with the tensor cores and in the shared memory that it is meant to use.
+
+Catches, without a GPU: what only the compiler refuses (types of loop variables, instructions a target lacks), a tile
+too large for a smaller GPU, fp32 products silently done in TF32, loads moved across the wait of a PDL launch, sums that
+differ from lane to lane.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(90, "float16"), (90, "float32")]
+MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+DENSE = (
+    "_gemm_small_kernel", "_gemm_kernel", "_gemm_sm90_kernel", "_prefill_kernel", "_chunk_kernel", "_prefill_sm90_kernel",
+    "_decode_sm90_kernel",
+)  # fmt: skip
+# Kernels that store sums over lanes from every lane which has them: copies of a sum have to be equal.
+COPIES = ("_gemv_kernel", "_decode_kernel", "_prefill_kernel", "_chunk_kernel")
+PDL = (
+    "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_gemm_small_kernel", "_kv_write_kernel", "_decode_kernel",
+    "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
+)  # fmt: skip
+READ_AHEAD = (  # weights, lengths, older tokens
+    "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel", "_decode_sm90_kernel",
+    "_decode_fp8_sm90_kernel",
+)  # fmt: skip
+
+
+def compile_all(cc: int, dtype: str) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), str(cc), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return json.loads(done.stdout.splitlines()[-1])["results"]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"sm{t[0]}-{t[1]}")
+def test_compiles_as_meant(target):
+    cc, dtype = target
+    results = compile_all(*target)
+    assert len({r["kernel"] for r in results}) == ((17 if dtype != "float32" else 13) if cc == 90 else 12 if cc >= 89 else 11)
+    for r in results:
+        name = r["kernel"]
+        assert r["shared"] <= r["limit"], r
+        assert not (name in COPIES and r["adds_unrounded"]), r
+        if name in DENSE and (r["fp8"] or dtype != "float32"):
+            assert r["mma"] == [MMA[cc]], r
+            assert r["fp8_mma"] == (r["fp8"] and cc != 100), r  # sm_100 has the types in a descriptor
+        elif dtype == "float32":
+            assert not r["mma"], r
+        elif name == "_decode_kernel":
+            assert r["mma"] == ["mma.sync"], r  # 16 rows are too few for the wider instructions
+            assert r["pipelined"], r  # also around the wait of a PDL launch
+        elif name == "_decode_fp8_sm90_kernel":
+            assert r["mma"] == ["mma.sync"], r  # whose operands in registers no ptxas overwrites
+            assert r["transposed_loads"], r  # of V, by the instruction made for it
+        if "_sm90" in name:
+            assert r["tma"], r
+            most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
+            assert r["stack"] <= most.get(name, 0), r  # nothing is spilled, or not in the loops of products
+        if name in ("_decode_sm90_kernel", "_decode_fp8_sm90_kernel"):
+            programs = 65536 // (256 * r["options"]["maxnreg"])  # as many as the registers let run at once
+            assert programs * (r["shared"] + 1024) <= 228 * 1024, r
+        if name == "_gemm_sm90_kernel" and r["pdl"]:
+            groups = r["options"]["GROUPS"]
+            assert r["roles_read_ahead"] == [False] * groups + [True], r  # weights, by the warp that fetches
+        if name == "_gemm_kernel":
+            assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
+        if name == "_gemm_small_kernel":
+            assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
+        if name in PDL and r["options"].get("launch_pdl"):
+            assert r["pdl"], r
+            # Only what the kernel before does not write may be read before its end, and where there is such, it must be.
+            ahead = name in READ_AHEAD or (name == "_gemm_small_kernel" and r["scales_or_bias"])
+            assert r["loads_before_wait"] == ahead, r
+            assert not (name == "_gemm_small_kernel" and r["tiles_before_wait"]), r
+        else:
+            assert not r["pdl"], r

@@ -1,0 +1,152 @@
+"""Where tuned configurations are kept. Catches one of an older source or another kernel that is used, a damaged file that stops a
+model from running, and a file that is half written."""
+
+import json
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from minirt.errors import InputError, MinirtError
+from minirt.kernels.compile import tuning
+
+
+@dataclass(frozen=True)
+class Config:
+    block: int
+    warps: int = 4
+    tma: bool = False
+    registers: int | None = None
+
+
+@pytest.fixture
+def tunable(tmp_path):
+    source = tmp_path / "kernel.py"
+    source.write_text("first")
+    return tuning.Tunable("mine", Config, (str(source),))
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "deep" / "tuned.json"
+
+
+def test_what_is_stored_is_found(tunable, file):
+    assert tuning.load(tunable, file) == {}
+    tuning.store(tunable, file, {"a": Config(64), "b": Config(128, 8, True, 96)})
+    tuning.store(tunable, file, {"b": Config(32)})
+    assert tuning.load(tunable, file) == {"a": Config(64), "b": Config(32)}
+    assert [f.name for f in file.parent.iterdir()] == [file.name], "a temporary file was left"
+
+
+def test_what_is_tried_comes_first_and_goes_again(tunable):
+    """Also for look-ups that keep their answers."""
+    lookup = tuning.cached_lookup(lambda bucket: tunable.find(torch.device("cpu"), bucket) or "the rule's")
+    assert lookup("a") == "the rule's"
+
+    def fails():
+        with tuning.override_config(tunable, "a", Config(64)):
+            assert (lookup("a"), lookup("b")) == (Config(64), "the rule's")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fails()
+    assert lookup("a") == "the rule's"
+
+
+def test_what_is_stored_later_is_found(tunable, file, monkeypatch):
+    """A look-up that was asked before must not stay with its answer."""
+    monkeypatch.setattr(tuning, "path", lambda device: file)
+    gpu = torch.device("cuda", 0)
+    lookup = tuning.cached_lookup(lambda: tunable.find(gpu, "a"))
+    assert lookup() is None
+    tuning.store(tunable, file, {"a": Config(64)})
+    assert lookup() == Config(64)
+
+
+def test_kernels_do_not_mix(tunable, file):
+    other = tuning.Tunable("other", Config, tunable.sources)
+    tuning.store(tunable, file, {"a": Config(64)})
+    tuning.store(other, file, {"a": Config(16)})
+    assert tuning.load(tunable, file) == {"a": Config(64)}
+    assert tuning.load(other, file) == {"a": Config(16)}
+
+
+def test_another_source_makes_it_stale(tunable, file, tmp_path):
+    tuning.store(tunable, file, {"a": Config(64)})
+    tuning.source_hash.cache_clear()
+    (tmp_path / "kernel.py").write_text("second")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.load(tunable, file) == {}
+    tuning.store(tunable, file, {"b": Config(32)})
+    assert tuning.load(tunable, file) == {"b": Config(32)}, "a configuration of the older source came back"
+
+
+WRONG_TYPE = '{"block": [1], "warps": 4, "tma": false, "registers": null}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"schema": 99, "kernels": {}}', '{"kernels": {}}', '{"schema": 1, "kernels": {"mine": 3}}',
+     '{"schema": 1, "kernels": {"mine": {"source": "HASH", "configs": {"a": {"block": 64}}}}}',
+     '{"schema": 1, "kernels": {"mine": {"source": "HASH", "configs": {"a": ' + WRONG_TYPE + "}}}}",
+     '{"schema": 1, "kernels": {"mine": {"source": "HASH", "configs": [1]}}}'],
+)  # fmt: skip
+def test_a_damaged_file_is_ignored_with_a_warning(tunable, file, text):
+    file.parent.mkdir()
+    file.write_text(text.replace("HASH", tuning.source_hash(tunable.sources)))
+    with pytest.warns(RuntimeWarning, match="no tuned configurations that can be used.*minirt tune"):
+        assert tuning.load(tunable, file) == {}
+
+
+def test_storing_replaces_a_damaged_file(tunable, file):
+    file.parent.mkdir()
+    file.write_text("{")
+    with pytest.warns(RuntimeWarning):
+        tuning.store(tunable, file, {"a": Config(64)})
+    assert json.loads(file.read_text())["schema"] == tuning.SCHEMA
+    assert tuning.load(tunable, file) == {"a": Config(64)}
+
+
+def test_who_stores_at_once_loses_nothing(tunable, file):
+    """And others can read it."""
+    names = [str(i) for i in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: tuning.store(tunable, file, {name: Config(64)}), names))
+    assert set(tuning.load(tunable, file)) == set(names)
+    umask = os.umask(0o022)
+    try:
+        tuning.store(tunable, file, {})
+    finally:
+        os.umask(umask)
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_folder_that_cannot_be_written(tunable, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(MinirtError, match="cannot store tuned configurations"):
+        tuning.store(tunable, tmp_path / "taken" / "tuned.json", {"a": Config(64)})
+
+
+def test_a_name_is_registered_once(monkeypatch):
+    monkeypatch.setattr(tuning, "_REGISTERED", {})
+
+    def cases(shapes, device):
+        yield from ()
+
+    tuning.register("mine", cases)
+    assert tuning.registered() == {"mine": cases}
+    with pytest.raises(InputError, match="taken"):
+        tuning.register("mine", cases)
+
+
+def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
+    assert tuning.folder() == tmp_path
+    monkeypatch.delenv("MINIRT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.folder() == tmp_path / "minirt"

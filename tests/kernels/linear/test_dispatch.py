@@ -1,0 +1,387 @@
+"""Catches: tails of N, K and T; the norm's mean over padding; gate and up swapped; a part of K added twice or dropped;
+counters left non-zero; the residual read after it was overwritten; fp8 scales of other rows or tokens, or applied to the bias."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from minirt.errors import InputError
+from minirt.kernels import reference
+from minirt.kernels.checks import ACTIVATIONS
+from minirt.kernels.launch import Workspace
+from minirt.kernels.linear import dispatch as kernel
+from minirt.kernels.linear.gemm_sm90 import LEAST_TOKENS
+from minirt.kernels.linear.gemm_small import GemmSmallConfig, choose_gemm_small_config, gemm_small
+from minirt.kernels.linear.row_maxima import RowMaxima
+from minirt.kernels.norm import rms_norm_quantize
+from minirt.kernels.quantize import quantize
+
+EPS = 1e-6
+LARGE = [(4608, 3584), (3584, 18944)]
+
+
+def norm64(x, weight):
+    x = x.double()
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def linear64(x, weight, bias=None):
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def inputs(make, T, N, K, dtype, rows=1):
+    x, norm_weight = make(T, K, dtype=dtype, scale=2.0), make(K, dtype=dtype)
+    return x, norm_weight, make(rows * N, K, dtype=dtype, scale=K**-0.5), make(rows * N, dtype=dtype)
+
+
+def clean(workspace):
+    return not workspace.counters(1).any()
+
+
+def check_norm_linear(case, dtype, make, nan, agrees, device, normalize):
+    T, N, K = case["T"], case["N"], case["K"]
+    x, norm_weight, weight, bias = inputs(make, T, N, K, dtype)
+    norm_weight = norm_weight if normalize else None
+    workspace = Workspace(device)
+    out = kernel.norm_linear(x, norm_weight, EPS, weight, bias, nan(T, N, dtype=dtype), workspace=workspace)
+    h = x if norm_weight is None else reference.rms_norm(x, norm_weight, EPS)
+    agrees(out, reference.linear(h, weight, bias), linear64(norm64(x, norm_weight), weight, bias))
+    assert clean(workspace)
+
+
+def check_gate_up(T, intermediate, K, activation, dtype, make, nan, agrees):
+    x, norm_weight, weight, _ = inputs(make, T, intermediate, K, dtype, rows=2)
+    out = kernel.norm_gate_up(x, norm_weight, EPS, weight, activation, nan(T, intermediate, dtype=dtype))
+    expected = reference.gated(reference.linear(reference.rms_norm(x, norm_weight, EPS), weight), activation)
+    agrees(out, expected, reference.gated(linear64(norm64(x, norm_weight), weight), activation))
+
+
+def check_residual(case, dtype, make, agrees, device):
+    T, N, K = case["T"], case["N"], case["K"]
+    x, _, weight, bias = inputs(make, T, N, K, dtype)
+    residual, workspace = make(T, N, dtype=dtype), Workspace(device)
+    expected, truth = reference.linear(x, weight, bias) + residual, linear64(x, weight, bias) + residual.double()
+    agrees(kernel.linear_residual(x, weight, residual, bias, workspace=workspace), expected, truth)
+    out = kernel.linear_residual(x, weight, residual, bias, residual, workspace=workspace)  # in place
+    agrees(out, expected, truth)
+    assert clean(workspace)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_norm_linear(case, normalize, dtype, make, nan, agrees, device):
+    check_norm_linear(case, dtype, make, nan, agrees, device, normalize)
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_residual_also_in_place(case, dtype, make, agrees, device):
+    check_residual(case, dtype, make, agrees, device)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("T", "intermediate", "K"), [(1, 131, 577), (1, 96, 256), (3, 67, 97), (17, 96, 320)])
+def test_gate_up(T, intermediate, K, activation, dtype, make, nan, agrees):
+    check_gate_up(T, intermediate, K, activation, dtype, make, nan, agrees)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_gate_up_with_bias(T, make, agrees):
+    x, norm_weight, weight, bias = inputs(make, T, 33, 64, torch.float32, rows=2)
+    out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", bias=bias)
+    expected = reference.gated(reference.linear(reference.rms_norm(x, norm_weight, EPS), weight, bias), "silu")
+    agrees(out, expected, reference.gated(linear64(norm64(x, norm_weight), weight, bias), "silu"))
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("split", [2, 3, 8])
+def test_any_split_of_k(split, tma, dtype, make, nan, agrees, device):
+    """Also parts of unequal length, and more parts asked for than K has blocks."""
+    x, _, weight, bias = inputs(make, 9, 40, 208, dtype)
+    workspace = Workspace(device)
+    config = GemmSmallConfig(block_n=16, block_k=32, num_warps=2, split=split, tma=tma)
+    out = gemm_small(x, weight, bias, None, nan(9, 40, dtype=dtype), workspace=workspace, config=config)
+    agrees(out, reference.linear(x, weight, bias), linear64(x, weight, bias))
+    again = gemm_small(x, weight, bias, None, nan(9, 40, dtype=dtype), workspace=workspace, config=config)
+    assert torch.equal(out, again)
+    assert clean(workspace)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(("T", "N", "block_n"), [(2, 203, 32), (9, 40, 16), (40, 100, 64)])
+def test_row_maxima(T, N, block_n, split, fp8, make, nan, device):
+    """Of each row the argmax of its own values, of equals the first, and those values only if they are needed; a NaN."""
+    K, tiles = 208, -(-N // block_n)
+    x, _, weight, _ = inputs(make, T, N, K, torch.float16)
+    x[-1], weight[N // 2 :] = -x[0].abs(), weight[: N - N // 2].clone()
+    x[1, 7] = 0 if fp8 else float("nan")
+    (x, x_scale), (weight, scale) = (quantize(x), reference.quantize_fp8(weight)) if fp8 else ((x, None), (weight, None))
+    config = GemmSmallConfig(block_n=block_n, block_k=32, num_warps=2, split=split)
+    run = partial(gemm_small, x, weight, None, None, scale=scale, x_scale=x_scale, workspace=Workspace(device), config=config)
+    plain = run(nan(T, N, dtype=torch.float32))
+    for needed in (1, 0):
+        flag, values = torch.tensor([needed], dtype=torch.int32, device=device), torch.full((T, tiles + 3), 2**62, device=device)
+        row_maxima = RowMaxima(values, flag)
+        out = run(nan(T, N, dtype=torch.float32), row_maxima=row_maxima)
+        assert row_maxima.num_tiles == tiles
+        assert bool(out.isnan().all()) if not needed else torch.equal(out.nan_to_num(7e7), plain.nan_to_num(7e7))
+        best = values[:, :tiles].amax(1)
+        failed = plain.isnan().any(1)
+        assert torch.equal(((best & (2**31 - 1)) ^ (2**31 - 1))[~failed], plain.argmax(1)[~failed])
+        assert failed.sum() == (not fp8)
+        assert bool(((best >> 32) == 2**31 - 1)[failed].all())
+        assert bool((values[:, tiles:] == 2**62).all())
+    with pytest.raises(InputError, match="this product stores no row maxima"):
+        run(nan(T, N, dtype=torch.float32), row_maxima=RowMaxima(values[:, : tiles - 1], flag))
+
+
+def quantized(make, rows, K):
+    """fp8 weights with a different scale for each row, and what they stand for in fp64."""
+    weight = make(rows, K, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scale = make(rows, dtype=torch.float32, scale=K**-0.5)
+    return weight, scale, weight.double() * scale.double()[:, None]
+
+
+def linear8(quantized_x, weight, scale, dtype, bias=None):
+    """What the product of quantized tokens must be: (in `dtype`, in fp64).
+
+    On a GPU the first is at most bf16: its tensor cores sum fp8 products less exactly than fp32 does, but more exactly than bf16
+    can tell (`test_fp8_sums_are_exact_enough`).
+    """
+    values, x_scale = (t.double() for t in quantized_x)
+    truth = linear64(values * x_scale[:, None], weight.double() * scale.double()[:, None], bias)
+    return truth.to(torch.bfloat16 if weight.is_cuda else dtype), truth
+
+
+@pytest.mark.parametrize("T", [2, 17, 40])
+@pytest.mark.parametrize(("N", "K"), [(67, 208), (40, 97)])
+def test_fp8_weights(T, N, K, dtype, make, nan, agrees, device):
+    x, norm_weight, _, bias = inputs(make, T, N, K, dtype)
+    weight, scale, _ = quantized(make, N, K)
+    workspace = Workspace(device)
+    out = kernel.norm_linear(
+        x, norm_weight, EPS, weight, bias, nan(T, N, dtype=dtype), scale=scale, workspace=workspace
+    )
+    agrees(out, *linear8(rms_norm_quantize(x, norm_weight, EPS), weight, scale, dtype, bias))
+    residual = make(T, N, dtype=dtype)
+    expected, truth = linear8(quantize(x), weight, scale, dtype, bias)
+    out = kernel.linear_residual(x, weight, residual, bias, scale=scale, workspace=workspace)
+    agrees(out, (expected.double() + residual.double()).to(expected.dtype), truth + residual.double())
+    assert clean(workspace)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_fp8_is_what_the_reference_says(T, make, agrees, device):
+    """One token in 16 or 32 bits, several quantized: the eager layers do the same."""
+    x, (weight, scale, wide) = make(T, 208, dtype=torch.float32), quantized(make, 40, 208)
+    out = kernel.norm_linear(x, None, EPS, weight, scale=scale)
+    expected = reference.linear(x, weight, None, scale)
+    exact = linear64(x, wide)
+    error = ((expected - exact).norm() / exact.norm()).item()
+    assert error < 1e-5 if T == 1 else 5e-3 < error < 0.06
+    agrees(out, expected.to(torch.bfloat16 if T > 1 and weight.is_cuda else torch.float32), expected.double())
+
+
+@pytest.mark.parametrize("T", [2, 40])
+def test_every_fp8_value(T, dtype, make, device):
+    """Also subnormal ones; NaN stays NaN, and in its row."""
+    codes = torch.arange(256, device=device).to(torch.uint8).view(64, 4)
+    if device.type == "cpu":
+        codes[codes % 128 == 127] = 0  # the interpreter takes NaN for 480
+    weight = torch.zeros(64, 16, device=device).to(torch.float8_e4m3fn)
+    weight[:, :4] = codes.view(torch.float8_e4m3fn)
+    has_nan = weight.float().isnan().any(1)
+    for i in range(4):
+        x = torch.zeros(T, 16, dtype=dtype, device=device)
+        x[i % T, i] = 1
+        out = kernel.norm_linear(x, None, EPS, weight, scale=torch.ones(64, device=device), out_dtype=torch.float32)
+        assert torch.equal(out[i % T].isnan(), has_nan)
+        torch.testing.assert_close(out[i % T][~has_nan], weight[:, i].float()[~has_nan], rtol=1e-6, atol=0)
+
+
+def test_a_token_that_is_not_finite_shows_and_spares_the_others(make, device):
+    x, (weight, scale, _) = make(5, 64, dtype=torch.float32), quantized(make, 24, 64)
+    expected = kernel.norm_linear(x, None, EPS, weight, scale=scale)
+    x[1], x[2, 3], x[3, 0] = 0, torch.inf, x[3, 0] * 1000
+    out = kernel.norm_linear(x, None, EPS, weight, scale=scale)
+    assert torch.equal(out[[0, 4]], expected[[0, 4]])
+    assert not out[1].any()
+    if device.type == "cuda":  # the interpreter takes NaN for 480
+        assert bool(out[2].isnan().all())
+
+
+@pytest.mark.parametrize("T", [3, 33])
+def test_fp8_gate_up(T, dtype, make, nan, agrees):
+    x, norm_weight, _, bias = inputs(make, T, 72, 104, dtype, rows=2)
+    weight, scale, _ = quantized(make, 144, 104)
+    out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", nan(T, 72, dtype=dtype), bias, scale=scale)
+    expected, truth = linear8(rms_norm_quantize(x, norm_weight, EPS), weight, scale, dtype, bias)
+    agrees(out, reference.gated(expected, "silu"), reference.gated(truth, "silu"))
+
+
+def test_fp8_weights_and_many_tokens(dtype, make, agrees, device):
+    """More than 128: the tiled GEMMs."""
+    x, norm_weight = make(150, 96, dtype=dtype), make(96, dtype=dtype)
+    residual, (weight, scale, _) = make(150, 48, dtype=dtype), quantized(make, 48, 96)
+    expected, truth = linear8(quantize(x), weight, scale, dtype)
+    expected = (expected.double() + residual.double()).to(expected.dtype)
+    agrees(kernel.linear_residual(x, weight, residual, scale=scale), expected, truth + residual.double())
+    expected, truth = linear8(rms_norm_quantize(x, norm_weight, EPS), weight, scale, dtype)
+    out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", scale=scale)
+    agrees(out, reference.gated(expected, "silu"), reference.gated(truth, "silu"))
+
+
+def test_logits_in_fp32(make, agrees):
+    """Rounding logits to 16 bits would make ties."""
+    x, norm_weight, weight, _ = inputs(make, 1, 50, 64, torch.float16)
+    out = kernel.norm_linear(x, norm_weight, EPS, weight, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    assert not torch.equal(out, out.half().float())
+    h = reference.rms_norm(x, norm_weight, EPS)
+    agrees(out, reference.linear(h, weight), linear64(norm64(x, norm_weight), weight))
+
+
+def test_no_tokens(make):
+    x, norm_weight, weight, _ = inputs(make, 1, 16, 32, torch.float32)
+    assert kernel.norm_linear(x[:0], norm_weight, EPS, weight).shape == (0, 16)
+
+
+def test_the_configuration_knows_regimes_not_token_counts():
+    """A kernel compiled for each token count would stall serving."""
+    for shape in ((4608, 3584), (3584, 18944), (96, 576)):
+        for regime in (range(2, 17), range(17, 33), range(33, 65), range(65, 129)):
+            for itemsize in (1, 2):
+                assert len({choose_gemm_small_config(T, *shape, itemsize, False, 90, 132) for T in regime}) == 1
+
+
+def test_programs_that_run_at_once_share_the_work():
+    """Shapes of Qwen2.5-7B on an H200: no second round of programs for a small rest of them."""
+    for T in (8, 24, 64, 128):
+        for N, K in ((4608, 3584), (3584, 3584), (3584, 18944)):
+            c = choose_gemm_small_config(T, N, K, 2, False, 90, 132)
+            assert 66 * c.programs <= -(-N // c.block_n) * c.split <= 132 * c.programs
+
+
+def test_wrong_arguments_are_named(make, device):
+    x, norm_weight, weight, bias = inputs(make, 2, 16, 32, torch.float32)
+    with pytest.raises(InputError, match="weight: wrong shape"):
+        kernel.norm_linear(x, norm_weight, EPS, weight.t().contiguous())
+    with pytest.raises(InputError, match="bias: wrong shape"):
+        kernel.norm_linear(x, norm_weight, EPS, weight, bias[:3])
+    with pytest.raises(InputError, match="norm_weight: wrong dtype"):
+        kernel.norm_linear(x, norm_weight.half(), EPS, weight)
+    with pytest.raises(InputError, match="residual: wrong shape"):
+        kernel.linear_residual(x, weight, x)
+    with pytest.raises(InputError, match=r"activation: unknown.*relu"):
+        kernel.norm_gate_up(x, norm_weight, EPS, weight, "relu")
+    with pytest.raises(InputError, match=r"weight: wrong dtype; expected torch\.float8_e4m3fn"):
+        kernel.linear_residual(x, weight, x, scale=bias)
+    values, needed = torch.zeros(2, 9, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    for row_maxima, message in (
+        (RowMaxima(values[:1], needed), "values: wrong shape"), (RowMaxima(values.int(), needed), "values: wrong dtype"),
+        (RowMaxima(values[:, :4], needed), "values: not contiguous"),
+        (RowMaxima(values, needed.bool()), "logits_needed: wrong dtype"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"row_maxima.{message}"):
+            kernel.norm_linear(x, norm_weight, EPS, weight, row_maxima=row_maxima)
+    config = GemmSmallConfig(block_n=16, block_k=16, num_warps=1, split=2)
+    out, small = x.new_empty(2, 16), Workspace(device, num_floats=5)
+    with pytest.raises(InputError, match=r"num_floats: too small; expected at least 512; found 5"):
+        gemm_small(x, weight, None, None, out, workspace=small, config=config)
+    eight, scale, _ = quantized(make, 16, 32)
+    with pytest.raises(InputError, match="scale: wrong shape"):
+        kernel.norm_linear(x, None, EPS, eight, scale=scale[:3])
+    with pytest.raises(InputError, match="weight: wrong dtype"):
+        kernel.norm_linear(x, None, EPS, eight)
+
+
+def test_no_row_maxima_are_said_to_be_there(make, device):
+    """Of a kernel that leaves none, also after one that did: a sampler would take the old ones for this step's."""
+    x, norm_weight, weight, _ = inputs(make, 1, 16, 32, torch.float32)
+    values, needed = torch.zeros(1, 9, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    row_maxima = RowMaxima(values, needed, num_tiles=3)
+    out = kernel.norm_linear(x, norm_weight, EPS, weight, row_maxima=row_maxima)
+    assert row_maxima.num_tiles == 0
+    assert torch.equal(out, kernel.norm_linear(x, norm_weight, EPS, weight)), "then there are logits, needed or not"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 72, 100, 128])
+@pytest.mark.parametrize(("N", "K"), LARGE)
+def test_large(T, N, K, half_dtype, make, nan, agrees, device):
+    case = {"T": T, "N": N, "K": K}
+    check_norm_linear(case, half_dtype, make, nan, agrees, device, normalize=K == 3584)
+    check_residual(case, half_dtype, make, agrees, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [2, 16, 17, 64, 72, 100, 128])
+@pytest.mark.parametrize(("N", "K"), [*LARGE, (3584, 3584)])
+def test_large_fp8(T, N, K, half_dtype, make, nan, agrees, device):
+    test_fp8_weights(T, N, K, half_dtype, make, nan, agrees, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [2, 24, 64, 72, 128])
+def test_large_fp8_gate_up(T, half_dtype, make, nan, agrees):
+    x, norm_weight, _, _ = inputs(make, T, 8, 3584, half_dtype)
+    weight, scale, _ = quantized(make, 2 * 18944, 3584)
+    out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", nan(T, 18944, dtype=half_dtype), scale=scale)
+    expected, truth = linear8(rms_norm_quantize(x, norm_weight, EPS), weight, scale, half_dtype)
+    agrees(out, reference.gated(expected, "silu"), reference.gated(truth, "silu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [2, 24, 64, 128])
+def test_fp8_sums_are_exact_enough(T, make):
+    """Hopper's tensor cores keep 13 bits or so of fp8 sums: what that costs must vanish beside the rounding to bf16, 1.7e-3.
+
+    `gemm_sm90` sets its sums aside less often than `gemm_small` promotes them.
+    """
+    x, (weight, scale, _) = make(T, 18944, dtype=torch.bfloat16), quantized(make, 3584, 18944)
+    out = kernel.norm_linear(x, None, EPS, weight, scale=scale, out_dtype=torch.float32)
+    _, truth = linear8(quantize(x), weight, scale, torch.float32)
+    assert ((out - truth).norm() / truth.norm()).item() < (4e-4 if T < LEAST_TOKENS else 8e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 128])
+def test_large_gate_up(T, half_dtype, make, nan, agrees):
+    check_gate_up(T, 18944, 3584, "silu", half_dtype, make, nan, agrees)
+
+
+@pytest.mark.gpu
+def test_weight_past_2_31_elements(make, agrees):
+    """The LM head of a 152064-token vocabulary at H = 16384."""
+    x, _, weight, _ = inputs(make, 1, 152064, 16384, torch.bfloat16)
+    for T in (1, 2):
+        rows = x.expand(T, -1).contiguous()
+        out = kernel.norm_linear(rows, None, EPS, weight, out_dtype=torch.float32)[:, -4096:]
+        agrees(out, reference.linear(rows, weight[-4096:]), linear64(rows, weight[-4096:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("T", [1, 16, 64, 72, 128, 129, 300])
+def test_same_bits_every_time_also_with_pdl(T, fp8, make, device, repeats):
+    """A chain of kernels that overlap by PDL, share the workspace and each read what the one before wrote."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("PDL needs sm_90")
+    x, norm_weight, weight, bias = inputs(make, T, 3584, 3584, torch.bfloat16)
+    workspace, scale = Workspace(device), None
+    if fp8:
+        weight, scale = reference.quantize_fp8(weight)
+
+    def chain(pdl):
+        h, options = x, {"scale": scale, "workspace": workspace, "pdl": pdl}
+        for _ in range(2 * repeats(25)):
+            y = kernel.norm_linear(h, norm_weight, EPS, weight, bias, **options)
+            h = kernel.linear_residual(y, weight, h, **options)
+        return h
+
+    expected = chain(False)
+    assert torch.equal(chain(False), expected)
+    assert torch.equal(chain(True), expected)
+    assert clean(workspace)

@@ -1,0 +1,295 @@
+"""The kernels draw the eager sampler's tokens and stop their filters at the same token.
+
+Catches: a bin's edge counted twice or not at all, a total that lacks a part, keys of tied or negative logits out of
+order, wrong Philox words, state left over from the call before, padding of the last block that wins or is counted.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minirt.engine.sampler import SamplingBatch, filtered_weights, sample
+from minirt.errors import InputError
+from minirt.kernels.sampling import sample as kernel
+from minirt.kernels.sampling.filters import select
+from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
+
+INF, NAN = math.inf, math.nan
+
+
+def settings(temperature: float = 1.0, seed: int = 0, **options) -> EffectiveSampling:
+    return resolve(SamplingParams(temperature=temperature, seed=seed, **options), None)
+
+
+OPTIONS = [
+    {"temperature": 0}, {}, {"temperature": 0.6}, {"temperature": 1.9}, {"top_k": 5}, {"top_k": 1}, {"top_k": 700},
+    {"top_k": 10**12}, {"top_p": 0.95}, {"top_p": 0.1}, {"top_p": 1e-9}, {"top_p": 0.99999}, {"min_p": 0.1}, {"min_p": 1.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8}, {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.2},
+    {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.05}, {"temperature": 1e300, "top_p": 0.5},
+]  # fmt: skip
+
+
+def mixed(count: int, device: torch.device, seed: int = 0) -> SamplingBatch:
+    """`count` requests that use every filter, by turns, with large and small seeds and steps."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(count):
+        options = {"seed": int(rng.integers(2**64, dtype=np.uint64)), **OPTIONS[i % len(OPTIONS)]}
+        requests.append((settings(**options), int(rng.integers(3) * 1000 + i)))
+    return SamplingBatch.build(requests, device)
+
+
+def run(logits: Tensor, batch: SamplingBatch, **options) -> Tensor:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "step")
+    flags = {name: getattr(batch, name) for name in ("all_greedy", "any_top_k", "any_top_p", "any_min_p")}
+    return kernel.sample(logits, *(getattr(batch, name) for name in names), **flags, **options)
+
+
+def garbage(workspace: kernel.SamplingWorkspace, seed: int) -> kernel.SamplingWorkspace:
+    """Every buffer full of large numbers, of any sign."""
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in vars(workspace).values():
+        if isinstance(buffer, Tensor):
+            half = torch.iinfo(buffer.dtype).max
+            buffer.copy_(torch.randint(-half, half, buffer.shape, generator=generator))
+    return workspace
+
+
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_tokens_are_the_eager_samplers(case, make, device):
+    B, V = max(case["B"], len(OPTIONS)), case["V"]
+    logits, batch = make(B, V, dtype=torch.float32, scale=3.0), mixed(B, device, seed=V)
+    logits += make(B, 1, dtype=torch.float32, scale=60.0)  # a row that took its neighbour's maximum would show it
+    out = torch.full((B,), -7, device=device)
+    workspace = garbage(kernel.SamplingWorkspace(B + 2, V + 5, device), 1)
+    assert run(logits, batch, workspace=workspace, out=out) is out
+    assert out.tolist() == sample(logits, batch, "eager").tolist()
+    # Half of the rows, on top of what the first call left behind.
+    half = mixed(B // 2, device, seed=V + 1)
+    assert run(logits[: B // 2], half, workspace=workspace).tolist() == sample(logits[: B // 2], half, "eager").tolist()
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8}, {"top_k": 9}, {"top_p": 0.9}], ids=str)
+def test_batches_of_one_kind(options, make, device):
+    """Whole passes are skipped here, and with them what they would have cleared or computed."""
+    logits = make(4, 1031, dtype=torch.float32, scale=2.0)
+    batch = SamplingBatch.build([(settings(seed=2**63 + 1, **options), i) for i in range(4)], device)
+    workspace = kernel.SamplingWorkspace(4, 1031, device, greedy_only=batch.all_greedy)
+    assert run(logits, batch, workspace=garbage(workspace, 2)).tolist() == sample(logits, batch, "eager").tolist()
+
+
+RNG = np.random.default_rng(2)
+ROWS = {
+    "one token": [0.3], "two": [1.0, -1.0], "flat": [0.25] * 17, "masked": [1.0, -INF, 0.5, -INF, -0.5, 0.25, -INF],
+    "ties": [3, 1, 2, 2, 2, 1, 0, 3, -1, 2, 0.0, -0.0, 0, -0.0], "many ties": RNG.integers(-4, 4, 523),
+    "one-hot": [-INF] * 6 + [2.0] + [-INF] * 4, "steep": [0, -200, -90, -40, -20, -1e30, -3.4e38],
+    "large": [3e38, -3e38, 2.9e38, 0], "negative": -100 - RNG.random(31) * 5, "prime": RNG.normal(size=1031) * 3,
+    "fine": 1 + np.arange(257) * 2.0**-23, "tiny": np.arange(-20, 20) * 1e-42, "two infs": [0.0, INF, 1.0, INF, -INF],
+    # Bins that help nothing: more candidates than a block.
+    "all equal": [1.5] * 4099, "masked parts": [-1e30] * 2100 + [0, 1, 2, 1] + [-1e30] * 2100,
+    "far tail": np.r_[0.0, np.full(4500, -22.0) - RNG.random(4500)], "narrow": 5 + RNG.random(4500) * 1e-5,
+}  # fmt: skip
+KEEP: list[dict] = [{"top_k": k} for k in (1, 2, 3, 7, 12, 2500)]
+KEEP += [{"top_p": p} for p in (1e-50, 0.3, 0.77, 0.999, 0.9999999)]
+KEEP += [{"temperature": 0.6, "top_k": 5, "top_p": 0.7}, {"temperature": 2.5, "top_k": 40, "top_p": 0.93}]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_filters_stop_where_eager_does(name, device):
+    """The limits left in the workspace are the smallest logit, and the smallest weight, that the eager filters keep."""
+    row = torch.tensor(np.asarray(ROWS[name], np.float32), device=device)
+    logits = row.expand(len(KEEP), -1).contiguous()
+    batch = SamplingBatch.build([(settings(seed=i, **options), i) for i, options in enumerate(KEEP)], device)
+    workspace = garbage(kernel.SamplingWorkspace(len(KEEP), row.numel(), device), 3)
+    tokens = run(logits, batch, workspace=workspace)
+    assert tokens.tolist() == sample(logits, batch, "eager").tolist()
+    workspace.sums.zero_()
+    workspace.checks[:, 0] = 2**62  # no row is settled
+    for by_mass in (False, True):
+        select(logits, (batch.temperature, batch.top_k, batch.top_p), workspace, True, by_mass)
+    for options, limits in zip(KEEP, workspace.limits.cpu().numpy(), strict=True):
+        only_k = {k: v for k, v in options.items() if k != "top_p"}
+        for limit, used in zip(limits, (only_k, options), strict=True):
+            weights = filtered_weights(row[None], SamplingBatch.build([(settings(**used), 0)], device))[0]
+            if used is options and "top_p" in options:
+                smallest = weights[weights > 0].min().item()
+                assert np.int32(-limit).view(np.float32) == pytest.approx(smallest, rel=2e-6), options
+            elif used is only_k and options.get("top_k", row.numel()) < row.numel():
+                smallest = row.sort(descending=True).values[options["top_k"] - 1].cpu().numpy()
+                found = ~limit
+                assert np.int32(found ^ ((found >> 31) & 0x7FFFFFFF)).view(np.float32) == smallest, options
+
+
+def test_rows_without_a_distribution(device):
+    rows = [
+        ([1.0, NAN, 3.0, 0.0, 0.0], -1, {-1}), ([INF, 0.0, 1.0, -NAN, INF], -1, {-1}), ([NAN] * 5, -1, {-1}),
+        ([-INF] * 5, -1, {-1}), ([0.0, 1.0, INF, -INF, 2.0], 2, {2}), ([0.0, INF, 1.0, INF, -INF], 1, {1, 3}),
+        ([1.0, 7.0, 7.0, 0.0, 7.0], 1, {1, 2, 4}), ([-0.0, 0.0, -1.0, 0.0, -5.0], 0, {0, 1, 3}),
+    ]  # fmt: skip
+    logits = torch.tensor([row for row, _, _ in rows], device=device)
+    greedy = SamplingBatch.build([(settings(0), 0)] * len(rows), device)
+    assert run(logits, greedy).tolist() == [token for _, token, _ in rows]
+    logits = logits.repeat(4, 1)
+    filters = {"temperature": 0.4, "top_k": 3, "top_p": 0.99, "min_p": 0.1}
+    for options in ({"temperature": 0.05}, filters):
+        batch = SamplingBatch.build([(settings(seed=i, **options), i) for i in range(len(logits))], device)
+        tokens = run(logits, batch, workspace=garbage(kernel.SamplingWorkspace(len(logits), 5, device), 4)).tolist()
+        for token, (_, _, allowed) in zip(tokens, rows * 4, strict=True):
+            assert token in allowed
+
+
+def test_a_row_with_nan_in_a_later_part(make, device):
+    logits = make(3, 4099, dtype=torch.float32)
+    logits[0, 4098], logits[1, 2048], logits[2, 4098] = NAN, 100.0, 100.0
+    for options in ({"temperature": 0}, {"top_p": 0.9}):
+        batch = SamplingBatch.build([(settings(**options), 0)] * 3, device)
+        assert run(logits, batch).tolist() == [-1, 2048, 4098]
+
+
+def test_greedy_from_an_lm_heads_row_maxima(make, device):
+    """Of parts of unequal length: ties across them, NaN and -inf; garbage behind them; logits that would give another token."""
+    B, V, parts = 5, 700, 37
+    logits = (make(B, V, dtype=torch.float32) * 4).round()  # ties
+    logits[1, 555], logits[2], logits[3, 20:] = NAN, -INF, -INF
+    ends = torch.arange(1, parts + 1) * V // parts
+    buffer = torch.full((B, 64), 2**62, dtype=torch.int64, device=device)
+    keys = torch.where(logits.isnan(), 2**31 - 1, logits.view(torch.int32) ^ ((logits.view(torch.int32) >> 31) & (2**31 - 1)))
+    packed = (torch.where(logits == 0, 0, keys).long() << 32) | ((2**31 - 1) ^ torch.arange(V, device=device))
+    for part in range(parts):
+        buffer[:, part] = packed[:, (0 if part == 0 else int(ends[part - 1])) : int(ends[part])].amax(1)
+    batch = SamplingBatch.build([(settings(temperature=0), 0)] * B, device)
+    expected = sample(logits, batch, "eager").tolist()
+    assert expected[1:3] == [-1, -1]
+    assert run(-logits, batch, row_maxima=buffer[:, :parts]).tolist() == expected
+    sampled = SamplingBatch.build([(settings(seed=i), 0) for i in range(B)], device)
+    assert run(logits, sampled, row_maxima=buffer[:, :parts]).tolist() == run(logits, sampled).tolist()
+    with pytest.raises(InputError, match="row_maxima: wrong shape"):
+        run(logits, batch, row_maxima=buffer[1:])
+
+
+def test_a_request_draws_the_same_in_any_company(make, device):
+    logits, batch = make(len(OPTIONS), 2100, dtype=torch.float32, scale=2.0), mixed(len(OPTIONS), device)
+    together = run(logits, batch).tolist()
+    assert run(logits, batch).tolist() == together
+    for i in range(0, len(OPTIONS), 3):
+        alone = SamplingBatch(**{n: v[i : i + 1] if isinstance(v, Tensor) else v for n, v in vars(batch).items()})
+        assert run(logits[i : i + 1], alone).tolist() == together[i : i + 1]
+
+
+def test_from_the_sampler(make, device):
+    logits, batch = make(70, 6, dtype=torch.float16).t(), mixed(6, device)
+    tokens = sample(logits, batch, "triton", kernel.SamplingWorkspace(6, 70, device))
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == sample(logits, batch, "eager").tolist()
+    assert sample(logits[:0], mixed(0, device), "triton").shape == (0,)
+    with pytest.raises(InputError, match="unknown implementation"):
+        sample(logits, batch, "cuda")
+
+
+def test_wrong_arguments_are_named(make, device):
+    logits, batch = make(4, 8, dtype=torch.float32), mixed(4, device)
+    for wrong, message in (
+        (logits.half(), "logits: wrong dtype"), (make(8, 4, dtype=torch.float32).t(), "logits: not contiguous"),
+        (make(5, 8, dtype=torch.float32), "temperature: wrong shape"), (logits[:, :0], "logits: wrong vocabulary"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            run(wrong, batch)
+    with pytest.raises(InputError, match="out: wrong dtype"):
+        run(logits, batch, out=torch.empty(4, dtype=torch.int32, device=device))
+    for size, options in (((3, 8), {}), ((4, 7), {}), ((4, 8), {"greedy_only": True})):
+        with pytest.raises(InputError, match="workspace: too small"):
+            run(logits, batch, workspace=kernel.SamplingWorkspace(*size, device, **options))
+
+
+def python(script: str, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        pytest.fail(done.stderr[-4000:])
+    return done.stdout
+
+
+def test_without_triton_the_error_is_ours():
+    script = """
+import sys; sys.modules["triton"] = None
+import torch
+from minirt.errors import UnsupportedError
+from minirt.engine.sampler import SamplingBatch, sample
+try:
+    sample(torch.empty(0, 3), SamplingBatch.build([]), "triton")
+except UnsupportedError as error:
+    print(error)
+"""
+    assert "the Triton sampler cannot be imported" in python(script)
+
+
+COMPILE = """
+import json, sys; sys.path.insert(0, sys.argv[2])
+import compile_all, torch
+from minirt.kernels.sampling import sample as sampling
+results = []
+compile_all.compile_instead_of_launching(int(sys.argv[1]), results)
+few = 1 if sys.argv[1] == "90" else 2
+for V in (152064, 1031)[: 3 - few]:
+    for flags in ((True, False, False, False), (False, True, True, True), (False, False, True, False))[: 4 - few]:
+        floats, ints, longs = (torch.zeros(2, dtype=t) for t in (torch.float32, torch.int32, torch.int64))
+        named = dict(zip(("all_greedy", "any_top_k", "any_top_p", "any_min_p"), flags))
+        sampling.sample(torch.empty(2, V), floats, ints, floats, floats, longs, longs, **named)
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.parametrize("cc", [80, 89, 90, 100, 120])
+def test_compiles(cc):
+    results = json.loads(python(COMPILE, str(cc), str(Path(__file__).parents[1] / "compile")).splitlines()[-1])
+    assert len({r["kernel"] for r in results}) == 7
+    assert all(r["shared"] <= 16 * 1024 for r in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 64, 256])
+def test_large(B, make, device, repeats):
+    """Of some 10⁴ draws in a real vocabulary hardly one may differ: exp and log round otherwise than PyTorch's."""
+    V, different, total = 152064, 0, 0
+    rounds, each = max(len(OPTIONS) if B == 1 else 3, min(200, repeats(10240) // B)), repeats(8)
+    workspace = garbage(kernel.SamplingWorkspace(B, V, device), 5)
+    for i in range(rounds):
+        if i % each == 0:
+            logits = make(B, V, dtype=torch.float32, scale=(0.02, 1.0, 4.0)[i // each % 3])
+        requests = [(settings(**OPTIONS[i % len(OPTIONS)]), i)]
+        batch = mixed(B, device, seed=i) if B > 1 else SamplingBatch.build(requests, device)
+        tokens = run(logits, batch, workspace=workspace).cpu()
+        expected = sample(logits, batch, "eager").cpu()
+        different += int((tokens != expected).sum())
+        total += B
+    assert different <= max(1, total // 10_000), f"{different} of {total}"
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph(make, device):
+    V, B = 152064, 8
+    logits, workspace = make(B, V, dtype=torch.float32), kernel.SamplingWorkspace(B, V, device)
+    batch = SamplingBatch.build([(settings(0.9, seed=i, top_k=500, top_p=0.9), 0) for i in range(B)], device)
+    out = torch.empty(B, dtype=torch.int64, device=device)
+    run(logits, batch, workspace=workspace, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(logits, batch, workspace=workspace, out=out)
+    for _ in range(5):
+        logits.copy_(make(B, V, dtype=torch.float32, scale=2.0))
+        batch.step.add_(1)
+        out.fill_(-9)
+        graph.replay()
+        assert out.tolist() == run(logits, batch).tolist()
+        graph.replay()
+        assert out.tolist() == run(logits, batch).tolist()

@@ -1,0 +1,272 @@
+"""`Select`: the gather behind the last attention, alone and in whole models, in both forms (Triton's in its interpreter, or on a
+GPU). Catches a row too far, a gather that is skipped or comes too early, layers behind it that compute rows of no use or fail
+where there is none, and kernels for its rows that are not compiled."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minirt import models
+from minirt.engine.cuda_graphs import Bucket, StepGraphs
+from minirt.engine.engine import Engine
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
+from minirt.errors import ConfigError
+from minirt.layers import Layer, Select, implementation
+from minirt.loading import checkpoint as weights
+from minirt.modeling.formats import Quantization
+from minirt.modeling.model import Model
+from minirt.sampling_params import SamplingParams, resolve
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+CONFIG = models.parse_config({
+    "model_type": "qwen2", "hidden_size": 96, "intermediate_size": 131, "num_hidden_layers": 2, "vocab_size": 211,
+    "max_position_embeddings": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+})  # fmt: skip
+FORMS = ["eager", pytest.param("triton", marks=pytest.mark.slow)]
+TOKENS = [(7 * i * i + 3) % 211 for i in range(60)]
+
+
+def build(impl="eager", layers=None, quantization=None):
+    model = Model(CONFIG, models.build(CONFIG) if layers is None else layers, quantization)
+    model.allocate(DEVICE, torch.float32, 512)
+    model.resolve(impl)
+    weights.randomize(model)
+    return model
+
+
+def gathering_last():
+    """The layers with the gather right before the head, where every layer has computed every row."""
+    *others, head = models.build(CONFIG)
+    return [*others, Select(CONFIG), head]
+
+
+def watch(layer):
+    """The numbers of rows that a layer is given, from now on."""
+    rows, forward = [], layer._forward
+
+    def watched(x, batch, kv):
+        rows.append(len(x))
+        return forward(x, batch, kv)
+
+    layer._forward = watched
+    return rows
+
+
+# ── alone ──
+
+
+@pytest.fixture(params=["eager", "triton"])
+def gather(request):
+    return implementation("select", request.param).factory(Select(CONFIG))
+
+
+def test_rows_that_want_logits(gather):
+    x = torch.arange(7.0, device=DEVICE).unsqueeze(1).repeat(1, 96)
+    chunks = [Chunk([1, 2, 3], 0, [0]), Chunk([4], 5, [1], wants_logits=False), Chunk([5, 6], 0, [2], all_logits=True),
+              Chunk([7], 8, [3])]  # fmt: skip
+    out = gather(x, Batch.build(chunks, PAGE_SIZE).to(DEVICE), None)
+    assert out.shape == (4, 96)
+    assert out[:, 0].tolist() == out[:, 95].tolist() == [2, 4, 5, 6]
+
+
+def test_no_row(gather):
+    batch = Batch.build([Chunk([1, 2, 3], 0, [0], wants_logits=False)], PAGE_SIZE).to(DEVICE)
+    assert gather(torch.ones(3, 96, device=DEVICE), batch, None).shape == (0, 96)
+
+
+@pytest.mark.parametrize("chunks", [[Chunk([1], 5, [0]), Chunk([2], 9, [1])], [Chunk([1, 2, 3], 0, [0], all_logits=True)]])
+def test_every_row_is_no_copy(chunks, gather):
+    x = torch.ones(sum(len(c.tokens) for c in chunks), 96, device=DEVICE)
+    assert gather(x, Batch.build(chunks, PAGE_SIZE).to(DEVICE), None) is x
+
+
+def test_as_many_rows_as_tokens_in_another_order(gather):
+    """A static batch with room for as many sequences as tokens."""
+    layout = Layout(4, 4, 4, 1)
+    flat = torch.zeros(layout.words, dtype=torch.int32)
+    pack_chunks(layout, flat, [Chunk([5, 6, 7], 0, [0]), Chunk([8], 3, [1])], PAGE_SIZE)
+    flat = flat.to(DEVICE)
+    batch = Batch.static(flat, layout, 64, 4, decode=False, previous=flat, logits=flat)
+    x = torch.arange(4.0, device=DEVICE).unsqueeze(1).repeat(1, 96)
+    assert gather(x, batch, None)[:2, 0].tolist() == [2, 3]
+
+
+# ── its place ──
+
+
+def test_it_stands_behind_the_last_attention():
+    embedding, a0, m0, a1, m1, head = models.build(CONFIG)
+    for before, behind in (
+        ([embedding, a0, m0, a1], [m1, head]),
+        ([embedding, a0, a1, a0], [m0, m1, m0, head]),
+        ([embedding], [m0, m1, head]),
+        ([embedding], [head]),
+    ):
+        given = [*before, *behind]
+        layers = Model(CONFIG, given).layers
+        assert layers == [*before, layers[len(before)], *behind]
+        assert (layers[len(before)].kind, layers[len(before)].name) == ("select", "select")
+        assert given == [*before, *behind], "the caller's list is the caller's"
+
+
+def test_a_place_of_ones_own():
+    embedding, a0, m0, a1, m1, head = models.build(CONFIG)
+    own = Select(CONFIG, name="mine")
+    for given in ([embedding, a0, m0, a1, m1, own, head], [embedding, a0, a1, own, m0, m1, head], [embedding, own, head]):
+        assert Model(CONFIG, given).layers == given
+
+
+def test_a_wrong_place_is_refused():
+    embedding, a0, m0, a1, m1, head = models.build(CONFIG)
+    own = Select(CONFIG)
+    for wrong, last in (([embedding, a0, own, m0, a1, m1, head], 4), ([embedding, a0, own, a0, m0, head], 3)):
+        with pytest.raises(ConfigError, match=rf"layers\[2\]: attention .* few rows; expected one behind layers\[{last}\] .lea"):
+            Model(CONFIG, wrong)
+    for wrong in ([embedding, a0, m0, own, own, head], [embedding, a0, m0, own, Select(CONFIG), a0, head]):
+        with pytest.raises(ConfigError, match=r"layers\[4\]: a second select layer .*: layers\[3\] is one .leave"):
+            Model(CONFIG, wrong)
+    for wrong in ([own, embedding, head], [embedding, a0, head, own]):
+        with pytest.raises(ConfigError, match="one embedding"):
+            Model(CONFIG, wrong)
+
+
+# ── in a model ──
+
+
+def steps(model):
+    """The logits of five steps: a prompt; a chunk that ends none, which has no logits; a prompt, a chunk that wants none and a
+    single token, beside a prompt that wants all; single tokens. On pages in no order, NaN where nothing was written."""
+    cache = KVCache(model.kv_shapes, 6, DEVICE)
+    for layer in cache.layers:
+        layer.k.fill_(torch.nan), layer.v.fill_(torch.nan)
+
+    def logits(*chunks):
+        return model(Batch.build(chunks, PAGE_SIZE), cache).cpu()
+
+    return [
+        logits(Chunk(TOKENS[:9], 0, [4])),
+        logits(Chunk(TOKENS[10:30], 0, [2], wants_logits=False)),
+        logits(
+            Chunk(TOKENS[20:27], 0, [0]),  # a whole prompt
+            Chunk(TOKENS[30:40], 20, [2], wants_logits=False),  # the middle of one
+            Chunk(TOKENS[9:10], 9, [4]),  # a single token
+            Chunk(TOKENS[:3], 0, [5], all_logits=True),
+        ),
+        logits(Chunk(TOKENS[40:41], 30, [2])),
+        logits(Chunk(TOKENS[27:28], 7, [0]), Chunk(TOKENS[41:42], 31, [2])),
+    ]
+
+
+def expected():
+    """The same rows from models that are given one sequence each and leave logits for every token: nothing is gathered."""
+    model = build()
+
+    def rows(tokens, *wanted):
+        cache = KVCache(model.kv_shapes, 1, DEVICE)
+        out = model(Batch.build([Chunk(tokens, 0, [0], all_logits=True)], PAGE_SIZE), cache).cpu()
+        return out[list(wanted)]
+
+    first, middle, short = rows(TOKENS[:10], 8, 9), rows(TOKENS[10:42], 30, 31), rows(TOKENS[20:28], 6, 7)
+    whole = rows(TOKENS[:3], 0, 1, 2)
+    return [first[:1], torch.empty(0, 211), torch.cat((short[:1], first[1:], whole)), middle[:1],
+            torch.cat((short[1:], middle[1:]))]  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", FORMS)
+def test_logits_are_those_of_a_gather_before_the_head(impl):
+    found, last, alone = steps(build(impl)), steps(build(impl, gathering_last())), expected()
+    for mine, theirs, truth in zip(found, last, alone, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("impl", FORMS)
+def test_a_step_without_logits(impl, quantization):
+    """Its rows behind the gather are none, of any format; what it leaves in the pages serves the next."""
+    model = build(impl, quantization=quantization and Quantization(quantization, head=True))
+    results = []
+    for sizes in ((30,), (12, 18)):
+        cache, start = KVCache(model.kv_shapes, 1, DEVICE), 0
+        for size in sizes:
+            last = start + size == 30
+            out = model(Batch.build([Chunk(TOKENS[start : start + size], start, [0], wants_logits=last)], PAGE_SIZE), cache)
+            assert out.shape == (last, 211)
+            start += size
+        results.append(out.cpu())
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_what_comes_behind_computes_the_rows_that_are_wanted():
+    model = build()
+    rows = {layer.name: watch(layer) for layer in model.layers}
+    chunks = [Chunk([1] * 9, 0, [0]), Chunk([2] * 5, 0, [1], wants_logits=False), Chunk([3] * 2, 0, [2])]
+    model(Batch.build(chunks, PAGE_SIZE), KVCache(model.kv_shapes, 3, DEVICE))
+    before, behind = ("layers.0.attention", "layers.0.mlp", "layers.1.attention", "select"), ("layers.1.mlp", "head")
+    assert [rows[name] for name in before] == [[16]] * 4
+    assert [rows[name] for name in behind] == [[2]] * 2
+
+
+def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
+    """The same tokens as in one step; some steps have no logits at all."""
+    results = []
+    for budget in (64, 7):
+        model = build()
+        rows = watch(model.layers[-1])
+        cache = KVCache(model.kv_shapes, 4, DEVICE)
+        engine = Engine(model, cache, vocab_size=211, max_model_len=128, max_num_batched_tokens=budget, device=DEVICE)
+        for prompt in (TOKENS[:30], TOKENS[30:55]):
+            engine.add(prompt, resolve(SamplingParams(max_tokens=6, temperature=0.0), None))
+        tokens = {0: [], 1: []}
+        while engine.has_work:
+            for output in engine.step():
+                tokens[output.request_id].append(output.token)
+        results.append(tokens)
+        assert (0 in rows) == (budget == 7)
+    assert results[0] == results[1]
+    assert [len(own) for own in results[0].values()] == [6, 6]
+
+
+class Gather(Layer):
+    """A class of one's own for the same kind."""
+
+    kind = "select"
+    returns = Select.returns
+
+
+@pytest.mark.parametrize("kind", [Select, Gather])
+def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
+    """Else what it launches for few rows is compiled in the middle of a step, or while a graph is captured."""
+    embedding, attention, mlp, *_, head = models.build(CONFIG)
+    model = build(layers=[embedding, attention, mlp, attention, kind(CONFIG, name="gather"), mlp, mlp, head])
+    rows = {layer.kind: watch(layer) for layer in model.unique_layers()}
+    model.dry_run(Batch.build([Chunk(TOKENS[:5], 0, [0])], PAGE_SIZE), KVCache(model.kv_shapes, 1, DEVICE))
+    assert rows == {"embedding": [0], "attention": [5], "mlp": [5, 1], "select": [5], "head": [1]}
+
+
+# ── in graphs ──
+
+
+@pytest.mark.parametrize(("bucket", "tokens", "rows"), [
+    (Bucket(1, 512), 512, 1),
+    (Bucket(1, 16, short=True), 16, 1),
+    (Bucket(64, 16), 16, 16),
+    (Bucket(64, 2048), 2048, 64),
+    (Bucket(8, short=True), 8, 8),
+])  # fmt: skip
+def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
+    graphs = object.__new__(StepGraphs)  # its batches alone: the rest needs a GPU
+    graphs._cache, graphs._max_seq_len, graphs._most_seqs = KVCache([(1, 64)], 70), 512, 64
+    graphs._previous, graphs._logits = torch.zeros(64, dtype=torch.int64), torch.zeros(64, 211)
+    graphs._row_maxima = torch.zeros(64, 7, dtype=torch.int64)
+    layout = graphs._layout(bucket)
+    graphs._buffer = SimpleNamespace(device=torch.zeros(layout.words, dtype=torch.int32))
+    batch = graphs._batch(bucket)
+    assert batch.num_tokens == tokens
+    assert len(batch.logits_indices) == len(batch.logits) == len(batch.row_maxima.values) == rows
+    assert batch.num_seqs == bucket.seqs
+    most = [Chunk([1] * (tokens - rows + 1), 0, range(40)), *[Chunk([2], 3, [50])] * (rows - 1)]
+    pack_chunks(layout, batch.flat, most, PAGE_SIZE)
+    assert batch.logits_indices.tolist() == list(range(tokens - rows, tokens))

@@ -1,0 +1,204 @@
+"""The Triton form of each layer against its eager form on the same weights and pages: on a GPU, else in the interpreter.
+
+The planted faults show that the comparison can fail.
+"""
+
+import pytest
+import torch
+
+from minirt import models
+from minirt.engine.kv_cache import KVCache
+from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
+from minirt.loading import checkpoint as weights
+from minirt.modeling.formats import FP8, Quantization
+from minirt.modeling.model import Model
+
+pytestmark = pytest.mark.slow
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 131,
+    "num_hidden_layers": 2,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "head_dim": 64,
+}
+FAMILIES = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_act": "gelu_pytorch_tanh"},
+    "qwen2": {"num_attention_heads": 7, "num_key_value_heads": 1},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "hidden_act": "gelu"},
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 1, "sliding_window": None},
+}
+LENGTHS = (1, 65, 140)  # beyond 128 tokens in a step: the tiled GEMM
+
+
+def build(family, impl, quantization=None):
+    config = models.parse_config({"model_type": family, **SIZES, **FAMILIES[family]})
+    model = Model(config, models.build(config), quantization)
+    model.allocate(DEVICE, torch.float32, 512)
+    model.resolve(impl)
+    weights.randomize(model)
+    return model
+
+
+def run(model):
+    """Logits of three prompts in one step, then of one more token each, then of a chunk of two behind them."""
+    cache = KVCache(model.kv_shapes, 9, DEVICE, model.kv_dtype)
+    for layer in cache.layers:
+        for x in layer:
+            if x is not None and x.dtype == FP8:
+                x.view(torch.uint8).fill_(0x7F)  # NaN
+            elif x is not None:
+                x.fill_(float("nan"))
+    random = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 211, (n + 3,), generator=random).tolist() for n in LENGTHS]
+    pages = [[7], [2, 5], [0, 8, 3]]
+    rows = []
+    for first, last in ((0, -3), (-3, -2), (-2, None)):
+        chunks = [
+            Chunk(p[first or 0 : last], 0 if first == 0 else len(p) + first, t)
+            for p, t in zip(prompts, pages, strict=True)
+        ]
+        rows.append(model(Batch.build(chunks, cache.page_size), cache).cpu())
+    return torch.cat(rows)
+
+
+def error(family, impl, plant=lambda model: None, quantization=None):
+    exact = run(build(family, "eager", quantization))
+    model = build(family, impl, quantization)
+    plant(model)
+    out = run(model)
+    return float((out - exact).norm() / exact.norm())
+
+
+LIMIT = 3e-6  # fp32, two blocks; measured: up to 8e-7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers(family):
+    assert error(family, "triton") < LIMIT
+
+
+@pytest.mark.parametrize("sizes", [(70, 70), (64, 76), (1, 2, 130, 7), (63, 1, 1, 1, 74)], ids=str)
+def test_chunks_of_a_prompt_agree(sizes):
+    """In one chunk or several, some of one token: the kernels for one, few and many tokens, and those for a prompt behind cached
+    pages. Every token's logits, on pages in no order; what is not cached yet is NaN."""
+    tokens = torch.randint(0, 211, (sum(sizes),), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def logits(impl, sizes):
+        model = build("qwen2", impl)
+        cache = KVCache(model.kv_shapes, 5, DEVICE, model.kv_dtype)
+        for layer in cache.layers:
+            for x in layer:
+                if x is not None:
+                    x.fill_(float("nan"))
+        rows, start = [], 0
+        for size in sizes:
+            chunk = Chunk(tokens[start : start + size], start, [4, 0, 3], all_logits=True)
+            rows.append(model(Batch.build([chunk], cache.page_size), cache).cpu())
+            start += size
+        return torch.cat(rows)
+
+    exact, whole, parts = logits("eager", (len(tokens),)), logits("triton", (len(tokens),)), logits("triton", sizes)
+    for found in (whole, parts):
+        row = (found - exact).norm(dim=1) / exact.norm(dim=1)
+        assert row.max() < 2 * LIMIT
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_fp8_weights(family):
+    """The same numerics: activations of one token as they are, of more quantized. A value between two codes may fall to either
+    side, 6 to 12% apart; on a GPU, whose fp8 sums err by 2e-4, some of all do: 0.05 measured, where a missing bias makes 0.6."""
+    assert error(family, "triton", quantization=Quantization("fp8")) < (0.1 if DEVICE.type == "cuda" else 0.03)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_fp8_pages(family):
+    """Nearer to each other than the format is to pages of fp32: few of the stored values differ, where K does by a rounding."""
+
+    def logits(impl, kv_dtype):
+        config = models.parse_config({"model_type": family, **SIZES, **FAMILIES[family]})
+        model = Model(config, models.build(config))
+        model.allocate(DEVICE, torch.float32, 512, kv_dtype)
+        model.resolve(impl)
+        weights.randomize(model)
+        return run(model)
+
+    eager, triton, wide = logits("eager", FP8), logits("triton", FP8), logits("eager", torch.float32)
+    between, quantized = ((x - eager).norm() / eager.norm() for x in (triton, wide))
+    assert between < quantized / 10
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), [(32, 8), (16, 16), (32, 1)])
+def test_a_padded_batch(tokens, seqs):
+    """What the CUDA graph of a step with prompts replays: as many tokens and sequences as its buffers have room for, most of them
+    padding, which may change no logits and no page. As many sequences as tokens do not make it a decode step."""
+    model = build("qwen2", "triton")
+    random = torch.Generator().manual_seed(5)
+
+    def prompt(n):
+        return torch.randint(0, 211, (n,), generator=random).tolist()
+
+    cached = [Chunk(prompt(70), 0, [3, 1]), Chunk(prompt(3), 0, [6])]
+    chunks = [Chunk(prompt(9), 3, [6]), Chunk([~1], 70, [3, 1]), Chunk(prompt(4), 0, [0], wants_logits=False)][:seqs]
+    sampled = torch.tensor([5, 77] + [0] * (seqs - 1), device=DEVICE)
+    results = []
+    for padded in (False, True):
+        cache = KVCache(model.kv_shapes, 9, DEVICE, model.kv_dtype)
+        for layer in cache.layers:
+            layer.k.fill_(float("nan")), layer.v.fill_(float("nan"))
+        model(Batch.build(cached, cache.page_size), cache)
+        batch = Batch.build(chunks, cache.page_size).after(sampled)
+        if padded:
+            layout = Layout(tokens, seqs, seqs, 4)
+            flat = torch.full((layout.words,), 9, dtype=torch.int32)
+            pack_chunks(layout, flat, chunks, cache.page_size)
+            logits = torch.full((seqs, 211), float("nan"), device=DEVICE)
+            batch = Batch.static(flat.to(DEVICE), layout, 256, 40, decode=False, previous=sampled, logits=logits)
+        out = model(batch, cache)[: sum(c.wants_logits for c in chunks)]
+        results.append((out.cpu(), [x.cpu() for layer in cache.layers for x in layer if x is not None]))
+    (plain, pages), (out, own) = results
+    assert torch.equal(out.isnan(), torch.zeros_like(out, dtype=torch.bool))
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
+    for found, expected in zip(own, pages, strict=True):
+        assert torch.equal(found.isnan(), expected.isnan()), "a page that is nobody's was written, or one was not"
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("layer", ["embedding", "layers.1.attention", "layers.0.mlp", "head"])
+def test_one_layer_in_triton(layer):
+    assert error("qwen2", ["eager", f"{layer}=triton"]) < LIMIT
+
+
+def swap_gate_and_up(model):
+    weight = model.layers[2].gate_up.weight
+    weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+
+
+def turn_rope_backwards(model):
+    attention = model.layers[1]
+    attention.cos_sin[:, 32:].neg_()
+
+
+def shift_the_mask(model):
+    """One token too few is seen: what a mask that is off by one does."""
+    attention = model.layers[1]
+    forward = attention._forward
+
+    def shifted(x, batch, kv):
+        true = batch.seq_lens_device.clone()
+        batch.seq_lens_device.copy_((true - 1).clamp(min=1))
+        out = forward(x, batch, kv)
+        batch.seq_lens_device.copy_(true)
+        return out
+
+    attention._forward = shifted
+
+
+def skip_the_bias(model):
+    model.layers[1].qkv.bias.zero_()
+
+
+@pytest.mark.parametrize("plant", [swap_gate_and_up, turn_rope_backwards, shift_the_mask, skip_the_bias])
+def test_planted_faults_are_found(plant):
+    assert not error("qwen2", "triton", plant) < 1000 * LIMIT  # a NaN is found, too

@@ -1,0 +1,373 @@
+"""Finding and checking a model's files: local folders, a cache laid out by hand and read offline, a pretended Hub."""
+
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from huggingface_hub.utils import are_progress_bars_disabled
+
+from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError
+from minirt.loading.hub import ModelFiles, resolve
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = json.dumps({"metadata": {}, "weight_map": {"b": SHARDS[1], "a": SHARDS[0], "c": SHARDS[1]}})
+SINGLE: dict[str, str | bytes] = {"config.json": '{"model_type": "llama"}', "model.safetensors": "w"}
+SHARDED = {"config.json": "{}", "model.safetensors.index.json": INDEX, SHARDS[0]: "0", SHARDS[1]: "1"}
+
+
+def fill(folder: Path, files: dict[str, Any]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine's own settings are."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+# --- local folders ---
+
+
+def test_single_file(tmp_path: Path) -> None:
+    files = resolve(fill(tmp_path / "mine", SINGLE | {"generation_config.json": '{"eos_token_id": [1]}'}))
+    expected_files = (tmp_path / "mine" / "model.safetensors",)
+    assert files == ModelFiles(
+        "mine", tmp_path / "mine", {"model_type": "llama"}, {"eos_token_id": [1]}, expected_files, None, None
+    )
+
+
+def test_shards_in_order_of_name(tmp_path: Path) -> None:
+    files = resolve(fill(tmp_path, SHARDED))
+    assert [file.name for file in files.weight_files] == SHARDS
+    assert files.weight_index == {"b": SHARDS[1], "a": SHARDS[0], "c": SHARDS[1]}
+    assert files.generation_config is None
+
+
+def test_single_file_wins_over_an_index_even_a_broken_one(tmp_path: Path) -> None:
+    files = resolve(fill(tmp_path, SINGLE | {"model.safetensors.index.json": "broken"}))
+    assert [file.name for file in files.weight_files] == ["model.safetensors"]
+    assert files.weight_index is None
+
+
+def test_without_weights_none_are_needed_or_looked_at(tmp_path: Path) -> None:
+    files = resolve(fill(tmp_path, {"config.json": "{}", "model.safetensors.index.json": "broken"}), weights=False)
+    assert (files.weight_files, files.weight_index) == ((), None)
+
+
+def test_relative_and_home_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "org" / "name", SINGLE)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/name").folder == Path("org/name")  # a folder goes before a Hub id of that name
+    monkeypatch.chdir(tmp_path / "org" / "name")
+    assert resolve(".").name == "name"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/org/name").folder == tmp_path / "org" / "name"
+
+
+MISSING = ["/no/such", "./no", "../no", "~nobody-of-this-name/x", "a/b/c", "org/name/", ".x/y", "x" * 5000 + "//"]
+
+
+@pytest.mark.parametrize("model", MISSING, ids=range(len(MISSING)))
+def test_path_that_is_not_there_is_not_asked_of_the_hub(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError("asked the Hub")))
+    with pytest.raises(ModelNotFoundError, match="no such folder"):
+        resolve(model)
+
+
+@pytest.mark.parametrize("model", ["", "gpt2", "Qwen2.5-7B", "nul\0"])
+def test_word_that_is_no_folder(model: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="a local folder, a Hub id such as"):
+        resolve(model)
+
+
+def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    fill(tmp_path, SINGLE)
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        resolve(str(tmp_path / "model.safetensors"))
+
+
+def test_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="revision"):
+        resolve(fill(tmp_path, SINGLE), revision="main")
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json.*found llama\.gguf"):
+        resolve(fill(tmp_path, {"llama.gguf": ""}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff{}", b'{"a": 1} x', b"[" * 100_000, None])
+def test_damaged_json_is_named(name: str, content: bytes | None, tmp_path: Path) -> None:
+    folder = fill(tmp_path, SHARDED)
+    if content is None:
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).mkdir()
+    else:
+        fill(tmp_path, {name: content})
+    with pytest.raises(ConfigError) as caught:
+        resolve(folder)
+    assert caught.value.where == tmp_path / name
+
+
+BAD_SHARDS = ["../up.safetensors", "/abs.safetensors", "sub/x.safetensors", "sub\\x.safetensors", "C:x.safetensors"]
+BAD_SHARDS += ["..", "", "model.bin", "model.safetensors.bin", "nul\0.safetensors"]
+
+
+@pytest.mark.parametrize("shard", BAD_SHARDS, ids=range(len(BAD_SHARDS)))
+def test_shard_names_are_plain_names(shard: str, tmp_path: Path) -> None:
+    index = json.dumps({"weight_map": {"a": SHARDS[0], "b": shard}})
+    fill(tmp_path, {"up.safetensors": "there"})
+    fill(tmp_path / "model" / "sub", {"x.safetensors": "there"})
+    with pytest.raises(CheckpointError, match="bad shard name") as caught:
+        resolve(fill(tmp_path / "model", SHARDED | {"model.safetensors.index.json": index}))
+    assert repr(shard) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}])
+def test_index_without_a_map(content: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="weight_map"):
+        resolve(fill(tmp_path, SHARDED | {"model.safetensors.index.json": json.dumps(content)}))
+
+
+def test_missing_shards_are_listed(tmp_path: Path) -> None:
+    folder = fill(tmp_path, SHARDED)
+    (tmp_path / SHARDS[1]).unlink()
+    (tmp_path / SHARDS[1]).symlink_to(tmp_path / "blob that is gone")
+    with pytest.raises(CheckpointError, match=f"1 of the 2 shards .* {SHARDS[1]} "):
+        resolve(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], "only safetensors files are read"),
+        (["pytorch_model.bin"], "found pytorch_model.bin"),
+        (["a.gguf", "b.gguf", "c.gguf", "d.gguf", "e.gguf"], "found a.gguf, b.gguf, c.gguf, d.gguf …"),
+        (["weights.safetensors", "pytorch_model.bin"], "if weights.safetensors is the whole model, rename it"),
+        ([SHARDS[0], SHARDS[1]], f"found {SHARDS[0]}, {SHARDS[1]}"),
+    ],
+)
+def test_no_usable_weights(files: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor") as caught:
+        resolve(fill(tmp_path, {"config.json": "{}"} | dict.fromkeys(files, "")))
+    assert words in str(caught.value)
+
+
+def test_weights_that_are_no_file(tmp_path: Path) -> None:
+    """To rename them would not help."""
+    fill(tmp_path, {"config.json": "{}"})
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob that is gone")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a file"):
+        resolve(tmp_path)
+
+
+# --- the Hub's cache, offline ---
+
+
+def cache(home: Path, repo: str, files: dict[str, Any]) -> None:
+    """models--org--name with refs, blobs, and a snapshot of links, as huggingface_hub lays it out."""
+    root = home / "hub" / f"models--{repo.replace('/', '--')}"
+    fill(root / "refs", {"main": COMMIT})
+    fill(root / "blobs", {f"blob{i}": content for i, content in enumerate(files.values())})
+    (root / "snapshots" / COMMIT).mkdir(parents=True)
+    for i, name in enumerate(files):
+        (root / "snapshots" / COMMIT / name).symlink_to(f"../../blobs/blob{i}")
+
+
+OFFLINE = """
+import json, sys
+from minirt.errors import MinirtError
+from minirt.loading.hub import resolve
+for model, options in json.loads(sys.argv[1]):
+    try:
+        files = resolve(model, **options)
+        print(json.dumps([files.name, files.revision, [file.name for file in files.weight_files], files.config]))
+    except MinirtError as error:
+        print(json.dumps([type(error).__name__, str(error), error.__cause__ is not None]))
+"""
+
+
+def test_cache_read_offline(tmp_path: Path) -> None:
+    """In a process of its own: huggingface_hub reads its settings when it is imported."""
+    cache(tmp_path, "org/single", SINGLE)
+    cache(tmp_path, "org/sharded", SHARDED)
+    cache(tmp_path, "org/half", {name: content for name, content in SHARDED.items() if name != SHARDS[1]})
+    cache(tmp_path, "org/small", {"config.json": "{}"})
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("org/single", {}),
+        ("org/single", {"revision": "main", "progress": False}),
+        ("org/single", {"revision": COMMIT}),
+        ("org/sharded", {}),
+        ("org/small", {"weights": False}),
+        ("org/half", {}),
+        ("org/small", {}),
+        ("org/absent", {}),
+        ("org/single", {"revision": "v2"}),
+        ("org/sp ace", {}),
+    ]
+    hidden = ("HF_", "HUGGING")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", OFFLINE, json.dumps(asked)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    single = ["org/single", COMMIT, ["model.safetensors"], {"model_type": "llama"}]
+    assert results[:3] == [single] * 3
+    assert results[3] == ["org/sharded", COMMIT, SHARDS, {}]
+    assert results[4] == ["org/small", COMMIT, [], {}]
+    assert results[5][0] == "CheckpointError"
+    assert SHARDS[1] in results[5][1]
+    for kind, text, has_cause in results[6:9]:
+        assert kind == "ModelNotFoundError"
+        assert "HF_HUB_OFFLINE is set" in text
+        assert "--random-weights" in text
+        assert has_cause
+    assert results[9][0] == "ModelNotFoundError"
+    assert "not a Hub id" in results[9][1]
+
+
+# --- a pretended Hub ---
+
+
+class PretendedHub:
+    """snapshot_download and hf_hub_download over a dict of files; notes what is fetched, and of which revision."""
+
+    def __init__(self, root: Path, files: dict[str, Any]) -> None:
+        self.files, self.folder = files, root / COMMIT
+        self.fetched: list[str] = []
+        self.revisions: list[str | None] = []
+        self.bars_hidden: list[bool] = []
+
+    def snapshot(self, repo: str, *, revision: str | None, token: str | None, allow_patterns: list[str]) -> str:
+        names = [name for name in self.files if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns)]
+        return self.fetch(names, revision, token)
+
+    def one(self, repo: str, name: str, *, revision: str | None, token: str | None) -> str:
+        if name not in self.files:
+            raise errors.EntryNotFoundError(name)
+        return self.fetch([name], revision, token)
+
+    def fetch(self, names: list[str], revision: str | None, token: str | None) -> str:
+        assert token == "secret"
+        self.fetched += names
+        self.revisions.append(revision)
+        self.bars_hidden.append(are_progress_bars_disabled())
+        return fill(self.folder, {name: self.files[name] for name in names})
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.one)
+
+
+REST = {
+    "tokenizer.json": "{}",
+    "tokenizer_config.json": "{}",
+    "generation_config.json": "{}",
+    "special_tokens_map.json": "{}",
+    "chat_template.jinja": "",
+}
+NEVER = {"pytorch_model.bin": "", "consolidated.00.pth": "", "model.gguf": "", "README.md": "", "other.safetensors": ""}
+ODD = "model [1]*.safetensors"  # characters that are special in patterns
+
+
+@pytest.mark.parametrize(
+    ("files", "weights", "expected"),
+    [
+        (SINGLE, True, ["model.safetensors"]),
+        (SHARDED, True, SHARDS),
+        (SHARDED | SINGLE, True, ["model.safetensors"]),
+        (SHARDED | SINGLE, False, []),
+        (SHARDED | {"model.safetensors.index.json": json.dumps({"weight_map": {"a": ODD}}), ODD: ""}, True, [ODD]),
+    ],
+    ids=["single", "sharded", "both", "no weights", "odd names"],
+)
+def test_only_needed_files_of_one_commit_are_fetched(
+    files: dict, weights: bool, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = PretendedHub(tmp_path, files | REST | NEVER)
+    hub.install(monkeypatch)
+    before = are_progress_bars_disabled()
+    found = resolve("org/name", revision="main", token="secret", weights=weights, progress=False)
+    assert (found.name, found.revision, found.folder) == ("org/name", COMMIT, hub.folder)
+    assert [file.name for file in found.weight_files] == expected
+    index = ["model.safetensors.index.json"] if weights and "model.safetensors.index.json" in files else []
+    assert sorted(hub.fetched) == sorted(["config.json", *REST, *index, *expected])
+    assert hub.revisions == ["main", *[COMMIT] * (len(hub.revisions) - 1)]
+    assert all(hub.bars_hidden)
+    assert are_progress_bars_disabled() == before
+
+
+def test_bad_index_on_the_hub_fetches_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = json.dumps({"weight_map": {"a": "../../x.safetensors"}})
+    hub = PretendedHub(tmp_path, {"config.json": "{}", "model.safetensors.index.json": index})
+    hub.install(monkeypatch)
+    with pytest.raises(CheckpointError, match="bad shard name"):
+        resolve("org/name", token="secret")
+    assert len(hub.revisions) == 1
+
+
+def test_hub_models_without_config_or_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PretendedHub(tmp_path / "a", NEVER).install(monkeypatch)
+    with pytest.raises(ModelNotFoundError, match=r"Hub model org/name: there is no config\.json"):
+        resolve("org/name", token="secret")
+    PretendedHub(tmp_path / "b", NEVER | {"config.json": "{}"}).install(monkeypatch)
+    with pytest.raises(CheckpointError, match="only safetensors files are read"):
+        resolve("org/name", token="secret")
+
+
+def refusal(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
+    return kind("first line\nsecond line", response=Mock(headers={}))
+
+
+CAUSES = [
+    (refusal(errors.GatedRepoError), ("restricted", "HF_TOKEN")),
+    (refusal(errors.RepositoryNotFoundError), ("does not exist, or is private", "spelling")),
+    (refusal(errors.RevisionNotFoundError), ("no revision 'v2'", "branch")),
+    (refusal(errors.HfHubHTTPError), ("refused: first line", "--random-weights")),
+    (errors.LocalEntryNotFoundError("Got: ConnectError"), ("cannot be reached: Got: ConnectError", "--random-weights")),
+    (ConnectionError("no route"), ("cannot be reached: no route", "network")),
+    (TimeoutError("too slow"), ("TimeoutError: too slow", "--random-weights")),
+    (OSError(28, "No space left on device"), ("No space left on device", "folder")),
+]
+
+
+@pytest.mark.parametrize(("error", "words"), CAUSES, ids=[type(error).__name__ for error, _ in CAUSES])
+def test_hub_errors_say_the_cause_and_the_remedy(
+    error: Exception, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
+    before = are_progress_bars_disabled()
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve("org/name", revision="v2", progress=False)
+    assert caught.value.__cause__ is error
+    assert all(word in str(caught.value) for word in ("org/name", *words))
+    assert "second line" not in str(caught.value)
+    assert are_progress_bars_disabled() == before
+
+
+def test_ctrl_c_during_a_download_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        resolve("org/name")
+
+
+def test_failure_after_the_first_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection goes between the small files and the weights: not taken for 'this model has no single file'."""
+    PretendedHub(tmp_path, {"config.json": "{}"}).install(monkeypatch)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=errors.LocalEntryNotFoundError("gone")))
+    with pytest.raises(MinirtError, match="cannot be reached: gone"):
+        resolve("org/name", token="secret")

@@ -1,0 +1,398 @@
+"""config.json: what is read, in both dialects of transformers, and what is refused, by name."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.modeling.config import Fields, ModelConfig
+from minirt.models import parse_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 96,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
+    """A small valid config.json; a field given as `...` is taken out."""
+    raw = {
+        "model_type": model_type,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 131,
+        "max_position_embeddings": 256,
+    }
+    if model_type == "mistral":
+        raw["sliding_window"] = None
+    raw |= fields
+    return {name: value for name, value in raw.items() if value is not ...}
+
+
+CLASSES = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "mistral": transformers.MistralConfig,
+}
+# Options of transformers' classes, every one away from its default somewhere.
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "num_key_value_heads": None, "dtype": "bfloat16", "rms_norm_eps": 1e-5}),
+    (
+        "llama",
+        {"mlp_bias": True, "head_dim": 10, "hidden_act": "gelu", "tie_word_embeddings": True, "dtype": "float16"},
+    ),
+    ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 20000.0}}),
+    ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "dtype": "bfloat16"}),
+    ("qwen2", {"rope_parameters": YARN | {"rope_theta": 1e6}, "hidden_act": "gelu_new"}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}),
+    ("qwen3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "truncate": False}}),
+    (
+        "qwen3",
+        {"attention_bias": True, "head_dim": 64, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 511},
+    ),
+    ("mistral", {"head_dim": 32, "num_key_value_heads": 3}),
+    ("mistral", {"rope_parameters": YARN | {"attention_factor": 1.25, "beta_slow": 2.0}, "hidden_act": "swish"}),
+]
+
+
+def check_against(parsed: ModelConfig, theirs: Any) -> None:
+    """Field by field against transformers' config object of the same file."""
+    for name in ("model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(parsed, name) == getattr(theirs, name)
+    assert parsed.max_position_embeddings == theirs.max_position_embeddings
+    assert parsed.num_layers == theirs.num_hidden_layers
+    assert parsed.num_heads == theirs.num_attention_heads
+    assert parsed.num_kv_heads == theirs.num_key_value_heads
+    assert parsed.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    gelu = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
+    assert parsed.hidden_act == gelu.get(theirs.hidden_act, theirs.hidden_act)
+    assert parsed.dtype == str(theirs.dtype or "float32").removeprefix("torch.")
+    assert parsed.rope.kind == theirs.rope_parameters["rope_type"]
+    assert parsed.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert parsed.rope.factor == theirs.rope_parameters.get("factor", 1.0)
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+def test_written_by_transformers(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    theirs = CLASSES[kind](**raw_config(kind, **copy.deepcopy(options)))
+    theirs.save_pretrained(tmp_path)
+    check_against(parse_config(json.loads((tmp_path / "config.json").read_text())), theirs)
+    check_against(parse_config(json.loads(json.dumps(theirs.to_dict()))), theirs)
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+def test_both_dialects_mean_the_same(kind: str, options: dict[str, Any]) -> None:
+    new = raw_config(kind, **options)
+    old = copy.deepcopy(new)
+    rope = old.pop("rope_parameters", {})
+    if "rope_theta" in rope:
+        old["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") == "default":
+        old["rope_scaling"] = None
+    else:
+        old["rope_scaling"] = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+    if "dtype" in old:
+        old["torch_dtype"] = old.pop("dtype")
+    assert parse_config(old) == parse_config(new)
+    check_against(parse_config(old), CLASSES[kind](**copy.deepcopy(old)))
+    # transformers 5 may write the old keys beside the new ones
+    assert parse_config(new | {"rope_theta": parse_config(new).rope.theta}) == parse_config(new)
+    assert parse_config(old | new | {"rope_scaling": old["rope_scaling"]}) == parse_config(new)
+
+
+def test_absent_fields_take_transformers_defaults() -> None:
+    optional = {"num_key_value_heads": ..., "max_position_embeddings": ...}
+    for kind, theirs in CLASSES.items():
+        heads = {"llama": 6, "mistral": 16}.get(kind, 32)
+        raw = raw_config(kind, num_attention_heads=heads, hidden_size=heads * 16, **optional)
+        check_against(parse_config(raw), theirs(**raw))
+    # null: as many as query heads, also where the class has a default of its own (Mistral's takes no null any more)
+    for kind, theirs in CLASSES.items():
+        raw = raw_config(kind, num_key_value_heads=None)
+        assert parse_config(raw).num_kv_heads == 6
+        if kind != "mistral":
+            check_against(parse_config(raw), theirs(**raw))
+    assert parse_config(raw_config("qwen3")).head_dim == 128  # not 96 / 6
+    assert parse_config(raw_config("llama", head_dim=None)).head_dim == 16
+
+
+def test_architectures_have_their_biases() -> None:
+    def biases(kind: str, **fields: Any) -> tuple[bool, bool, bool, bool]:
+        c = parse_config(raw_config(kind, **fields))
+        return c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm
+
+    assert biases("llama") == (False, False, False, False)
+    assert biases("llama", attention_bias=True) == (True, True, False, False)
+    assert biases("llama", mlp_bias=True) == (False, False, True, False)
+    assert biases("qwen2") == (True, False, False, False)
+    assert biases("qwen2", attention_bias=False) == (True, False, False, False)  # transformers has no such option
+    assert biases("qwen3") == (False, False, False, True)
+    assert biases("qwen3", attention_bias=True) == (True, True, False, True)
+    assert biases("mistral", attention_bias=True, mlp_bias=True) == (False, False, False, False)
+
+
+def test_dtype() -> None:
+    assert parse_config(raw_config()).dtype == "float32"
+    assert parse_config(raw_config(dtype=None, torch_dtype="float16")).dtype == "float16"
+    assert parse_config(raw_config(dtype="bfloat16", torch_dtype="float16")).dtype == "bfloat16"
+
+
+HUGE = 10**400
+SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+OPTIONAL_SIZES = ["num_key_value_heads", "max_position_embeddings", "head_dim"]
+BAD: list[tuple[str, Any]] = [
+    *[(name, value) for name in SIZES for value in (..., None)],
+    *[(name, value) for name in SIZES + OPTIONAL_SIZES for value in (0, -2, 8.0, "8", True, [8], {}, HUGE, math.nan)],
+    ("hidden_size", 65538),  # even, so that no other rule refuses it
+    ("num_hidden_layers", 1025),
+    ("num_attention_heads", 1026),
+    ("intermediate_size", (1 << 20) + 1),
+    ("vocab_size", (4 << 20) + 1),
+    ("max_position_embeddings", (16 << 20) + 1),
+    ("max_position_embeddings", None),
+    ("head_dim", 1026),
+    ("head_dim", 15),  # rotary pairs
+    ("num_key_value_heads", 4),  # 6 query heads
+    ("num_key_value_heads", 12),
+    ("hidden_size", 97),  # not a multiple of the heads, and no head_dim
+    ("rms_norm_eps", 0),
+    ("rms_norm_eps", -1e-6),
+    ("rms_norm_eps", 1),
+    ("rms_norm_eps", math.nan),
+    ("rms_norm_eps", math.inf),
+    ("rms_norm_eps", "1e-6"),
+    ("rms_norm_eps", None),
+    ("rms_norm_eps", True),
+    ("tie_word_embeddings", 1),
+    ("tie_word_embeddings", None),
+    ("tie_word_embeddings", "false"),
+    ("attention_bias", "no"),
+    ("mlp_bias", 0),
+    ("hidden_act", None),
+    ("hidden_act", 3),
+    ("dtype", 16),
+    ("torch_dtype", ["float32"]),
+    ("layer_types", "full_attention"),
+    ("layer_types", ["full_attention", 1]),
+    ("num_experts", "8"),
+    ("partial_rotary_factor", "1"),
+    ("rope_theta", 0),
+    ("rope_theta", 1),  # log(1) = 0 divides in yarn, and every angle is the same
+    ("rope_theta", -10000.0),
+    ("rope_theta", None),
+    ("rope_theta", math.inf),
+    ("rope_theta", "10000"),
+    ("rope_theta", HUGE),
+    ("rope_scaling", "linear"),
+    ("rope_scaling", [1]),
+    ("rope_parameters", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda v: str(v)[:20])
+def test_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw_config(**{name: value}), where="some/config.json")
+    assert name in str(caught.value)
+    assert "some/config.json" in str(caught.value)
+    assert not isinstance(caught.value, UnsupportedError)
+    assert len(str(caught.value)) < 400
+
+
+BAD_ROPE: list[tuple[str, dict[str, Any]]] = [
+    ("factor", {"rope_type": "linear"}),
+    ("factor", {"rope_type": "linear", "factor": None}),
+    ("factor", {"rope_type": "linear", "factor": 0.5}),
+    ("factor", {"rope_type": "linear", "factor": "2"}),
+    ("factor", {"rope_type": "linear", "factor": math.inf}),
+    ("factor", {"rope_type": "yarn", "original_max_position_embeddings": 64}),
+    ("factor", YARN | {"factor": 0.99}),
+    ("factor", YARN | {"factor": None}),
+    ("factor", LLAMA3 | {"factor": math.nan}),
+    ("low_freq_factor", {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}),
+    ("high_freq_factor", {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}),
+    ("high_freq_factor", LLAMA3 | {"high_freq_factor": 1.0}),  # equal to the low one: 0 / 0 between them
+    ("original_max_position_embeddings", LLAMA3 | {"original_max_position_embeddings": 0}),
+    ("original_max_position_embeddings", YARN | {"original_max_position_embeddings": 64.0}),
+    ("beta_fast", YARN | {"beta_fast": -1}),
+    ("beta_fast", YARN | {"beta_fast": 1, "beta_slow": 32}),
+    ("beta_slow", YARN | {"beta_slow": "1"}),
+    ("attention_factor", YARN | {"attention_factor": -1.0}),
+    ("mscale", YARN | {"mscale": math.nan}),
+    ("mscale_all_dim", YARN | {"attention_factor": 1.0, "mscale_all_dim": []}),  # checked though not used
+    ("truncate", YARN | {"truncate": 1}),
+    ("rope_theta", {"rope_type": "default", "rope_theta": None}),
+    ("rope_type", {"rope_type": None}),
+    ("type", {"type": 7}),
+]
+
+
+@pytest.mark.parametrize("dialect", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("name", "rope"), BAD_ROPE)
+def test_bad_rope_value_is_named(name: str, rope: dict[str, Any], dialect: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw_config(**{dialect: rope}))
+    assert f"{dialect}.{name}" in str(caught.value)
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+def test_contradicting_dialects_are_refused() -> None:
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}}
+    with pytest.raises(ConfigError, match="rope_scaling and rope_parameters contradict"):
+        parse_config(raw_config(**both))
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quantization_config", "awq"]),
+    ("llama", {"quantization_config": {}}, ["quantization_config", "unnamed"]),
+    ("qwen2", {"compression_config": {"quant_method": "compressed-tensors"}}, ["compressed-tensors"]),
+    ("llama", {"hidden_act": "relu"}, ["hidden_act", "relu"]),
+    ("llama", {"dtype": "float64"}, ["dtype", "float64"]),
+    ("llama", {"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn"]),
+    ("llama", {"num_local_experts": 8}, ["num_local_experts", "8"]),
+    ("qwen3", {"num_experts": 128}, ["num_experts", "128"]),
+    ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling.type", "dynamic"]),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["rope_parameters.rope_type", "longrope"]),
+    ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["mrope"]),
+    ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8}}, ["attn_factor", "yarn"]),
+    ("llama", {"rope_parameters": LLAMA3 | {"beta_fast": 32}}, ["beta_fast", "llama3"]),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, ["factor", "default"]),
+    ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["sliding_attention"]),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, ["use_sliding_window", "64"]),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, ["use_sliding_window", "4096"]),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
+    ("mistral", {"sliding_window": 4096}, ["sliding_window", "4096"]),
+    ("mistral", {"sliding_window": ...}, ["sliding_window", "4096"]),
+    ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]),
+    ("qwen3_moe", {}, ["qwen3_moe", "qwen3"]),
+    ("", {}, ["''"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "words"), UNSUPPORTED)
+def test_unsupported_is_refused_by_name(kind: str, fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        parse_config(raw_config(kind, **fields))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+        ),  # from a layer there is not
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 3}),
+        ("llama", {"sliding_window": 64}),  # no such option in transformers' Llama
+        ("llama", {"pretraining_tp": 4, "num_local_experts": 0, "quantization_config": None, "layer_types": None}),
+        ("llama", {"hidden_size": 97, "head_dim": 16}),
+        ("llama", {"partial_rotary_factor": 1}),
+        ("mistral", {"unknown_field": {"x": [1]}}),
+    ],
+)
+def test_harmless_is_taken(kind: str, fields: dict[str, Any]) -> None:
+    assert parse_config(raw_config(kind, **fields)).num_layers == 3
+
+
+def test_derived_head_dim_is_bounded_too() -> None:
+    with pytest.raises(ConfigError, match=r"head_dim.*up to 1024; found 16384"):
+        parse_config(raw_config(hidden_size=65536, num_attention_heads=4))
+
+
+@pytest.mark.parametrize("raw", [None, [], "llama", 3])
+def test_not_an_object(raw: Any) -> None:
+    with pytest.raises(ConfigError, match="an object"):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize("model_type", [None, 7, ["llama"], ...])
+def test_model_type_is_required(model_type: Any) -> None:
+    with pytest.raises(ConfigError, match="model_type"):
+        parse_config(raw_config() | {"model_type": model_type} if model_type is not ... else {"hidden_size": 8})
+
+
+def test_fields_name_the_nested_place() -> None:
+    fields = Fields({"a": {"b": {"c": 1.5}}}, "x.json")
+    with pytest.raises(ConfigError, match=r"^x.json, field a.b.c: .* from 1 to 9; found 1.5$"):
+        fields.nested("a").nested("b").integer("c", maximum=9)
+    with pytest.raises(ConfigError, match=r"^x.json, field a.b: not a JSON object; .* found 4$"):
+        Fields({"a": {"b": 4}}, "x.json").nested("a").nested("b")
+
+
+NAMES = [
+    *(
+        "model_type",
+        "hidden_act",
+        "dtype",
+        "torch_dtype",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    ),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
+    *("layer_types", "quantization_config", "num_experts", "partial_rotary_factor", *SIZES, *OPTIONAL_SIZES),
+    "original_max_position_embeddings",
+]
+ROPE_NAMES = [
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "mscale"),
+    *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale_all_dim", "truncate", "surprise"),
+]
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(0, 300)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(
+        ["default", "linear", "llama3", "yarn", "dynamic", "full_attention", "gelu", "float16", HUGE, -HUGE]
+    )
+)
+ANY_VALUE = st.recursive(
+    SCALARS,
+    lambda v: (
+        st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(ROPE_NAMES) | st.text(max_size=3), v, max_size=6)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(list(CLASSES)),
+    changes=st.dictionaries(st.sampled_from(NAMES), ANY_VALUE, max_size=4),
+    rope=st.none() | st.dictionaries(st.sampled_from(ROPE_NAMES), SCALARS, max_size=6),
+)
+def test_any_json_parses_or_is_refused(kind: str, changes: dict[str, Any], rope: dict[str, Any] | None) -> None:
+    try:
+        parsed = parse_config(raw_config(kind, rope_parameters=rope) | changes)
+    except ConfigError:
+        return
+    assert parsed.num_parameters > 0
+    assert parsed.num_heads % parsed.num_kv_heads == 0
+    assert parsed.head_dim % 2 == 0
+    assert math.isfinite(parsed.rms_norm_eps * parsed.rope.theta * parsed.rope.factor * parsed.rope.attention_factor)

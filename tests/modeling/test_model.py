@@ -1,0 +1,290 @@
+"""Composing from Python: an implementation of one's own, and a model made of layers; README.md's examples.
+
+The references are transformers models whose checkpoints were rewritten: blocks taken out, or doubled with a KV cache each.
+Catches layers that depend on their number, KV pages shared by the two places of one layer, and examples that do not run.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.package import ROOT
+
+from minirt import Generator, SamplingParams
+from minirt.errors import CheckpointError, ConfigError, UnsupportedError
+from minirt.layers import base
+
+CACHE = 1 << 24
+PROMPT = [5, 17, 99, 3, 42, 42, 180]
+
+
+# The two examples: they stand in README.md as they stand here.
+
+
+def own_implementation(MODEL):
+    import torch
+
+    from minirt import Generator, SamplingParams
+    from minirt.layers import register
+
+    @register("mlp", "plain")  # a kind of layer, a name of your own
+    def plain(layer):
+        def forward(x, batch, kv):  # x [tokens, hidden] → the same, residual included
+            h = torch.nn.functional.rms_norm(x, x.shape[-1:], layer.norm.weight, layer.config.rms_norm_eps)
+            gate, up = (h @ layer.gate_up.weight.T).chunk(2, dim=-1)
+            return x + (torch.nn.functional.silu(gate) * up) @ layer.down.weight.T
+
+        return forward
+
+    with Generator.from_pretrained(MODEL, impl="layers.*.mlp=plain") as generator:
+        print(generator.plan.rows[2])
+        print(generator.generate("The capital of France is", SamplingParams(max_tokens=8)).text)
+
+
+def own_model(MODEL):
+    from minirt import Generator, SamplingParams
+    from minirt.layers import MLP, Attention, Embedding, Head
+
+    def compose(config):
+        """The model without block 20, and with block 10 run twice: one set of weights, a KV cache for each place."""
+        layers = [Embedding(config, weight="model.embed_tokens")]
+        for i in range(config.num_layers):
+            at = f"model.layers.{i}"
+            q, k, v, o = (f"{at}.self_attn.{name}_proj" for name in "qkvo")
+            gate, up, down = (f"{at}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+            attention = Attention(config, name=f"layers.{i}.attention", norm=f"{at}.input_layernorm", q=q, k=k, v=v, o=o)
+            mlp = MLP(config, name=f"layers.{i}.mlp", norm=f"{at}.post_attention_layernorm", gate=gate, up=up, down=down)
+            layers += [attention, mlp] * {10: 2, 20: 0}.get(i, 1)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        return [*layers, Head(config, norm="model.norm", weight=head)]
+
+    with Generator.from_pretrained(MODEL, layers=compose, impl=["auto", "layers.10.*=eager"]) as generator:
+        print(len(generator.plan.rows), "layers; not used:", *generator.unused_tensors[:2])
+        for piece in generator.stream("The capital of France is", SamplingParams(max_tokens=8)):
+            print(piece.text, end="", flush=True)
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """What a test registers goes with it."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+def load(folder, **options):
+    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=CACHE, **options)
+
+
+def rearranged(folder, order, target):
+    """The checkpoint with the blocks `order` of `folder`, renumbered, in a new folder."""
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name: t for name, t in tensors.items() if ".layers." not in name}
+    for new, old in enumerate(order):
+        prefix = f"model.layers.{old}."
+        for name, tensor in tensors.items():
+            if name.startswith(prefix):
+                renamed[f"model.layers.{new}." + name.removeprefix(prefix)] = tensor.clone()
+    save_file(renamed, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = len(order)
+    if "layer_types" in config:
+        config["layer_types"] = [config["layer_types"][0]] * len(order)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def transformers_result(folder, prompt, count):
+    """Teacher-forced logits of the prompt, and the greedy continuation, in fp32."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return logits, out[0, len(prompt) :].tolist()
+
+
+def taking(order):
+    """compose: the declared layers of the model's own file, in another order of blocks."""
+    from minirt import models
+
+    def compose(config):
+        embedding, *blocks, head = models.build(config)
+        return [embedding, *(layer for i in order for layer in blocks[2 * i : 2 * i + 2]), head]
+
+    return compose
+
+
+CASES = {
+    "skip": ("Llama", (0, 2, 4)),
+    "skip the first": ("Qwen2", (1, 2, 3, 4)),
+    "one block": ("Qwen3", (3,)),
+    "reverse": ("Qwen3", (4, 3, 2, 1, 0)),
+    "twice": ("Llama", (0, 1, 1, 2, 3, 4)),
+    "three times and apart": ("Qwen2", (0, 1, 0, 2, 0)),
+    "only doubled": ("Qwen3", (2, 2)),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_skipped_shared_and_moved(case, tied, hf_folder, tmp_path):
+    family, order = CASES[case]
+    folder = hf_folder(family, num_hidden_layers=5, tie_word_embeddings=tied, head_dim=16)
+    logits, tokens = transformers_result(rearranged(folder, order, tmp_path / "other"), PROMPT, 20)
+    with load(folder, layers=taking(order)) as generator:
+        assert (generator.logits(PROMPT) - logits).norm() / logits.norm() < 1e-5
+        together = generator.generate([[7], PROMPT, PROMPT[::-1]], SamplingParams(max_tokens=20, ignore_eos=True))
+        assert together[1].token_ids == tokens
+        left_out = {f"model.layers.{i}." for i in range(5) if i not in order}
+        assert {name[:15] for name in generator.unused_tensors} == left_out
+        assert len(generator.plan.rows) == 3 + 2 * len(order)
+
+
+def test_a_shared_layer_has_its_weights_once(hf_folder):
+    folder = hf_folder("Llama")
+    with load(folder) as plain, load(folder, layers=taking((0, 1, 1, 1, 2))) as shared:
+        assert shared.plan.weight_bytes == plain.plan.weight_bytes
+        assert shared.decode_read_bytes > plain.decode_read_bytes
+        assert shared.kv_cache_bytes // 5 <= plain.kv_cache_bytes // 3 + 1
+
+
+def test_half_blocks_and_sublayers(hf_folder):
+    """Attention and MLP are layers of their own: any number of either, in any order."""
+    from minirt import models
+
+    def compose(config):
+        embedding, a0, m0, a1, m1, _, m2, head = models.build(config)
+        return [embedding, a0, a1, m0, m2, m1, head]
+
+    with load(hf_folder("Llama"), layers=compose) as generator:
+        assert len(generator.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5
+        assert {name.split(".")[3] for name in generator.unused_tensors} == {"input_layernorm", "self_attn"}
+
+
+def test_own_implementation_runs_where_it_was_asked_for(hf_folder):
+    from minirt.layers import implementation, register
+
+    folder, ran = hf_folder("Qwen2"), []
+
+    @register("attention", "watched")
+    def watched(layer):
+        eager = implementation("attention", "eager").factory(layer)
+
+        def forward(x, batch, kv):
+            ran.append(layer.name)
+            return eager(x, batch, kv)
+
+        return forward
+
+    @register("mlp", "picky", unsupported=lambda layer, device: "it is Tuesday" if "1" in layer.name else None)
+    def picky(layer):
+        return implementation("mlp", "eager").factory(layer)
+
+    with load(folder) as plain:
+        expected = plain.logits(PROMPT)
+    with load(folder, impl=["eager", "layers.[02].attention=watched", "layers.0.mlp=picky"]) as generator:
+        assert torch.equal(generator.logits(PROMPT), expected)
+        assert ran == ["layers.0.attention", "layers.2.attention"]
+        chosen = {row.layer: row.implementation for row in generator.plan.rows}
+        assert chosen["layers.2.attention"] == "watched"
+        assert chosen["layers.1.attention"] == chosen["head"] == "eager"
+        assert chosen["layers.0.mlp"] == "picky"
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp.*it is Tuesday"):
+        load(folder, impl="layers.*.mlp=picky")
+    with pytest.raises(UnsupportedError, match=r"'watched' for mlp layers.*eager"):
+        load(folder, impl="layers.*.mlp=watched")
+    for kind, name in (("attention", "watched"), ("mlp", "eager"), ("mlp", "auto"), ("norm", "mine")):
+        with pytest.raises(UnsupportedError):
+            register(kind, name)
+
+
+RETURNS = {  # of an implementation of one's own, from what ours returns
+    "strides": lambda out: out.t().contiguous().t(),
+    "a row less": lambda out: out[1:],
+    "more columns": lambda out: torch.cat((out, out), 1),
+    "dtype": lambda out: out.half(),
+    "none": lambda out: None,
+}
+
+
+@pytest.mark.parametrize("kind", ["embedding", "attention", "mlp", "select", "head"])
+@pytest.mark.parametrize("wrong", RETURNS)
+def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
+    """Kernels look at addresses alone: other strides would be other numbers to them, with no error."""
+    from minirt.layers import has_implementation, implementation, register
+
+    name = f"returns {wrong}"
+    if not has_implementation(kind, name):
+        register(kind, name)(lambda layer: lambda x, batch, kv: RETURNS[wrong](
+            implementation(kind, "eager").factory(layer)(x, batch, kv)
+        ))  # fmt: skip
+    pattern = {"attention": "layers.1.attention", "mlp": "layers.1.mlp"}.get(kind, kind)
+    with load(hf_folder("Qwen2"), impl=["eager", f"{pattern}={name}"]) as generator:
+        returns = rf"{pattern}: implementation '{name}' returns .*; expected a contiguous torch.float32 .* \(7, \d+\); found "
+        with pytest.raises(UnsupportedError, match=returns):
+            generator.logits(PROMPT)
+
+
+def test_layers_are_of_one_model(hf_folder):
+    """Else the first model would compute with the weights of the second."""
+    from minirt import models
+
+    folder, kept = hf_folder("Llama"), []
+
+    def keep(config):
+        kept[:] = kept or models.build(config)
+        return kept
+
+    with load(folder, layers=keep) as generator:
+        expected = generator.logits(PROMPT)
+        with pytest.raises(ConfigError, match=r"layers\[0\], embedding: this layer belongs to a model already.*make new layers"):
+            load(folder, layers=keep, quantization="fp8")
+        assert torch.equal(generator.logits(PROMPT), expected)
+
+
+def test_impossible_compositions(hf_folder):
+    from minirt import models
+    from minirt.layers import MLP
+
+    folder = hf_folder("Llama")
+
+    def stranger(config):
+        embedding, *blocks, head = models.build(config)
+        mlp = MLP(config, name="extra", norm="model.extra_norm", gate="model.a", up="model.b", down="model.c")
+        return [embedding, *blocks, mlp, head]
+
+    with pytest.raises(CheckpointError, match=r"4 of .* missing.*model\.extra_norm\.weight"):
+        load(folder, layers=stranger)
+    for wrong in (lambda c: None, lambda c: 3):
+        with pytest.raises(ConfigError, match=r"made of layers; expected a sequence of them; found (NoneType|int)"):
+            load(folder, layers=wrong)
+    for place, wrong in enumerate((None, MLP, stranger)):
+        with pytest.raises(ConfigError, match=rf"layers\[{place}\]: not a layer; expected one of kind .*; found (NoneT|t|f)"):
+            load(folder, layers=lambda c, place=place, wrong=wrong: [*models.build(c)[:place], wrong])
+    for wrong in (lambda c: [], lambda c: models.build(c)[1:], lambda c: models.build(c)[::-1], lambda c: models.build(c)[:1]):
+        with pytest.raises(ConfigError, match="one embedding"):
+            load(folder, layers=wrong)
+
+
+def test_examples(smollm2, capsys):
+    own_implementation(smollm2)
+    assert "plain" in (out := capsys.readouterr().out)
+    assert "\n Paris." in out
+    own_model(smollm2)
+    first, _, text = capsys.readouterr().out.partition("\n")
+    assert first.startswith("63 layers; not used: model.layers.20.")
+    assert text
+
+
+def test_readme(smollm2, monkeypatch, tmp_path):
+    """Every Python block of README.md runs, in order, in one namespace where MODEL is a model's folder."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
+    namespace = {"__name__": "readme", "MODEL": str(smollm2)}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"README.md, Python block {number}", "exec"), namespace)

@@ -1,0 +1,197 @@
+"""Rotary tables against transformers, bit for bit, and against the formulas in fp64."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from minirt.modeling.config import RopeConfig
+from minirt.modeling.rope import inverse_frequencies, rope_table
+from minirt.models import parse_config
+
+OWNERS = {
+    "llama": (transformers.LlamaConfig, LlamaRotaryEmbedding),
+    "qwen2": (transformers.Qwen2Config, Qwen2RotaryEmbedding),
+    "qwen3": (transformers.Qwen3Config, Qwen3RotaryEmbedding),
+    "mistral": (transformers.MistralConfig, MistralRotaryEmbedding),
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+ROPES: list[dict[str, Any]] = [
+    {"rope_theta": 10000.0},
+    {"rope_theta": 1000000},  # an integer, as many files have it
+    {"rope_theta": 5e5} | LLAMA3,
+    {"rope_theta": 5e5} | LLAMA3 | {"factor": 32, "low_freq_factor": 0.7, "high_freq_factor": 5.3},
+    {"rope_theta": 5e5} | LLAMA3 | {"original_max_position_embeddings": 517},
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_theta": 1e6} | YARN,
+    {"rope_theta": 1e6} | YARN | {"truncate": False},
+    {"rope_theta": 1e6} | YARN | {"factor": 1.0},
+    {"rope_theta": 1e4}
+    | YARN
+    | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    {"rope_theta": 1e4} | YARN | {"attention_factor": 0.9, "beta_fast": 24, "beta_slow": 3},
+    {"rope_theta": 1e4} | YARN | {"mscale": 1.4},
+    {"rope_theta": 1e4} | YARN | {"original_max_position_embeddings": 5},  # both ends of the ramp fall on dimension 0
+    {"rope_theta": 3.0} | YARN,  # both ends of the ramp fall beyond the head
+    {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"},
+    {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"},
+]
+
+
+def make(rope: dict[str, Any], kind: str = "llama", head_dim: int = 64) -> tuple[RopeConfig, Any, Any]:
+    """Our rope config, transformers' config and its rotary module, of the same file."""
+    raw = {
+        "model_type": kind,
+        "hidden_size": 4 * head_dim,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "vocab_size": 64,
+        "max_position_embeddings": 2048,
+        "sliding_window": None,
+        "rope_parameters": rope,
+    }
+    ours = parse_config(raw).rope
+    config_class, module = OWNERS[kind]
+    theirs = config_class(**copy.deepcopy(raw))
+    return ours, theirs, module(theirs)
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+@pytest.mark.parametrize("rope", ROPES)
+def test_table_equals_transformers(rope: dict[str, Any], kind: str) -> None:
+    ours, _, module = make(rope, kind)
+    cos, sin = module(torch.zeros(1), torch.arange(2500)[None])  # beyond max_position_embeddings too
+    table = rope_table(ours, 64, 2500)
+    assert table.dtype == torch.float32
+    assert table.shape == (2500, 64)
+    assert torch.equal(table[:, :32], cos[0, :, :32])
+    assert torch.equal(table[:, 32:], sin[0, :, 32:])
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 80, 128, 256])
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_equal_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    ours, theirs, module = make(rope, head_dim=head_dim)
+    compute = ROPE_INIT_FUNCTIONS.get(ours.kind, LlamaRotaryEmbedding.compute_default_rope_parameters)
+    frequencies, attention_factor = compute(theirs)
+    assert torch.equal(inverse_frequencies(ours, head_dim), frequencies)
+    assert ours.attention_factor == attention_factor == module.attention_scaling
+
+
+FILE = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+}
+
+
+def test_outer_original_length_overrules() -> None:
+    raw = FILE | {"original_max_position_embeddings": 700, "rope_scaling": YARN}
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(raw)))
+    assert torch.equal(inverse_frequencies(parse_config(raw).rope, 64), theirs.inv_freq)
+
+
+def test_rope_places() -> None:
+    def rope(**fields: Any) -> RopeConfig:
+        return parse_config(FILE | fields).rope
+
+    assert rope() == RopeConfig("default", 10000.0)
+    assert rope(rope_theta=5) == RopeConfig("default", 5.0)
+    assert rope(rope_theta=5, rope_parameters={"rope_theta": 7.0}).theta == 7.0  # the inner one wins
+    assert rope(rope_theta=5, rope_parameters={"rope_type": "default"}).theta == 5.0
+    assert rope(rope_scaling={}, rope_parameters={"rope_theta": 7}).theta == 7.0
+    assert rope(rope_parameters={"rope_type": "linear", "factor": 2, "beta_fast": None}).factor == 2.0  # null: absent
+    # "rope_type" before "type", as in transformers
+    assert rope(rope_scaling={"rope_type": "linear", "type": "dynamic", "factor": 2}).kind == "linear"
+    # the original length: inside, else max_position_embeddings; the top level overrules both
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    assert rope(rope_parameters=YARN).original_max_position == 32768
+    assert rope(rope_parameters=yarn).original_max_position == 256
+    assert rope(rope_parameters=YARN, original_max_position_embeddings=32).original_max_position == 32
+    assert rope(rope_parameters=yarn).attention_factor == 0.1 * math.log(2) + 1
+    assert (
+        rope(rope_parameters=YARN | {"attention_factor": 1.5, "mscale": 1, "mscale_all_dim": 1}).attention_factor == 1.5
+    )
+    assert rope(rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}).attention_factor == 1.0
+    assert rope(rope_parameters=yarn | {"mscale": 3.0}).attention_factor == 0.1 * math.log(2) + 1  # one alone is unused
+    linear = {"rope_type": "linear", "factor": 4.0}
+    assert rope(rope_scaling=linear, rope_parameters=linear | {"type": "linear"}).factor == 4.0
+
+
+def exact_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """The papers' formulas in fp64, written apart from the code and from transformers (scalar loops)."""
+    out = []
+    for pair in range(head_dim // 2):
+        plain = rope.theta ** (-2 * pair / head_dim)
+        turns = rope.original_max_position * plain / (2 * math.pi)  # over the original context
+        if rope.kind == "linear":
+            plain /= rope.factor
+        elif rope.kind == "llama3":
+            keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+            keep = min(max(keep, 0.0), 1.0)
+            plain = keep * plain + (1 - keep) * plain / rope.factor
+        elif rope.kind == "yarn":
+            ends = []
+            for beta in (rope.beta_fast, rope.beta_slow):  # the pair that turns beta times
+                ratio = rope.original_max_position / (2 * math.pi * beta)
+                ends.append(head_dim / 2 * math.log(ratio, rope.theta))
+            low, high = (math.floor(ends[0]), math.ceil(ends[1])) if rope.truncate else ends
+            keep = 1 - min(max((pair - low) / (high - low), 0.0), 1.0)
+            plain = keep * plain + (1 - keep) * plain / rope.factor
+        out.append(plain)
+    return np.array(out)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig("default", 1e6),
+        RopeConfig("linear", 1e4, 3.0),
+        RopeConfig("llama3", 5e5, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+        RopeConfig("yarn", 1e6, 4.0, 32768, attention_factor=1.25),
+        RopeConfig("yarn", 1e6, 4.0, 32768, truncate=False, beta_fast=20.0, beta_slow=2.0),
+    ],
+)
+def test_against_fp64(rope: RopeConfig, head_dim: int) -> None:
+    exact = exact_frequencies(rope, head_dim)
+    frequencies = inverse_frequencies(rope, head_dim)
+    np.testing.assert_allclose(frequencies.double().numpy(), exact, rtol=1e-5)
+    length = 4097
+    angles = np.arange(length)[:, None] * exact
+    wanted = rope.attention_factor * np.concatenate((np.cos(angles), np.sin(angles)), axis=1)
+    # An fp32 angle near 4096 has steps of 2^-11; its frequency has a relative error of some 2^-21 besides.
+    np.testing.assert_allclose(rope_table(rope, head_dim, length).double().numpy(), wanted, rtol=0, atol=6e-3)
+    near = rope_table(rope, head_dim, 8).double().numpy()
+    np.testing.assert_allclose(near, wanted[:8], rtol=0, atol=2e-5)
+
+
+def test_table_starts_at_position_zero_and_may_be_empty() -> None:
+    rope = RopeConfig("yarn", 1e4, 2.0, 128, attention_factor=1.5)
+    table = rope_table(rope, 6, 3)
+    assert table[0].tolist() == [1.5, 1.5, 1.5, 0.0, 0.0, 0.0]
+    assert rope_table(rope, 6, 0).shape == (0, 6)
+    assert torch.equal(rope_table(rope, 6, 1), table[:1])  # a longer table has the same first rows

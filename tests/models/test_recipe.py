@@ -1,0 +1,224 @@
+"""The embedded model's recipe: outlines, filters, packing, the network, and the checkpoint it writes. Reads no real model.
+
+Catches a plot that names somebody before they appear, a filter that lets junk in, rows that do not begin with a story, and a
+network or checkpoint that is not what transformers and minirt understand by Qwen2.
+"""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+from support.package import ROOT
+
+from minirt import Generator
+
+NAMES = ("outlines", "clean", "network", "train", "stories")
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    """The recipe's modules by name; they are scripts of one folder, not a package."""
+    import sys
+    from importlib import import_module
+    from types import SimpleNamespace
+
+    folder = str(ROOT / "models" / "recipe")
+    before = sys.path.copy()
+    sys.path.insert(0, folder)
+    try:
+        yield SimpleNamespace(**{name: import_module(name) for name in NAMES})
+    finally:
+        sys.path[:] = before
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+def finished(outline, continuation="!!"):
+    while outline.advance() is not None:
+        outline.fill(continuation)
+    return outline.text
+
+
+def test_every_outline_is_a_story_without_its_slots(recipe):
+    """Whatever is left out, nobody is mentioned before they are introduced, and no brace or mark is left."""
+    rng, seen = random.Random(0), set()
+    for _ in range(1500):
+        outline = recipe.outlines.draw(rng)
+        seen.add(outline.plot)
+        text = finished(outline)
+        assert not re.search(r"[{}>~/|;]|\s[.,!?']|  |\n\n\n|\ba [aeiou]|[.!?] [a-z](?![a-z ]*named)", text), text
+        assert text.count('"') % 2 == 0
+        assert outline.written == 0
+        for name in outline.names:
+            assert name not in text or f"named {name}" in text, text
+            assert re.search(rf"\b{name}\b", text) is None or text.index(f"named {name}") + 6 == text.index(name), text
+    assert len(seen) == 20
+
+
+def test_drawing_is_repeatable(recipe):
+    first, second = ([finished(recipe.outlines.draw(random.Random(seed))) for seed in range(20)] for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted", "expected"),
+    [
+        (" ran home. Then", False, "ran home."),
+        (' said, "Hello!" Then', False, 'said, "Hello!"'),
+        (' said, "Hello," and went. Then', False, 'said, "Hello," and went.'),
+        ('I will help. Come on." Pip', True, 'I will help. Come on."'),
+        ('I will," said Pip. He', True, 'I will," said Pip.'),
+        ("I will... and so", False, "I will..."),
+        ("no end", False, None),
+        ("line\nbreak.", False, None),
+        ("One. Two. Three.", True, None),
+    ],
+)
+def test_first_sentence(recipe, text, quoted, expected):
+    assert recipe.outlines.first_sentence(text, quoted) == expected
+
+
+@pytest.fixture
+def outline(recipe):
+    text = 'Once upon a time, there was a fox named Pip. Pip had a red hat. He said, "I like my red hat."'
+    names, absent = frozenset(("Pip", "Lily")), frozenset(("she", "her", "herself"))
+    return recipe.outlines.Outline("lost", "", ["Pip felt >", 'Pip said, ">'], names, absent, text)
+
+
+@pytest.mark.parametrize(
+    "good", ["sad because the wind was cold.", "very happy and ran home. He ate.", "that Pip's tail was wet."]
+)
+def test_accepted(outline, good):
+    assert outline.advance().endswith("Pip felt")
+    assert outline.fill(" " + good)
+    assert outline.text.endswith(" Pip felt " + good.split(". ")[0].removesuffix(".") + ".")
+    assert outline.written > 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "sad and she cried.", "like Elfspiran.", "like Lily.", "happy happy.", "sad, so sad, sad.", "a special joy.",
+        "that 3 were few.", "he had a red hat.", "no end", "the moral: be kind.", "fine (really).",
+        "it" + " x" * 30 + ".",
+    ],
+)  # fmt: skip
+def test_refused_twice_then_left_out(outline, bad):
+    """Somebody who is not in the story, or not yet; repetition; talk about the story; figures; too long; unfinished."""
+    before = outline.text
+    for _ in range(2):
+        assert outline.advance().endswith("Pip felt")
+        assert not outline.fill(bad)
+    assert outline.text == before
+    assert outline.advance().endswith('Pip said, "')
+    assert outline.fill('Let us go home now." He')
+    assert outline.advance() is None
+    assert outline.text == before + ' Pip said, "Let us go home now."'
+
+
+def test_clean(recipe):
+    rng = random.Random(3)
+    vocabulary = [a + b + c for a in "bdfgk" for b in "aeiou" for c in "lmnrs"]
+    good = [" ".join(rng.choices(vocabulary, k=90)) + "." for _ in range(60)]
+    near = good[0].replace(good[0].split()[40], good[0].split()[41])
+    texts = [*good, near, good[1], good[2] + " zebra.", "too short.", "again and again. " * 40]
+    kept, dropped = recipe.clean.clean(texts, workers=1, min_count=2)
+    assert dropped == {"length or repetition": 2, "rare words": 1, "near duplicates": 2}
+    assert set(kept) <= {*good, near}
+    assert len(kept) == len(good)
+    assert recipe.clean.clean(texts[::-1], workers=1, min_count=2)[0] == kept
+
+
+def test_repeated_trigrams(recipe):
+    assert recipe.clean.repeated_trigrams(list("abcde")) == 0
+    assert recipe.clean.repeated_trigrams(list("ababab")) == 0.5  # aba bab aba bab
+
+
+def test_packing(recipe):
+    """Every row begins with a whole story; all stories are there, each whole."""
+    import numpy as np
+
+    width = recipe.network.Shape.max_position_embeddings + 1
+    rng = np.random.default_rng(0)
+    stories = [np.append(np.full(n, i + 1, np.int16), 0).astype(np.int16) for i, n in enumerate(rng.integers(5, 400, 40))]
+    order = rng.permutation(40)
+    for fill in (True, False):
+        rows = recipe.train.pack(stories, order, fill=fill)
+        assert rows.shape[1] == width
+        whole = []
+        for row in rows:
+            text = [*row[row >= 0]]
+            assert fill == (len(text) == width) or len(text) == width
+            while text:
+                story = stories[text[0] - 1]
+                if text[: len(story)] == [*story]:
+                    whole.append(text[0] - 1)
+                else:
+                    assert fill
+                    assert text == [*story[: len(text)]]
+                text = text[len(story) :]
+        # A cut beginning that happens to be whole is counted too, in the row before its own.
+        assert sorted(set(whole)) == sorted(order)
+        assert len(whole) == 40 or fill
+
+
+def test_the_network_is_qwen2(recipe, tmp_path):
+    """Logits equal transformers' and minirt's on the checkpoint that is written, biases and norms not trivial."""
+    import transformers
+
+    shape = recipe.network.Shape(
+        vocab_size=300, hidden_size=56, num_hidden_layers=2, intermediate_size=64, num_attention_heads=7
+    )
+    torch.manual_seed(0)
+    model = recipe.network.Qwen2(shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+            parameter.copy_(parameter.to(torch.bfloat16))
+    recipe.train.write_model(model, shape, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"} < names
+    tokens = torch.randint(0, 300, (1, 77))
+    with torch.no_grad():
+        ours = model(tokens)[0]
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(tokens).logits[0]
+    assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+    with Generator.from_pretrained(tmp_path, device="cpu", kv_cache_memory=1 << 22, check_weights=True) as generator:
+        logits = generator.logits(tokens[0].tolist())
+        assert generator.eos_token_ids == (0,)
+    assert (logits - theirs).norm() < 1e-4 * theirs.norm()
+
+
+def test_the_tokenizer(recipe, tmp_path):
+    """Any text survives it, the end token has the id 0, and minirt and transformers read it alike."""
+    import transformers
+
+    from minirt.text.tokenizer import Tokenizer
+
+    texts = [finished(recipe.outlines.draw(random.Random(seed))) for seed in range(50)]
+    recipe.train.train_tokenizer(texts, 600, tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.vocab_size == 600
+    assert tokenizer.eos_token_id == theirs.eos_token_id == 0
+    for text in (texts[0], " é€\n\n🦊 don't", recipe.train.END + "Once"):
+        ids = tokenizer.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.encode(recipe.train.END + "Once")[0] == 0
+    (ids,) = recipe.train.encode(tmp_path, [texts[0]])
+    assert ids.tolist() == [*tokenizer.encode(texts[0]), 0]
+
+
+def test_the_learning_rate(recipe):
+    rates = [recipe.train.rate(i / 1000) for i in range(1001)]
+    peak = rates.index(max(rates))
+    assert rates[peak] == pytest.approx(recipe.train.PEAK_RATE, rel=1e-3)
+    assert 10 <= peak <= 30
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(recipe.train.PEAK_RATE / 100)

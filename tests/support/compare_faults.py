@@ -1,0 +1,123 @@
+"""Implementations of layers with a planted fault each, by names for `--impl`: gate and up swapped, RoPE turned backwards, a mask
+off by one, a bias forgotten, a stale fp8 scale, K and V not written, a neighbour's page overwritten, the row before the one that
+is wanted, NaN, too large a sum.
+"""
+
+import copy
+
+import torch
+
+from minirt import layers
+from minirt.engine.kv_cache import LayerKV
+from minirt.layers import implementation
+
+
+def altered(layer, **attributes):
+    """A copy of the layer with other holders; those it shares are not touched."""
+    twin = copy.copy(layer)
+    vars(twin).update(attributes)
+    return twin
+
+
+def holder(linear, **tensors):
+    twin = copy.copy(linear)
+    vars(twin).update(tensors)
+    return twin
+
+
+@layers.register("mlp", "compare-swapped")
+def swapped(layer):
+    own = layer.gate_up
+    scale = None if own.scale is None else own.scale.roll(own.scale.shape[0] // 2)
+    weight = torch.cat(own.weight.view(torch.uint8).chunk(2)[::-1]).view(own.weight.dtype)
+    return implementation("mlp", "triton").factory(altered(layer, gate_up=holder(own, weight=weight, scale=scale)))
+
+
+@layers.register("mlp", "compare-stale")
+def stale(layer):
+    """One channel's scale is that of weights which are not there any more."""
+    scale = layer.down.scale.clone()
+    scale[3] *= 1.5
+    return implementation("mlp", "triton").factory(altered(layer, down=holder(layer.down, scale=scale)))
+
+
+@layers.register("attention", "compare-backwards")
+def backwards(layer):
+    class Backwards(layers.Attention):
+        @property
+        def cos_sin(self):
+            table = super().cos_sin.clone()
+            table[:, table.shape[1] // 2 :].neg_()
+            return table
+
+    twin = altered(layer)
+    twin.__class__ = Backwards
+    return implementation("attention", "triton").factory(twin)
+
+
+@layers.register("attention", "compare-short")
+def short(layer):
+    """One token too few is seen: what a mask that is off by one does."""
+    forward = implementation("attention", "triton").factory(layer)
+
+    def shifted(x, batch, kv):
+        true = batch.seq_lens_device.clone()
+        batch.seq_lens_device.sub_(1)
+        out = forward(x, batch, kv)
+        batch.seq_lens_device.copy_(true)
+        return out
+
+    return shifted
+
+
+@layers.register("attention", "compare-no-bias")
+def no_bias(layer):
+    own = layer.qkv
+    return implementation("attention", "triton").factory(altered(layer, qkv=holder(own, bias=torch.zeros_like(own.bias))))
+
+
+@layers.register("attention", "compare-unwritten")
+def unwritten(layer):
+    """Right in what it returns, but its K and V get lost."""
+    forward = implementation("attention", "eager").factory(layer)
+    return lambda x, batch, kv: forward(x, batch, LayerKV(kv.k.clone(), kv.v.clone()))
+
+
+@layers.register("attention", "compare-stray")
+def stray(layer):
+    """One value of a slot that is nobody's, or another token's, is overwritten."""
+    forward = implementation("attention", "eager").factory(layer)
+
+    def straying(x, batch, kv):
+        out = forward(x, batch, kv)
+        kv.v.flatten(0, 1)[int(batch.slots[-1]) ^ 1, 0, 0] = 0.5
+        return out
+
+    return straying
+
+
+@layers.register("mlp", "compare-nan")
+def not_a_number(layer):
+    return lambda x, batch, kv: torch.full_like(x, torch.nan)
+
+
+@layers.register("select", "compare-before")
+def before(layer):
+    return lambda x, batch, kv: x[batch.logits_indices - 1]
+
+
+@layers.register("select", "compare-half")
+def half(layer):
+    return lambda x, batch, kv: x / 2 if batch.every_row else x[batch.logits_indices]
+
+
+@layers.register("head", "compare-doubled")
+def doubled(layer):
+    forward = implementation("head", "eager").factory(layer)
+    return lambda x, batch, kv: 2 * forward(x, batch, kv)
+
+
+@layers.register("mlp", "compare-scaled")
+def scaled(layer):
+    forward = implementation("mlp", "eager").factory(layer)
+    return lambda x, batch, kv: x + 1.05 * (forward(x, batch, kv) - x)

@@ -1,0 +1,70 @@
+"""Stop strings in a stream, against a search of the whole text. Catches a stop that lies across pieces, text that is held back
+without need or sent too early, and the wrong one of two stops."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from minirt.errors import InputError
+from minirt.text.stop_strings import StopStrings
+
+
+def stop_at_once(stops: list[str], text: str) -> tuple[str, bool]:
+    """The specification: the shortest beginning of the text that ends with a stop string, less the longest such one."""
+    for end in range(len(text) + 1):
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return text[: end - max(lengths)], True
+    return text, False
+
+
+def run_stops(stops: list[str], pieces: Iterable[str]) -> tuple[str, bool]:
+    matcher = StopStrings(stops)
+    results = [matcher.push(piece) for piece in pieces]
+    return "".join(text for text, _ in results) + matcher.flush(), any(found for _, found in results)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text("ab好", min_size=1, max_size=5), max_size=4), st.lists(st.text("ab好", max_size=4)))
+@example(stops=["abc", "b"], pieces=["a", "b", "c"])
+@example(stops=["aab"], pieces=["a", "a", "a", "b"])
+@example(stops=["abab好"], pieces=["ababab", "好"])
+@example(stops=["b", "ab"], pieces=["ab"])
+def test_stops_against_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
+    expected = stop_at_once(stops, "".join(pieces))
+    assert run_stops(stops, pieces) == run_stops(stops, "".join(pieces)) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), text=st.text("ab", max_size=12))
+def test_no_more_is_held_than_could_begin_a_stop(stops: list[str], text: str) -> None:
+    matcher, sent = StopStrings(stops), ""
+    for end, character in enumerate(text, start=1):
+        safe, found = matcher.push(character)
+        sent += safe
+        if found:
+            return
+        held = text[len(sent) : end]
+        starts = [tail for n in range(end + 1) if any(stop.startswith(tail := text[n:end]) for stop in stops)]
+        assert held == max(starts, key=len, default="")
+
+
+def test_after_a_stop_nothing_is_sent_and_held_text_is_flushed_once() -> None:
+    matcher = StopStrings(["END", "\n\n"])
+    assert matcher.push("text E") == ("text ", False)
+    assert matcher.push("ND and\n\nmore") == matcher.push("more") == ("", True)
+    assert matcher.flush() == ""
+    matcher = StopStrings(["END"])
+    assert matcher.push("the EN") == ("the ", False)
+    assert (matcher.flush(), matcher.flush()) == ("EN", "")
+    assert StopStrings([]).push("all of it") == ("all of it", False)
+
+
+def test_stop_strings_are_checked() -> None:
+    bad: list[Any] = ["END", [""], [None], ["a", 3]]
+    for stops in bad:
+        with pytest.raises(InputError, match="stop"):
+            StopStrings(stops)

@@ -1,0 +1,413 @@
+"""The tokenizer against transformers, and decoding piece by piece against decoding the whole text at once."""
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from minirt.errors import ConfigError, InputError, TokenizerError
+from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.tokenizer import Tokenizer, eos_token_ids
+
+BOS, EOS = "<s>", "</s>"
+TEXTS = [
+    *("Hello, world!", " leading and trailing ", "", " ", "\n\n\tdef f(x):\n    return x\n", "12345678901234567890"),
+    *("你好，世界。龘", "emoji 👩‍👩‍👧‍👦 and 🏳️‍🌈 done", "naïve cafe\u0301 ﬁ", "שלום मस्ते", "nul \x00 and \x7f"),
+    *("a<|im_end|>b <|im_start|> c", "\ufffd real replacement \ufffd"),
+]
+ONE = {"role": "user", "content": "Hi"}
+CHATS = [
+    [ONE],
+    [{"role": "system", "content": "Be brief & <kind>."}, {"role": "user", "content": "你好 👩‍👩‍👧‍👦"}],
+    [{"role": "user", "content": " one "}, {"role": "assistant", "content": "two\n"}, {"role": "user", "content": ""}],
+]
+
+
+def save(backend: Backend, folder: Path, **tokenizer_config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config})
+    return folder
+
+
+def write(folder: Path, name: str, value: Any) -> Path:
+    (folder / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    return folder
+
+
+def spaces() -> list[decoders.Decoder]:
+    return [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+
+
+def sentencepiece_like() -> Backend:
+    """In the manner of Llama 2: ▁ for spaces, byte tokens for what is not in the vocabulary, a BOS before each text."""
+    pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdehlow好\ufffd", "▁a", "▁b", "ab", "▁ab", "▁▁", "he", "ll", "hell", "hello", "▁hello"]
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("▁", "▁"), ("h", "e"), ("l", "l"), ("he", "ll")]
+    merges += [("hell", "o"), ("▁", "hello")]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(spaces())
+    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    backend.add_special_tokens(["<unk>", BOS, EOS])
+    return backend
+
+
+def byte_level() -> Backend:
+    """A byte-level BPE whose merges cut Chinese and emoji inside characters, with added tokens of odd spellings."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"special_tokens": [BOS, EOS], "initial_alphabet": letters, "show_progress": False}
+    backend.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=330, **options))
+    # Outside the byte alphabet ("好", a space), inside it and so read as bytes ("é" is byte E9), and not special.
+    backend.add_tokens(["<好>", "two words", "é", "plain"])
+    return backend
+
+
+def other(model: models.Model, decoder: decoders.Decoder | None) -> Backend:
+    backend = Backend(model)
+    backend.decoder = decoder  # type: ignore[assignment]
+    backend.add_special_tokens([BOS, EOS])
+    return backend
+
+
+words = ["<unk>", BOS, EOS, "▁", "▁a", "a", "the", "##re", ".", "do", "n't", "##!", "好", "b</w>", "c</w>"]
+WORDS = {word: i for i, word in enumerate(words)}
+KINDS: dict[str, Callable[[], Backend]] = {
+    "sentencepiece_like": sentencepiece_like,
+    "byte_level": byte_level,
+    "metaspace": lambda: other(models.BPE(WORDS, []), decoders.Metaspace()),
+    "wordpiece": lambda: other(models.WordPiece(WORDS, unk_token="<unk>"), decoders.WordPiece(cleanup=True)),
+    "end_of_word": lambda: other(models.BPE(WORDS, []), decoders.BPEDecoder()),
+    "no_decoder": lambda: other(models.BPE(WORDS, []), None),
+    "emptying": lambda: other(models.BPE(WORDS, []), decoders.Sequence([decoders.Replace("the", ""), *spaces()])),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {name: save(build(), root / name, bos_token=BOS, eos_token=EOS) for name, build in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folders: dict[str, Path], smollm2: Path) -> dict[str, Tokenizer]:
+    return {name: load(folder) for name, folder in folders.items()} | {"smollm2": load(smollm2)}
+
+
+def load(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder) or pytest.fail(f"no tokenizer in {folder}")
+
+
+def hf(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "sentencepiece_like", "byte_level"])
+def test_encode_and_decode_agree_with_transformers(name: str, smollm2: Path, folders: dict[str, Path]) -> None:
+    folder = smollm2 if name == "smollm2" else folders[name]
+    ours, theirs = load(folder), hf(folder)
+    assert ours.vocab_size == len(theirs)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.token_id(EOS if name != "smollm2" else "<|im_end|>") == ours.eos_token_id
+    assert ours.token_id("no such token") is None
+    assert ours.decode([ours.vocab_size, *ours.encode("hello"), 10**6]) == "hello"  # ids of a padded vocabulary
+
+
+@pytest.mark.parametrize("post_processor", ["none", "empty", "bos"])
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_bos_is_decided_as_transformers_does(post_processor: str, add_bos_token: bool | None, tmp_path: Path) -> None:
+    backend = sentencepiece_like()
+    single, tokens = (f"{BOS} $A", [(BOS, 1)]) if post_processor == "bos" else ("$A", [])
+    template = processors.TemplateProcessing(single=single, special_tokens=tokens)
+    backend.post_processor = None if post_processor == "none" else template  # type: ignore[assignment]
+    options = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    folder = save(backend, tmp_path, bos_token=BOS, eos_token=EOS, **options)
+    ids = load(folder).encode("hello")
+    assert ids == hf(folder).encode("hello")
+    assert (ids[0] == 1) == (post_processor == "bos")
+
+
+def test_never_a_second_bos(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["sentencepiece_like"]
+    assert tokenizer.encode(BOS + "hello") == [1, *tokenizer.encode("hello")[1:]]
+    assert tokenizer.encode(BOS) == tokenizer.encode("") == [1]
+    assert tokenizer.encode("a" + BOS).count(1) == 2  # one of its own further on is the user's affair
+    for text in (BOS + "a", "a" + BOS):
+        assert len(tokenizers["byte_level"].encode(text)) == 2  # nothing was added, so nothing is taken
+
+
+def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(max_length=4)
+    backend.enable_padding(length=50)
+    assert load(save(backend, tmp_path)).encode(TEXTS[0]) == byte_level().encode(TEXTS[0]).ids
+
+
+def test_eos_without_the_special_flag_is_skipped_all_the_same(tmp_path: Path) -> None:
+    folder = save(byte_level(), tmp_path, eos_token="plain")
+    tokenizer, ids = load(folder), load(folder).encode("aplainb")
+    assert tokenizer.eos_token_id in ids
+    assert join(tokenizer, ids) == tokenizer.decode(ids) == hf(folder).decode(ids, skip_special_tokens=True) == "ab"
+
+
+def test_special_tokens_as_objects_null_and_from_the_older_file(tmp_path: Path) -> None:
+    added = {"__type": "AddedToken", "content": EOS, "lstrip": False, "normalized": False, "rstrip": False}
+    folder = save(byte_level(), tmp_path, bos_token=None, eos_token=added)
+    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, 1)
+    write(folder, "special_tokens_map.json", {"bos_token": BOS, "eos_token": BOS})
+    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, 1)  # null is an answer
+    write(folder, "tokenizer_config.json", {})
+    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (0, 0)
+    write(folder, "special_tokens_map.json", {})
+    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, None)
+    with pytest.raises(TokenizerError, match=r"eos_token.*<gone>"):
+        load(save(byte_level(), tmp_path, bos_token=BOS, eos_token="<gone>"))
+    load(save(byte_level(), tmp_path, pad_token="<gone>"))  # generating needs no padding
+
+
+def test_what_is_no_text_and_no_id_is_an_input_error(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    bad_texts: list[Any] = [None, b"bytes", 3, ["list"], "lone \ud800 surrogate"]
+    bad_ids: list[Any] = [-1, 2**40, "a", None, 1.5]
+    for text, token in zip(bad_texts, bad_ids, strict=True):
+        with pytest.raises(InputError):
+            tokenizer.encode(text)
+        with pytest.raises(InputError):
+            tokenizer.decode([token])
+        with pytest.raises(InputError):
+            IncrementalDecoder(tokenizer).push(token)
+
+
+def test_no_tokenizer_and_foreign_tokenizers(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", {})
+    assert Tokenizer.load(tmp_path) is None
+    for name in ("tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(TokenizerError, match=rf"tokenizer\.json: is missing.*{name}"):
+            Tokenizer.load(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def with_part(**parts: dict[str, Any]) -> str:
+    return json.dumps(json.loads(sentencepiece_like().to_str()) | parts)
+
+
+# It names a token that it does not define: the library panics when it first encodes.
+UNDEFINED: list[dict] = [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+PANIC = {"type": "TemplateProcessing", "single": UNDEFINED, "pair": [], "special_tokens": {}}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+CTC = {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": True}
+LATE = {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}
+BAD: dict[str, list[str | bytes]] = {
+    "tokenizer.json": [
+        *("", "[]", '{"version": "1.0"}', b'{"version": "\xff"}', byte_level().to_str()[:-20]),
+        *(with_part(post_processor=PANIC), with_part(added_tokens=PANIC)),
+        *(with_part(decoder=decoder) for decoder in (CTC, LATE, STRIP | {"start": 2}, STRIP | {"stop": 1})),
+    ],
+    "tokenizer_config.json": [
+        *("{", "[]", b"\xff\xfe", "[" * 100_000, '{"eos_token": 7}', '{"eos_token": {"special": true}}'),
+        *('{"chat_template": 7}', '{"chat_template": [7]}', '{"chat_template": [{"name": "rag", "template": "x"}]}'),
+        '{"chat_template": [{"name": "default", "template": 3}]}',
+    ],
+    "special_tokens_map.json": ['"text"'],
+    "chat_template.jinja": [b"\xff"],
+}
+BAD_FILES = [(name, content) for name, contents in BAD.items() for content in contents]
+
+
+@pytest.mark.parametrize(("name", "content"), BAD_FILES, ids=range(len(BAD_FILES)))
+def test_damaged_file_is_named(name: str, content: str | bytes, tmp_path: Path) -> None:
+    folder = save(byte_level(), tmp_path)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(folder)
+    assert caught.value.where == folder / name
+
+
+def both_agree(ours: Tokenizer, theirs: Any) -> None:
+    for chat in CHATS:
+        text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ours.render_chat(chat) == text
+        assert ours.encode_chat(chat) == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+
+
+def test_chat_of_the_real_model_agrees_with_transformers(smollm2: Path, tokenizers: dict[str, Tokenizer]) -> None:
+    assert tokenizers["smollm2"].has_chat_template
+    both_agree(tokenizers["smollm2"], hf(smollm2))
+
+
+TEMPLATES = [
+    # Block trimming, indentation, special tokens, an unknown name, and what is none.
+    "{% for m in messages %}\n    {% if not loop.first %}\n  - {% endif %}\n{{ m.role }}: {{ m['content'] | trim }}\n"
+    "{% endfor %}\n{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ nothing }}|{{ tools is none }}",
+    # tojson as transformers has it: no HTML escapes, not ASCII only.
+    "{{ messages | tojson }}{{ {'b': '<&>', 'a': ['é', 1]} | tojson(indent=2) }}"
+    "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}{{ strftime_now('%Y') }}",
+    # Loop controls, namespaces, string methods, macros, dict().
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{{ m.content.strip().split(' ')[0] }}{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}"
+    "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(ns.n) }}{{ dict(a=1) }}",
+    # {% generation %} is a block with a scope of its own.
+    "{% set x = 'out' %}{% for m in messages %}{% generation %}{% set x = m.role %}{{ x }}{{ loop.index }}"
+    "{% endgeneration %}{% endfor %}{{ x }}{% if add_generation_prompt %}A:{% endif %}",
+]
+
+
+@pytest.mark.parametrize("form", ["jinja", "string", "list"])
+@pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))
+def test_templates_agree_with_transformers(template: str, form: str, tmp_path: Path) -> None:
+    folder = save(sentencepiece_like(), tmp_path)
+    config: dict[str, Any] = {"bos_token": BOS, "eos_token": EOS, "chat_template": template}
+    if form == "jinja":
+        write(folder, "chat_template.jinja", template)
+        config["chat_template"] = "not this one"
+    elif form == "list":
+        named = {"rag": "not this one", "default": template, "tool_use": "nor this"}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    write(folder, "tokenizer_config.json", config)
+    both_agree(load(folder), hf(folder))
+    assert load(folder).encode_chat(CHATS[0]).count(1) == template.count("bos_token")  # encoding adds none of its own
+
+
+FAILING = [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    *((text, "UndefinedError") for text in ("{{ messages[7].content }}", "{{ nothing.at_all }}")),
+    *((text, "TemplateSyntaxError") for text in ("{% for %}", "{% generation %}", "{{ messages")),
+    ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    ("{{ messages.append(1) }}", "SecurityError"),
+    ("{{ raise_exception.__globals__[0] }}", "SecurityError"),
+    ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
+    ("{{ 1 + 'a' }}", "TypeError"),
+    ("{% include 'file' %}", "TypeError"),
+]
+
+
+@pytest.mark.parametrize(("template", "word"), FAILING, ids=range(len(FAILING)))
+def test_failing_template(template: str, word: str, tmp_path: Path) -> None:
+    tokenizer = load(save(byte_level(), tmp_path, chat_template=template))
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match=word) as caught:
+            tokenizer.encode_chat([ONE])
+        assert caught.value.where == tmp_path / "tokenizer_config.json"
+    assert tokenizer.encode("a")  # plain prompts still work
+    tokenizer = load(save(byte_level(), tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(TokenizerError, match="plain prompt"):
+        tokenizer.render_chat(CHATS[0])
+
+
+BAD_CHATS: list[Any] = [
+    *([], "hello", None, ONE, ["hello"], [ONE, {"role": "user"}], [{"role": 1, "content": "a"}]),
+    *([ONE | {"content": None}], [ONE | {"content": [{"type": "text", "text": "a"}]}], [ONE | {"name": "b"}]),
+]
+
+
+@pytest.mark.parametrize("messages", BAD_CHATS, ids=range(len(BAD_CHATS)))
+def test_messages_are_checked(messages: Any, tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(InputError):
+        tokenizers["smollm2"].render_chat(messages)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer, skip)
+    return [*(decoder.push(i) for i in ids), decoder.flush()]
+
+
+def join(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> str:
+    return "".join(pieces_of(tokenizer, ids, skip))
+
+
+@pytest.mark.parametrize("name", [*KINDS, "smollm2"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_pieces_join_to_the_decoded_text(
+    name: str, data: st.DataObject, skip: bool, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """Any ids: broken characters, byte runs cut by special tokens, ids that do not exist."""
+    tokenizer = tokenizers[name]
+    low = st.integers(0, min(290, tokenizer.vocab_size - 1))  # bytes and special tokens
+    ids = data.draw(st.lists(low | st.integers(0, tokenizer.vocab_size + 2), max_size=40))
+    assert join(tokenizer, ids, skip) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "smollm2"])
+def test_texts_and_every_low_token_alone_and_in_a_row(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[name]
+    row = list(range(min(tokenizer.vocab_size, 400)))
+    texts = [tokenizer.encode(text) for text in [*TEXTS, "👩‍👩‍👧‍👦好\ufffd好 \ufffd".join(TEXTS)]]
+    for ids in [row, row[::-1], *([i] for i in row), *texts]:
+        assert join(tokenizer, ids, False) == tokenizer.decode(ids, False)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "byte_level"])
+def test_character_is_sent_with_its_last_byte(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    """One byte a token: nothing until the character is whole, then at once, and not again."""
+    tokenizer = tokenizers[name]
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ids = [tokenizer.token_id(letter) for letter in splitter.pre_tokenize_str("a龘👧")[0][0]]
+    assert len(ids) == 8
+    whole = [i for i in ids if i is not None]
+    assert pieces_of(tokenizer, whole) == ["a", "", "", "龘", "", "", "", "👧", ""]
+    lead, letter = whole[4], whole[0]  # a broken character is sent as soon as that is known
+    assert pieces_of(tokenizer, [lead, lead, letter, lead]) == ["", "\ufffd", "\ufffda", "", "\ufffd"]
+
+
+def test_run_of_byte_tokens_is_one_decision_and_one_space_goes(tokenizers: dict[str, Tokenizer]) -> None:
+    """The decoder turns a whole run into U+FFFD for one bad byte in it, so its good characters may not go out early."""
+    tokenizer = tokenizers["sentencepiece_like"]
+    run = [3 + byte for byte in "龘".encode()]
+    space = tokenizer.token_id("▁a") or 0
+    assert pieces_of(tokenizer, [space, *run, space]) == ["a", "", "", "", "龘 a", ""]
+    assert pieces_of(tokenizer, [*run, 2, run[0]]) == ["", "", "", "", "", "\ufffd" * 4]  # EOS is skipped, not a border
+    assert pieces_of(tokenizer, run) == ["", "", "", "龘"]
+    bare = tokenizer.token_id("▁") or 0  # the first space goes, once
+    assert pieces_of(tokenizer, [1, bare, bare, space, bare]) == ["", "", " ", " a", " ", ""]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "sentencepiece_like"])
+def test_work_per_token_does_not_grow(name: str, tokenizers: dict[str, Tokenizer], monkeypatch: Any) -> None:
+    """Counts the ids handed to the library's decode: amortized a few per token, also in a run of byte tokens."""
+    tokenizer = tokenizers[name]
+    decoder, backend = IncrementalDecoder(tokenizer), Mock(wraps=tokenizer._backend)
+    monkeypatch.setattr(decoder, "_backend", backend)
+    ids = [3 + 0xF0] * 1000 + random.Random(1).choices(range(tokenizer.vocab_size), k=1000)
+    text = "".join(map(decoder.push, ids)) + decoder.flush()
+    assert text == tokenizer.decode(ids)
+    assert sum(len(call.args[0]) for call in backend.decode.call_args_list) <= 5 * len(ids)
+
+
+def test_every_eos_id_of_the_first_source(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    assert eos_token_ids({"eos_token_id": [5, 3, 5]}, {"eos_token_id": 9}, tokenizer) == (5, 3)
+    assert eos_token_ids({"eos_token_id": 0}, {"eos_token_id": 9}, tokenizer) == (0,)
+    assert eos_token_ids({"eos_token_id": None}, {"eos_token_id": [9, 8]}, tokenizer) == (9, 8)
+    assert eos_token_ids({"eos_token_id": []}, {"eos_token_id": 9}, tokenizer) == (9,)
+    assert eos_token_ids(None, {"eos_token_id": None}, tokenizer) == eos_token_ids({}, {}, tokenizer) == (1,)
+    assert eos_token_ids(None, {}, None) == ()
+
+
+def test_bad_eos_ids() -> None:
+    for value in (True, False, -1, "2", 2.0, [1, None], [[1]], {"a": 1}):
+        with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id"):
+            eos_token_ids({"eos_token_id": value}, {}, None)
+        with pytest.raises(ConfigError, match=r"^config\.json: eos_token_id"):
+            eos_token_ids(None, {"eos_token_id": value}, None)
