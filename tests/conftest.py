@@ -18,6 +18,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:  # with `-n`, one process runs those tests of a file that share what a fixture loads
             if any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
                 item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            elif "past_2_31" in item.name:  # each takes gigabytes of a GPU's memory: one after the other
+                item.add_marker(pytest.mark.xdist_group("past_2_31"))
     if not torch.cuda.is_available():
         for item in items:
             emulated = "MINIRT_EMULATE" in os.environ and "on_hopper" in getattr(item, "fixturenames", ())

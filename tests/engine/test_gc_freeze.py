@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 
+from minirt.engine import gc_freeze
 from minirt.engine.gc_freeze import freeze_gc
 
 
@@ -20,17 +21,21 @@ def _cycle() -> weakref.ref[Node]:
     return weakref.ref(one)
 
 
-gc.unfreeze()
-ALWAYS = gc.get_freeze_count()  # Python 3.12 counts some objects that nobody has frozen
-
-
 def frozen() -> int:
-    return gc.get_freeze_count() - ALWAYS
+    """Frozen objects. Python 3.12 freezes some immortal objects of its own at every collection: these do not count."""
+    return gc.get_freeze_count() - _always_frozen
+
+
+_always_frozen = 0
 
 
 @pytest.fixture(autouse=True)
 def _nothing_else_held():
-    assert frozen() == 0, "a test before this one left something frozen"
+    global _always_frozen
+    assert gc_freeze._held == 0, "a test before this one left something frozen"
+    gc.unfreeze()
+    gc.collect()
+    _always_frozen = gc.get_freeze_count()
     yield
     assert frozen() == 0
 
