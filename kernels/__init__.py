@@ -3,43 +3,46 @@
 `reference` holds what each must compute, in eager PyTorch. Triton is imported with the first kernel that is used, so that the
 eager layers work without it. Every function checks its arguments and names the one that is wrong (`check=False` skips that in a
 hot loop); `out=` takes the result's place; `cost(...)`, where a file has it, gives the bytes and operations that the work needs.
-Functions that share their file's name are imported from that file: `from minirt.kernels.linear.gemm import gemm`,
-`from minirt.kernels.embedding import embedding`, `from minirt.kernels.quantize import quantize`.
+Functions that share their file's name are imported from that file: `from minirt.kernels.embedding import embedding`, `from
+minirt.kernels.quantize import quantize`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minirt.kernels.attention.decode import paged_attention_decode, rope_paged_attention_decode
-    from minirt.kernels.attention.prefill import paged_attention_prefill
+    from minirt.kernels.attention.dispatch import (
+        paged_attention_decode,
+        paged_attention_prefill,
+        rope_paged_attention_decode,
+    )
     from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
     from minirt.kernels.launch import Workspace
-    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up, norm_linear
-    from minirt.kernels.linear.gemm import gemm_gated
-    from minirt.kernels.linear.row_maxima import RowMaxima
+    from minirt.kernels.linear.dispatch import gemm, linear_residual, norm_gate_up, norm_linear, row_maxima_tiles
+    from minirt.kernels.linear.product import RowMaxima
     from minirt.kernels.norm import rms_norm, rms_norm_quantize
     from minirt.kernels.sampling.sample import sample
 
 _HOMES = {
-    "RowMaxima": "linear.row_maxima",
+    "RowMaxima": "linear.product",
     "Workspace": "launch",
-    "gemm_gated": "linear.gemm",
+    "gemm": "linear.dispatch",
     "linear_residual": "linear.dispatch",
     "norm_gate_up": "linear.dispatch",
     "norm_linear": "linear.dispatch",
-    "paged_attention_decode": "attention.decode",
-    "paged_attention_prefill": "attention.prefill",
+    "paged_attention_decode": "attention.dispatch",
+    "paged_attention_prefill": "attention.dispatch",
     "qk_norm_rope_kv_write": "attention.rope_write",
     "rms_norm": "norm",
     "rms_norm_quantize": "norm",
-    "rope_paged_attention_decode": "attention.decode",
+    "row_maxima_tiles": "linear.dispatch",
+    "rope_paged_attention_decode": "attention.dispatch",
     "sample": "sampling.sample",
 }
 __all__ = [
     "RowMaxima",
     "Workspace",
-    "gemm_gated",
+    "gemm",
     "linear_residual",
     "norm_gate_up",
     "norm_linear",
@@ -49,6 +52,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rope_paged_attention_decode",
+    "row_maxima_tiles",
     "sample",
 ]
 

@@ -69,3 +69,29 @@ def check_linear(
         if out.dtype not in DTYPES:
             raise InputError("unsupported dtype", where="out", expected="bfloat16, float16 or float32", found=out.dtype)
         check_tensor("out", out, (T, N), out.dtype, x.device)
+
+
+def check_operands(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    activation: str | None,
+    scale: Tensor | None,
+    x_scale: Tensor | None,
+) -> None:
+    """Raise InputError unless the arguments of `linear.dispatch.gemm` fit each other."""
+    if x.dtype != torch.float8_e4m3fn:
+        for name, tensor in (("scale", scale), ("x_scale", x_scale)):
+            if tensor is not None:
+                raise InputError("only for float8_e4m3fn activations", where=name, found=x.dtype)
+        check_linear(x, weight, bias, residual, out, activation)
+        return
+    if scale is None or x_scale is None:
+        raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
+    check_tensor("x", x, (None, None), x.dtype, x.device)
+    check_tensor("x_scale", x_scale, (x.shape[0],), torch.float32, x.device)
+    # What is left are the checks of 16-bit activations with fp8 weights: bias and residual are as wide as those would be.
+    like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)
+    check_linear(torch.empty_like(x, dtype=like), weight, bias, residual, out, activation, scale)

@@ -11,7 +11,8 @@ from torch import Tensor
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import launch_options, require_fp8
-from minirt.kernels.quantize import quantized_buffers, starts_next_early, wait_for_input
+from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.quantize import quantized_buffers
 
 CASES = [
     {"T": 1, "H": 16},
@@ -47,11 +48,19 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, pdl: bool = False, check: bool = True
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    *,
+    early: bool = False,
+    pdl: bool = False,
+    check: bool = True,
 ) -> Tensor:
     """Rows of `x` [T, H] divided by their root mean square, times `weight` [H] → [T, H]. `out` may be `x`.
 
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
+    `pdl`: overlap with the kernel before it in the stream (sm_90 and later); `early`: and let the next kernel start before this
+    one has its input.
     """
     if check:
         _check(x, weight)
@@ -59,7 +68,7 @@ def rms_norm(
         out = torch.empty_like(x)
     elif check:
         check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
-    _launch(x, weight, eps, out, None, pdl)
+    _launch(x, weight, eps, out, None, early, pdl)
     return out
 
 
@@ -70,6 +79,7 @@ def rms_norm_quantize(
     out: Tensor | None = None,
     scale: Tensor | None = None,
     *,
+    early: bool = False,
     pdl: bool = False,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +88,7 @@ def rms_norm_quantize(
         _check(x, weight)
     require_fp8(x.device)
     out, scale = quantized_buffers(x, out, scale, check)
-    _launch(x, weight, eps, out, scale, pdl)
+    _launch(x, weight, eps, out, scale, early, pdl)
     return out, scale
 
 
@@ -87,14 +97,12 @@ def _check(x: Tensor, weight: Tensor) -> None:
     check_tensor("weight", weight, (x.shape[1],), x.dtype, x.device)
 
 
-def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None, pdl: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None, early: bool, pdl: bool) -> None:
     T, H = x.shape
     if T:
         block = triton.next_power_of_2(H)
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
-        _rms_norm_kernel[(T,)](
-            x, weight, out, scale, H, eps, BLOCK_H=block, EARLY=starts_next_early(T, x.device), **options
-        )
+        _rms_norm_kernel[(T,)](x, weight, out, scale, H, eps, BLOCK_H=block, EARLY=early, **options)
 
 
 def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None) -> tuple[int, int]:

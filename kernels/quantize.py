@@ -7,8 +7,9 @@ from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import capability, cdiv, launch_options, require_fp8, sm_count
-from minirt.kernels.linear.gemm_sm90 import LEAST_TOKENS
+from minirt.kernels.launch import cdiv, launch_options, require_fp8, sm_count
+from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.regimes import Regime
 
 CASES = [
     {"T": 1, "K": 16},
@@ -21,23 +22,12 @@ CASES = [
 _BLOCK = 4096  # values at once
 
 
-def starts_next_early(T: int, device: torch.device) -> bool:
-    """Whether programs of the next kernel may start before these have anything to do (with programmatic dependent launch).
-
-    With a few tokens they only find their places earlier. With more, they crowd on the SMs that the kernel before leaves
-    first; but those of `gemm_sm90` have an SM each, and start to fetch weights (measured with up to 256 tokens).
-    """
-    return T <= 32 or (LEAST_TOKENS <= T <= 256 and capability(device) == 90)
+def _token_block(T: int) -> int:
+    """T as the number of programs for a row knows it: powers of two, so that few variants are compiled."""
+    return max(16, 1 << (T - 1).bit_length())
 
 
-@triton.jit
-def wait_for_input(EARLY: tl.constexpr):
-    """Under programmatic dependent launch: wait for the kernel before and let the next one start, in either order."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
-    if not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+REGIMES = (Regime("quantize", "tokens", 1, variant=_token_block),)
 
 
 @triton.jit
@@ -84,12 +74,19 @@ def quantized_buffers(x: Tensor, out: Tensor | None, scale: Tensor | None, check
 
 
 def quantize(
-    x: Tensor, out: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False, check: bool = True
+    x: Tensor,
+    out: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    early: bool = False,
+    pdl: bool = False,
+    check: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x: one pass (compute capability 8.9 and later).
 
     The scale maps a row's largest finite magnitude to 448 and is 1 for a row of zeros; NaN and infinities become NaN. `out` and
-    `scale` take the results' place. `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
+    `scale` take the results' place. `pdl`: overlap with the kernel before it in the stream (sm_90 and later); `early`: and let
+    the next kernel start before this one has its input.
     """
     if check:
         check_activations("x", x)
@@ -98,13 +95,10 @@ def quantize(
     T, K = x.shape
     if T and K:
         block = min(_BLOCK, triton.next_power_of_2(K))
-        # Few tokens leave SMs for several programs a row; by powers of two, so that few forms are compiled.
-        regime = max(16, triton.next_power_of_2(T))
-        parts = max(1, min(cdiv(K, block), sm_count(x.device) // regime))
+        # Few tokens leave SMs for several programs a row.
+        parts = max(1, min(cdiv(K, block), sm_count(x.device) // _token_block(T)))
         options = launch_options(max(1, block // 256), 1, pdl)
-        _quantize_kernel[(T, parts)](
-            x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=starts_next_early(T, x.device), **options
-        )
+        _quantize_kernel[(T, parts)](x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=early, **options)
     return out, scale
 
 

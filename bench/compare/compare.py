@@ -19,8 +19,8 @@ from minirt.bench.compare.layers import Comparison, Place, Step
 from minirt.bench.compare.model import compare_text
 from minirt.bench.compare.timing import LayerTime
 from minirt.device import on_device
-from minirt.engine.step_input import KV_SPLIT
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
+from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.layers import KINDS, Forward, has_implementation, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model, some_names

@@ -11,9 +11,9 @@ from torch.nn.attention.bias import causal_lower_right
 from minirt.bench.bounds import floor
 from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, fill_nan
 from minirt.engine.kv_cache import PAGE_SIZE
-from minirt.engine.step_input import KV_SPLIT
 from minirt.errors import UnsupportedError
 from minirt.kernels import reference
+from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.modeling.rope import rope_table
 
 _ROWS = 48  # of the result that are compared with the truth, which needs all that was cached for each
@@ -142,8 +142,9 @@ def attend64(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -
 
 def attention_prefill(step: Step, fp8: bool = False) -> Problem:
     """T new tokens of one sequence on its pages, which hold `context` older ones and themselves."""
+    from minirt.kernels.attention.dispatch import paged_attention_prefill
     from minirt.kernels.attention.partial import workspace_floats
-    from minirt.kernels.attention.prefill import cost, paged_attention_prefill
+    from minirt.kernels.attention.prefill import cost
     from minirt.kernels.launch import Workspace
 
     inputs, T, total, config = Inputs(step), step.tokens, step.context + step.tokens, step.config
@@ -182,7 +183,8 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
 
 def attention_decode(step: Step, fp8: bool = False) -> Problem:
     """One new token of each of T sequences: rotation, KV write and attention on `context` tokens, the new one included."""
-    from minirt.kernels.attention.decode import rope_paged_attention_decode, splits_before, workspace_floats
+    from minirt.kernels.attention.decode import splits_before, workspace_floats
+    from minirt.kernels.attention.dispatch import rope_paged_attention_decode
     from minirt.kernels.attention.prefill import cost
     from minirt.kernels.launch import Workspace
 

@@ -322,21 +322,21 @@ def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
 def gemm(step: Step, name: str, fp8: bool) -> Problem:
     """The product alone (and the activation, which is its epilogue), as a library has it: fp8 tokens are quantized before."""
     from minirt.kernels.launch import Workspace
-    from minirt.kernels.linear.dispatch import product
-    from minirt.kernels.linear.gemv import gemv
+    from minirt.kernels.linear.dispatch import launch
+    from minirt.kernels.linear.product import Product
 
     if fp8 and step.tokens == 1:
         raise UnsupportedError("a single token is not quantized", where=f"gemm_{name}.fp8", expected="2 tokens or more")
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
     o, workspace = Operands(step, plain, fp8), Workspace(step.device)
     values, x_scale = reference.quantize_fp8(o.x) if fp8 else (o.x, None)
-    scales: dict[str, Any] = {"scale": o.scale, "x_scale": x_scale}
-    activation = plain.activation
+    product = Product(
+        values, o.weight, o.out, activation=plain.activation, scale=o.scale, x_scale=x_scale, workspace=workspace
+    )
 
     def triton() -> Tensor:
-        if step.tokens == 1:
-            return gemv(o.x, None, 0.0, o.weight, None, None, o.out, activation)
-        return product(values, o.weight, None, None, o.out, activation, workspace=workspace, **scales)
+        launch(product)
+        return o.out
 
     return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}, fp8)
 

@@ -26,12 +26,12 @@ from minirt.bench.compare import layers as compare_layers
 from minirt.bench.compare.layers import Place, Step
 from minirt.bench.report import machine
 from minirt.device import on_device
-from minirt.engine.cuda_graphs import NARROWEST
 from minirt.engine.kv_cache import LayerKV
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.step_input import Batch
 from minirt.errors import MinirtError, NumericsError
 from minirt.kernels import reference
+from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.layers import Forward, implementation
 from minirt.modeling.model import Model
 from minirt.sampling_params import SamplingParams, resolve
@@ -57,12 +57,12 @@ class Untouched(Exception):
     """For these arguments the original has no such trick."""
 
 
-def _norm_apart(original: Replacement, x: Tensor, norm_weight: Tensor | None, eps: float, *args: Any, **options: Any) -> Any:
+def _norm_apart(original: Replacement, product: Any, norm_weight: Tensor | None, eps: float) -> None:
     from minirt.kernels.norm import rms_norm
 
     if norm_weight is None:
         raise Untouched
-    return original(rms_norm(x, norm_weight, eps, pdl=options["pdl"], check=False), None, 0.0, *args, **options)
+    original(product._replace(x=rms_norm(product.x, norm_weight, eps, early=True, pdl=product.pdl, check=False)), None, 0.0)
 
 
 def _quantization_apart(original: Replacement, x: Tensor, norm_weight: Tensor, eps: float, **options: Any) -> Any:
@@ -93,7 +93,7 @@ def _rope_apart(
     max_splits: int, scale: float, workspace: Any, Nq: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    from minirt.kernels.attention.decode import paged_attention_decode
+    from minirt.kernels.attention.dispatch import paged_attention_decode
     from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
 
     positions, slots = _places(tables, lens, k.shape[1])
@@ -115,29 +115,28 @@ def _places(tables: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tenso
     return _PLACES[id(lens)][:2]
 
 
-def _combined(original: Replacement, *args: Any, max_seq_len: int, split: int, **options: Any) -> Tensor:
-    if max_seq_len > split:
+def _combined(original: Replacement, *args: Any, max_seq_len: int, **options: Any) -> Tensor:
+    if max_seq_len > KV_SPLIT:
         raise Untouched
-    return original(*args, split=split, **options)
+    return original(*args, **options)
 
 
-def _tensor_cores(
-    original: Replacement, x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
-    residual: Tensor | None, out: Tensor, activation: str | None = None, *, scale: Tensor | None = None, pdl: bool = False,
-) -> Tensor:  # fmt: skip
+def _tensor_cores(original: Replacement, product: Any, norm_weight: Tensor | None, eps: float) -> None:
     from minirt.kernels.linear.gemm_small import gemm_small
     from minirt.kernels.norm import rms_norm
     from minirt.kernels.quantize import quantize
 
-    h = x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)
-    values, x_scale = (h, None) if scale is None else quantize(h, pdl=pdl, check=False)
-    return gemm_small(values, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, pdl=pdl)
+    x, pdl = product.x, product.pdl
+    h = x if norm_weight is None else rms_norm(x, norm_weight, eps, early=True, pdl=pdl, check=False)
+    values, x_scale = (h, None) if product.scale is None else quantize(h, early=True, pdl=pdl, check=False)
+    gemm_small(product._replace(x=values, x_scale=x_scale, workspace=None))
 
 
-def _k_whole(original: Replacement, *args: Any, workspace: Any = None, **options: Any) -> Tensor:
-    if workspace is None:
+def _k_whole(original: Replacement, product: Any) -> Any:
+    own = original(product)
+    if own.kernel != "gemm_small" or product.workspace is None:
         raise Untouched
-    return original(*args, workspace=None, **options)
+    return replace(own, launch=lambda product: own.launch(product._replace(workspace=None)))
 
 
 def _no_tma(original: Replacement, *args: Any) -> Any:
@@ -147,15 +146,26 @@ def _no_tma(original: Replacement, *args: Any) -> Any:
     return replace(config, tma=False)
 
 
-def _not_on_hopper(original: Replacement, *args: Any) -> bool:
-    if not original(*args):
+def _without_gemm_sm90(original: Replacement, product: Any) -> Any:
+    from minirt.kernels.linear.dispatch import REGIMES
+
+    if original(product).kernel != "gemm_sm90":
         raise Untouched
-    return False
+    T = product.x.shape[0]
+    return next(own for own in REGIMES if own.covers(T) and own.kernel != "gemm_sm90")
+
+
+def _without_decode_sm90(original: Replacement, operands: Any) -> Any:
+    from minirt.kernels.attention.dispatch import DECODE
+
+    if original(operands).kernel != "decode_sm90":
+        raise Untouched
+    return DECODE[-1]
 
 
 _KERNELS = "minirt.kernels"
 TRICKS = {
-    "norm": Trick("the norm in the product's kernel (one token)", f"{_KERNELS}.linear.dispatch", "gemv", _norm_apart),
+    "norm": Trick("the norm in the product's kernel (one token)", f"{_KERNELS}.linear.gemv", "gemv", _norm_apart),
     "quantize": Trick(
         "norm and quantization in one kernel", f"{_KERNELS}.linear.dispatch", "rms_norm_quantize", _quantization_apart
     ),
@@ -164,16 +174,18 @@ TRICKS = {
     ),
     "activation": Trick("SwiGLU in the product's epilogue", f"{_KERNELS}.linear.dispatch", "norm_gate_up", _activation_apart),
     "rope": Trick(
-        "rotation and KV write inside attention", f"{_KERNELS}.attention.decode", "rope_paged_attention_decode", _rope_apart
+        "rotation and KV write inside attention", f"{_KERNELS}.attention.dispatch", "rope_paged_attention_decode", _rope_apart
     ),
     "combine": Trick(
-        "nothing combined where no sequence is split", f"{_KERNELS}.attention.decode", "rope_paged_attention_decode", _combined
+        "nothing combined where no sequence is split", f"{_KERNELS}.attention.dispatch", "rope_paged_attention_decode", _combined
     ),
-    "fma": Trick("products of one token by FMA, not tensor cores", f"{_KERNELS}.linear.dispatch", "gemv", _tensor_cores),
-    "split_k": Trick("K split where there are few tiles", f"{_KERNELS}.linear.dispatch", "gemm_small", _k_whole),
+    "fma": Trick("products of one token by FMA, not tensor cores", f"{_KERNELS}.linear.gemv", "gemv", _tensor_cores),
+    "split_k": Trick("K split where there are few tiles", f"{_KERNELS}.linear.dispatch", "regime", _k_whole),
     "tma": Trick("weights fetched by TMA", f"{_KERNELS}.linear.gemm_small", "lookup_gemm_small_config", _no_tma),
-    "hopper": Trick("the warp-specialized GEMM", f"{_KERNELS}.linear.gemm", "operands_fit_tma", _not_on_hopper),
-    "fetching": Trick("pages fetched by a warp of their own", f"{_KERNELS}.attention.decode_sm90", "can_decode", _not_on_hopper),
+    "hopper": Trick("the warp-specialized GEMM", f"{_KERNELS}.linear.dispatch", "regime", _without_gemm_sm90),
+    "fetching": Trick(
+        "pages fetched by a warp of their own", f"{_KERNELS}.attention.dispatch", "decode_regime", _without_decode_sm90
+    ),
 }
 
 
@@ -249,20 +261,22 @@ def variants(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, l
     return result | found
 
 
-def greedy(sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
+def greedy(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
     """The whole step with the greedy sampler, which reads the "logits" or the "row_maxima" that the head stores beside them. Both
     find the same tokens. Empty if the head stores none.
 
     Raises:
         NumericsError: they do not.
     """
-    from minirt.kernels.linear.row_maxima import RowMaxima
+    from minirt.kernels.linear.product import RowMaxima
     from minirt.kernels.sampling.sample import SamplingWorkspace
 
     *others, head = [place.candidate for place in sequence]
     B, V = compare_layers.stream([*others, head], sequence, step.batch, step.cache).shape
-    device = step.batch.flat.device
-    values = torch.zeros(B, -(-V // NARROWEST), dtype=torch.int64, device=device)
+    device, tiles = step.batch.flat.device, model.row_maxima_tiles(B)
+    if not tiles:
+        return {}
+    values = torch.zeros(B, tiles, dtype=torch.int64, device=device)
     row_maxima = RowMaxima(values, torch.zeros(1, dtype=torch.int32, device=device))
     settings = SamplingBatch.build([(resolve(SamplingParams(temperature=0.0), None), 0)] * B, device)
     workspace = SamplingWorkspace(B, V, device)
@@ -272,13 +286,13 @@ def greedy(sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
 
     def over_row_maxima(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         logits = head(x, replace(batch, row_maxima=row_maxima), kv)
-        return sample(logits, settings, "triton", workspace, row_maxima=row_maxima.stored())
+        return sample(logits, settings, "triton", workspace, row_maxima=values)
 
     found = {"logits": [*others, over_logits], "row_maxima": [*others, over_row_maxima]}
     tokens = [compare_layers.stream(own, sequence, step.batch, step.cache) for own in found.values()]
     if not torch.equal(*tokens):
         raise NumericsError("other tokens", where="row_maxima", expected=tokens[0].tolist(), found=tokens[1].tolist())
-    return found if row_maxima.num_tiles else {}
+    return found
 
 
 def _agree(name: str, logits: Tensor, expected: Tensor, model: Model) -> None:
@@ -293,11 +307,11 @@ def _agree(name: str, logits: Tensor, expected: Tensor, model: Model) -> None:
 def measure(model: Model, tokens: Sequence[int], batch: int) -> dict[str, Any]:
     """Seconds of a decode step of `batch` sequences with CONTEXT tokens, in every variant, on a GPU."""
     sequence = compare_layers.places(model)
-    model.reserve_splits(batch * -(-CONTEXT // compare.KV_SPLIT))
+    model.reserve_splits(batch * -(-CONTEXT // KV_SPLIT))
     texts = [[tokens[(17 * i + j) % len(tokens)] for j in range(CONTEXT)] for i in range(batch)]
     with on_device(model.device):
         step = compare_layers.decode(model, sequence, texts)
-        own = variants(model, sequence, step) | greedy(sequence, step)
+        own = variants(model, sequence, step) | greedy(model, sequence, step)
         seconds = timing.step_times(own, sequence, step)
         launched = timing.launched_time(own["all"], sequence, step)
     _PLACES.clear()

@@ -1,13 +1,41 @@
-"""The end of `decode.py`: the splits of each sequence, combined in order (Flash-Decoding, Dao et al. 2023)."""
+"""Partial results of attention, combined in order: those of decoding (`combine`), and `merge`, which `partial` uses as well.
+
+Flash-Decoding, Dao et al. 2023.
+"""
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from minirt.kernels.attention.operands import Decode
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 
-_COMBINED = 32  # splits whose sums a combining program loads side by side
-_COMBINING = 12  # such programs that an SM has room for
+BLOCK_S = 32  # partial results that a combining program loads side by side
+PROGRAMS = 12  # such programs that an SM has room for
+
+
+@triton.jit
+def merge(sums_ptr, row_stats_ptr, first, step, count, head, NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The sum [1, D] and the total [1] of a head over `count` partial results, rows first, first + step, …, in order.
+
+    One warp does best: each of its threads has the same channels of all the partial results, so no thread waits for another.
+    """
+    d = tl.arange(0, D)[None, :]
+    row_max = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, D), tl.float32)
+    for begin in range(0, count, BLOCK_S):
+        s = begin + tl.arange(0, BLOCK_S)
+        at = (first + s * step).to(tl.int64) * NQ + head
+        row_stats = tl.load(row_stats_ptr + 2 * at, mask=s < count, other=float("-inf"))
+        totals = tl.load(row_stats_ptr + 2 * at + 1, mask=s < count, other=0.0)
+        sums = tl.load(sums_ptr + at[:, None] * D + d, mask=(s < count)[:, None], other=0.0)
+        new_row_max = tl.maximum(row_max, tl.max(row_stats, 0))
+        rescale = tl.exp2(row_max - new_row_max)
+        weights = tl.exp2(row_stats - new_row_max)
+        total = total * rescale + tl.sum(weights * totals, 0)
+        acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
+        row_max = new_row_max
+    return acc, total
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -15,10 +43,7 @@ def _combine_kernel(
     starts_ptr, query_starts_ptr, out_ptr, sums_ptr, row_stats_ptr, heads,
     NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For `heads` heads of one sequence: the weighted mean of its splits, BLOCK_S at a time, in order; zeros for none.
-
-    One warp, each of whose threads has the same channels of all the splits, so that nobody waits for another.
-    """
+    """For `heads` heads of one sequence: the weighted mean of its splits, in order; zeros for a sequence without tokens."""
     b = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # these programs are small: what comes next can prepare beside them
@@ -35,35 +60,19 @@ def _combine_kernel(
         d = tl.arange(0, D)[None, :]
         first_head = tl.program_id(1) * heads
         for head in range(first_head, tl.minimum(first_head + heads, NQ)):
-            row_max = tl.full((1,), float("-inf"), tl.float32)
-            total = tl.zeros((1,), tl.float32)
-            acc = tl.zeros((1, D), tl.float32)
-            for first in range(0, splits, BLOCK_S):
-                s = first + tl.arange(0, BLOCK_S)
-                part = (start + s).to(tl.int64) * NQ + head
-                row_stats = tl.load(row_stats_ptr + 2 * part, mask=s < splits, other=float("-inf"))
-                totals = tl.load(row_stats_ptr + 2 * part + 1, mask=s < splits, other=0.0)
-                sums = tl.load(sums_ptr + part[:, None] * D + d, mask=(s < splits)[:, None], other=0.0)
-                new_row_max = tl.maximum(row_max, tl.max(row_stats, 0))
-                rescale = tl.exp2(row_max - new_row_max)
-                weights = tl.exp2(row_stats - new_row_max)
-                total = total * rescale + tl.sum(weights * totals, 0)
-                acc = acc * rescale[:, None] + tl.sum(weights[:, None] * sums, 0)[None, :]
-                row_max = new_row_max
+            acc, total = merge(sums_ptr, row_stats_ptr, start, 1, splits, head, NQ, D, BLOCK_S)
             out = acc / tl.where(splits == 0, 1.0, total)[:, None]
             tl.store(out_ptr + (token * NQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
 
 
-def combine(
-    split_starts: Tensor, query_starts: Tensor | None, out: Tensor, sums: Tensor, row_stats: Tensor, pdl: bool
-) -> None:
-    """Write `out` [T, Nq, D] of each sequence that has several splits, or none: of every split and head `sums` has D sums, and
-    `row_stats` a row_max and a total, fp32.
+def combine(decode: Decode) -> None:
+    """Write `out` of each sequence that has several splits, or no token.
 
-    Where all sequences have one split its programs only look and end, so there should not be many.
+    Where all sequences have one split, the programs only look and end, so there should not be many.
     """
-    B, (Nq, D) = split_starts.shape[0] - 1, out.shape[1:]
-    heads = cdiv(B * Nq, _COMBINING * sm_count(out.device))
+    B, (Nq, D) = decode.num_seqs, decode.out.shape[1:]
+    heads = cdiv(B * Nq, PROGRAMS * sm_count(decode.out.device))
     _combine_kernel[(B, cdiv(Nq, heads))](
-        split_starts, query_starts, out, sums, row_stats, heads, NQ=Nq, D=D, BLOCK_S=_COMBINED, **launch_options(1, 1, pdl)
-    )
+        decode.split_starts, decode.query_starts, decode.out, decode.sums, decode.row_stats, heads, NQ=Nq, D=D, BLOCK_S=BLOCK_S,
+        **launch_options(1, 1, decode.pdl),
+    )  # fmt: skip

@@ -4,8 +4,6 @@ RMSNorm, rotary embedding and the write of the new K and V.
 Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), whatever its batch. The
 splits of all sequences form one list of work items, which a fixed number of programs takes turns at, so that neither the
 grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of a sequence in order.
-
-On Hopper the fused form is computed by `decode_sm90`, or on pages of fp8 by `decode_fp8_sm90`.
 """
 
 from collections.abc import Sequence
@@ -15,11 +13,9 @@ from itertools import accumulate
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.attention import decode_fp8_sm90, decode_sm90
-from minirt.kernels.attention.combine import combine
+from minirt.kernels.attention.limits import KV_SPLIT, MAX_GROUP
 from minirt.kernels.attention.online_softmax import (
     LOG2_E,
     attend,
@@ -30,15 +26,11 @@ from minirt.kernels.attention.online_softmax import (
     split_channels,
     whole,
 )
-from minirt.kernels.attention.prefill import MAX_GROUP, check_inputs, check_scale
+from minirt.kernels.attention.operands import FEW_SEQS, Decode, decode_lookup_size
 from minirt.kernels.attention.rope_write import as_integers
-from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import Workspace, capability, cdiv, launch_options, sm_count
-
-SPLIT = 256
-_SPLITS = (64, 128, 256, 512, 1024)
-_FEW = 32  # sequences that are looked up with a small table, and that leave SMs to single programs
+from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.pdl import wait_inside_loop
 
 
 @dataclass(frozen=True)
@@ -62,13 +54,6 @@ CASES = [
     {"Nq": 16, "Nkv": 1, "D": 64, "page_size": 64, "seq_lens": (1300,), "split": 64},
     {"Nq": 2, "Nkv": 2, "D": 64, "page_size": 256, "seq_lens": (0, 0, 130, 0, 64, 1, 0), "split": 64},
 ]
-
-
-@triton.jit
-def _wait():
-    """`gdc_wait`, in a form that leaves a loop around it pipelined in Triton 3.9 too: what is loaded ahead of it there
-    are tokens of earlier steps."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -103,7 +88,7 @@ def _rotated_heads(
     if k_norm_ptr is not None:
         k_norm, k_norm_partner = tl.load(k_norm_ptr + d), tl.load(k_norm_ptr + partner)
     if PDL:
-        _wait()
+        wait_inside_loop()
     q_ptrs = heads_ptr + (head * D)[:, None]
     k_ptr = heads_ptr + (NQ + kv_head) * D
     q, q_partner = tl.load(q_ptrs + d), tl.load(q_ptrs + partner)
@@ -271,174 +256,33 @@ def choose_decode_config(itemsize: int, fp8: bool, split: int, sequences: int) -
     if fp8:  # With half the bytes it is the work on each block that takes the time: fewer, larger ones.
         return DecodeConfig(min(128, split), 4, 2, 3)
     # Programs that share an SM hide each other's waiting; one alone has to load further ahead.
-    return DecodeConfig(64, 4, 2 if sequences > _FEW else 3, 3)
+    return DecodeConfig(64, 4, 2 if sequences > FEW_SEQS else 3, 3)
 
 
-def splits_before(seq_lens: Sequence[int], split: int = SPLIT) -> list[int]:
+def splits_before(seq_lens: Sequence[int], split: int = KV_SPLIT) -> list[int]:
     """`split_starts`: how many splits the sequences before each one have, and at the end all: [B + 1]."""
     return list(accumulate((cdiv(n, split) for n in seq_lens), initial=0))
 
 
 def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
-    """fp32 values that decoding keeps in the workspace: of each split and head a sum [D], a row_max and a total."""
+    """fp32 values that decoding keeps in the workspace: for each split and head a sum [D], a row maximum and a total."""
     return max_splits * Nq * (D + 2)
 
 
-def paged_attention_decode(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    scale: float,
-    workspace: Workspace,
-    out: Tensor | None = None,
-    *,
-    query_starts: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
-    check: bool = True,
-    config: DecodeConfig | None = None,
-) -> Tensor:
-    """Attention of one token per sequence on all its cached ones, itself included: q [B, Nq, D] → [B, Nq, D].
-
-    pages [P, page_size, Nkv, D]; block_tables [B, pages] int32; seq_lens [B] int32, 0: padding, whose result is 0.
-    split: tokens of a work item, a power of two from 64 to 1024; a result's bits depend on it, but not on the rest of the
-    batch. split_starts [B + 1] int32: `splits_before` of the same lengths and split. max_splits bounds split_starts[B]
-    and sizes the grid and the workspace. max_seq_len bounds seq_lens; where that is at most a split, there is nothing to combine,
-    and rows of padding stay as they are. That these agree is not checked, which would need a read from the device.
-    With query_starts [B + 1] int32, q is [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b; the others
-    than single ones are left to `paged_attention_prefill`, which leaves out single ones with shortest=2.
-    With k_scales, v_scales [P, page_size, Nkv] fp32 the pages are float8_e4m3fn. scale must be positive. `pdl`: overlap with
-    the kernel before it in the stream (sm_90 and later), which must not write block_tables, seq_lens or split_starts.
-    """
-    if check:
-        check_activations("q", q, 3)
-        check_scale(scale)
-        _check(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, q.shape[1], q.shape[2], out, split)
-        if query_starts is None:
-            check_tensor("seq_lens", seq_lens, (q.shape[0],), torch.int32, q.device)
-        else:
-            check_tensor("query_starts", query_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
-    out = torch.empty_like(q) if out is None else out
-    cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, query_starts)
-    return _launch((q, None, None, None), cache, out, max_splits, scale, 0.0, workspace, split, max_seq_len, pdl, config)
-
-
-def rope_paged_attention_decode(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    split_starts: Tensor,
-    max_splits: int,
-    scale: float,
-    workspace: Workspace,
-    Nq: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    *,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    split: int = SPLIT,
-    max_seq_len: int | None = None,
-    pdl: bool = False,
-    check: bool = True,
-    config: DecodeConfig | None = None,
-) -> Tensor:
-    """`qk_norm_rope_kv_write` and `paged_attention_decode` in one kernel: qkv [B, (Nq + 2·Nkv)·D] → [B, Nq, D].
-
-    seq_lens counts the new token, whose position is therefore seq_lens − 1 and whose page block_tables names; where
-    seq_lens is 0 nothing is written. cos_sin [L, D] fp32 (cosines | sines); q_norm, k_norm [D]; the rest as in
-    `paged_attention_decode`. With `pdl` the kernel before it must not write to the pages either, of which it reads the
-    older tokens while that one runs. With `config` it is this file's kernel that runs.
-    """
-    Nkv, D = k_pages.shape[2], k_pages.shape[3]
-    B = qkv.shape[0]
-    if check:
-        check_activations("qkv", qkv)
-        check_scale(scale)
-        check_tensor("seq_lens", seq_lens, (B,), torch.int32, qkv.device)
-        _check(qkv, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, Nq, D, out, split)
-        check_tensor("qkv", qkv, (None, (Nq + 2 * Nkv) * D), qkv.dtype, qkv.device)
-        check_tensor("cos_sin", cos_sin, (None, D), torch.float32, qkv.device)
-        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-            if norm is not None:
-                check_tensor(name, norm, (D,), qkv.dtype, qkv.device)
-    out = torch.empty(B, Nq, D, dtype=qkv.dtype, device=qkv.device) if out is None else out
-    cache = (k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, None)
-    inputs = (qkv, cos_sin, q_norm, k_norm)
-    return _launch(inputs, cache, out, max_splits, scale, eps, workspace, split, max_seq_len, pdl, config)
-
-
-def _launch(
-    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
-    out: Tensor,
-    max_splits: int,
-    scale: float,
-    eps: float,
-    workspace: Workspace,
-    split: int,
-    max_seq_len: int | None,
-    pdl: bool,
-    config: DecodeConfig | None,
-) -> Tensor:
-    k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, split_starts, query_starts = cache
-    B, (Nq, D), (page_size, Nkv) = seq_lens.shape[0], out.shape[1:], k_pages.shape[1:3]
-    if B == 0:
-        return out
-    sums = workspace.sums(workspace_floats(max_splits, Nq, D))
-    row_stats = sums[max_splits * Nq * D :]
-    block_b = 1 if B == 1 else _FEW if B <= _FEW else max(512, triton.next_power_of_2(B))  # few: each is compiled
-    fused = inputs[1] is not None
-    on_hopper = config is None and fused and capability(out.device) == 90
-    batch = (block_tables, seq_lens, split_starts, out, sums, row_stats, max_splits, scale, eps, split, block_b, pdl)
-    if on_hopper and decode_sm90.can_decode(out, k_pages, v_pages, B, split):
-        decode_sm90.launch_decode(inputs, k_pages, v_pages, *batch)
-    elif (
-        on_hopper
-        and (k_scales is not None and v_scales is not None)
-        and decode_fp8_sm90.can_decode_fp8(inputs[0], Nq, k_pages, v_pages, k_scales, v_scales, B, split)
-    ):
-        decode_fp8_sm90.launch_decode_fp8(inputs, k_pages, v_pages, k_scales, v_scales, *batch)
-    else:
-        config = config or choose_decode_config(out.element_size(), k_scales is not None, split, B)
-        if config.block_n > split:
-            what = f"at most the split, {split}"
-            raise InputError("too large", where="config.block_n", expected=what, found=config.block_n)
-        at_once = config.programs * sm_count(out.device)
-        registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
-        _decode_kernel[(max(1, min(max_splits, at_once // Nkv)) * Nkv,)](
-            *inputs, *as_integers(torch.int16, k_pages, v_pages), k_scales, v_scales, block_tables, seq_lens, split_starts,
-            query_starts, out, sums, row_stats, B, block_tables.shape[1], scale * LOG2_E, eps,
-            NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
-            BLOCK_B=block_b, BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n,
-            maxnreg=min(255, registers), enable_fp_fusion=fuses(out.dtype),
-            **launch_options(config.num_warps, config.num_stages, pdl),
-        )  # fmt: skip
-    if max_seq_len is None or max_seq_len > split:
-        # It also fills the rows of empty sequences, and only the device knows whether there is more to do.
-        combine(split_starts, query_starts, out, sums, row_stats, pdl)
-    return out
-
-
-def _check(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, block_tables: Tensor,
-    seq_lens: Tensor, split_starts: Tensor, Nq: int, D: int, out: Tensor | None, split: int,
-) -> None:  # fmt: skip
-    check_inputs(q, k_pages, v_pages, k_scales, v_scales, block_tables, seq_lens, Nq, D)
-    check_tensor("split_starts", split_starts, (seq_lens.shape[0] + 1,), torch.int32, q.device)
-    if out is not None:
-        check_tensor("out", out, (q.shape[0], Nq, D), q.dtype, q.device)
-    if split not in _SPLITS:
-        raise InputError("not a power of two from 64 to 1024", where="split", found=split)
+def launch(decode: Decode, config: DecodeConfig | None = None) -> None:
+    """Write `out` of sequences with one split, and partial results of the others. Unchecked, see `dispatch`."""
+    pages, out, split, B = decode.pages, decode.out, decode.split, decode.num_seqs
+    (Nq, D), Nkv = out.shape[1:], pages.num_kv_heads
+    config = config or choose_decode_config(out.element_size(), pages.k_scale is not None, split, B)
+    if config.block_n > split:
+        raise InputError("too large", where="config.block_n", expected=f"at most the split, {split}", found=config.block_n)
+    at_once = config.programs * sm_count(out.device)
+    registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
+    cos_sin, q_norm, k_norm, eps = decode.rope or (None, None, None, 0.0)
+    _decode_kernel[(max(1, min(decode.max_splits, at_once // Nkv)) * Nkv,)](
+        decode.heads, cos_sin, q_norm, k_norm, *as_integers(torch.int16, pages.k, pages.v), pages.k_scale, pages.v_scale,
+        decode.block_tables, decode.seq_lens, decode.split_starts, decode.query_starts, out, decode.sums, decode.row_stats, B,
+        decode.block_tables.shape[1], decode.scale * LOG2_E, eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=pages.page_size, SPLIT=split,
+        BLOCK_B=decode_lookup_size(B), BLOCK_M=MAX_GROUP, BLOCK_N=config.block_n, maxnreg=min(255, registers),
+        enable_fp_fusion=fuses(out.dtype), **launch_options(config.num_warps, config.num_stages, decode.pdl),
+    )  # fmt: skip

@@ -29,7 +29,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -37,11 +36,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.attention.online_softmax import inverse, log2, widen
+from minirt.kernels.attention.operands import Decode, decode_lookup_size
 from minirt.kernels.attention.rope_write import as_integers
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     LONGEST,
-    MOST_SEQUENCES,
     count_blocks,
     find_candidates,
     find_firsts,
@@ -54,7 +53,6 @@ from minirt.kernels.attention.work_items_sm90 import (
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.gluon_sm90 import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, sm_count
-from minirt.kernels.linear.gemm_sm90 import LEAST_TOKENS
 
 PAIRS = CHANNELS  # of channels: what a tile has
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -513,33 +511,38 @@ def _shape(Nq: int, Nkv: int, D: int, sequences: int) -> _Shape:
     return _WIDE if wide and sequences > _FEW else _NARROW
 
 
-def can_decode_fp8(
-    qkv: Tensor, Nq: int, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor, v_scales: Tensor, sequences: int, split: int
-) -> bool:
-    """Whether qkv has 16 bits and can be read by pairs, TMA can move the pages, aligned to 16 bytes, and rows, splits, sequences
-    are few or short enough."""
-    aligned = all(t.data_ptr() % 16 == 0 for t in (k_pages, v_pages, k_scales, v_scales)) and qkv.data_ptr() % 4 == 0
-    few = _rows(Nq, *k_pages.shape[2:]) <= _MOST_ROWS
-    return aligned and qkv.element_size() == 2 and few and split <= LONGEST and sequences <= MOST_SEQUENCES
+def accepts(decode: Decode) -> bool:
+    """Whether this kernel computes it: heads of 16 bits to be rotated that can be read by pairs, pages of fp8 that TMA can move,
+    and few enough rows and short enough splits."""
+    pages = decode.pages
+    if decode.rope is None or pages.k_scale is None or pages.v_scale is None:
+        return False
+    aligned = all(t.data_ptr() % 16 == 0 for t in (pages.k, pages.v, pages.k_scale, pages.v_scale))
+    few = _rows(decode.out.shape[1], *pages.k.shape[2:]) <= _MOST_ROWS
+    narrow = decode.heads.element_size() == 2 and decode.heads.data_ptr() % 4 == 0
+    return aligned and narrow and few and decode.split <= LONGEST
 
 
-def launch_decode_fp8(
-    inputs: tuple[Tensor | None, ...], k_pages: Tensor, v_pages: Tensor, k_scales: Tensor, v_scales: Tensor,
-    block_tables: Tensor, seq_lens: Tensor, split_starts: Tensor, out: Tensor, sums: Tensor, row_stats: Tensor, max_splits: int,
-    scale: float, eps: float, split: int, block_b: int, pdl: bool,
-) -> None:  # fmt: skip
-    """What `_decode_kernel` does of checked arguments that TMA can move. `scale` is for powers of two; inputs: qkv, cos_sin,
-    q_norm, k_norm."""
-    (page_size, Nkv, D), Nq, B = k_pages.shape[1:], out.shape[1], seq_lens.shape[0]
-    pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in (k_pages, v_pages))
+def variant(num_seqs: int) -> int:
+    """The largest number of sequences that launches the same compiled kernel."""
+    return _FEW if 1 < num_seqs <= _FEW else decode_lookup_size(num_seqs)
+
+
+def launch(decode: Decode) -> None:
+    """What `decode.launch` does, of operands that `accepts` does not refuse."""
+    pages, out, B = decode.pages, decode.out, decode.num_seqs
+    page_size, (Nkv, D), Nq = pages.page_size, pages.k.shape[2:], out.shape[1]
+    pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])
     k, v = (tma_descriptor(x, min(page_size, _BOX), PAIRS.value) for x in pairs)
     shape = _shape(Nq, Nkv, D, B)
     units = cdiv(Nkv * D, 2 * PAIRS.value * shape.tiles)
-    programs = max(1, min(max_splits * units, shape.programs * sm_count(out.device)))
+    programs = max(1, min(decode.max_splits * units, shape.programs * sm_count(out.device)))
+    cos_sin, q_norm, k_norm, eps = decode.rope or (None, None, None, 0.0)
     _decode_fp8_sm90_kernel[(programs,)](
-        *inputs, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales, k, v, block_tables, seq_lens, split_starts, out,
-        sums, row_stats, B, block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
-        SPLIT=split, STRIDE=max(1, block_b // 32), N=_MOST_ROWS, TILES=shape.tiles, SIDE=shape.side, STAGES=shape.stages,
-        SLOTS=shape.slots, REGISTERS=shape.registers, EARLY=B >= LEAST_TOKENS, maxnreg=65536 // (256 * shape.programs) // 8 * 8,
-        **launch_options(4, 1, pdl),
+        decode.heads, cos_sin, q_norm, k_norm, *as_integers(torch.uint8, pages.k, pages.v), pages.k_scale, pages.v_scale, k, v,
+        decode.block_tables, decode.seq_lens, decode.split_starts, out, decode.sums, decode.row_stats, B,
+        decode.block_tables.shape[1], decode.scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size,
+        SPLIT=decode.split, STRIDE=max(1, decode_lookup_size(B) // 32), N=_MOST_ROWS, TILES=shape.tiles, SIDE=shape.side,
+        STAGES=shape.stages, SLOTS=shape.slots, REGISTERS=shape.registers, EARLY=decode.early,
+        maxnreg=65536 // (256 * shape.programs) // 8 * 8, **launch_options(4, 1, decode.pdl),
     )  # fmt: skip

@@ -9,7 +9,6 @@ on the M side of the tensor cores' MMA, and the query heads of a KV head, padded
 
 import math
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minirt.kernels.attention.operands import Decode, decode_lookup_size
 from minirt.kernels.attention.work_items_sm90 import (
     BLOCK_N,
     BOX,
     LONGEST,
-    MOST_SEQUENCES,
     PROGRAMS,
     REGISTERS,
     count_blocks,
@@ -38,7 +37,6 @@ from minirt.kernels.attention.work_items_sm90 import (
 )
 from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, zero_rows_from
 from minirt.kernels.launch import launch_options, sm_count
-from minirt.kernels.linear.gemm_sm90 import LEAST_TOKENS
 
 STAGES = 6  # blocks of K or V that a program has room for; a block has D // CHANNELS tiles
 
@@ -269,27 +267,27 @@ def _decode_sm90_kernel(
     )  # fmt: skip
 
 
-def can_decode(qkv: Tensor, k_pages: Tensor, v_pages: Tensor, sequences: int, split: int) -> bool:
-    """Whether TMA can move the pages, of 16 bits and aligned to 16 bytes, and splits and sequences are not too many or long."""
-    aligned = k_pages.data_ptr() % 16 == 0 and v_pages.data_ptr() % 16 == 0
-    narrow = qkv.element_size() == 2 and k_pages.dtype == qkv.dtype
-    return aligned and narrow and split <= LONGEST and sequences <= MOST_SEQUENCES
+def accepts(decode: Decode) -> bool:
+    """Whether this kernel computes it: heads to be rotated, pages of 16 bits that TMA can move, and splits that are not too
+    long."""
+    pages = decode.pages
+    aligned = pages.k.data_ptr() % 16 == 0 and pages.v.data_ptr() % 16 == 0
+    narrow = decode.heads.element_size() == 2 and pages.k.dtype == decode.heads.dtype
+    return decode.rope is not None and aligned and narrow and decode.split <= LONGEST
 
 
-def launch_decode(
-    inputs: tuple[Tensor | None, ...], k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    split_starts: Tensor, out: Tensor, sums: Tensor, row_stats: Tensor, max_splits: int, scale: float, eps: float, split: int,
-    block_b: int, pdl: bool,
-) -> None:  # fmt: skip
-    """What `_decode_kernel` does of checked arguments that TMA can move. `scale` is for powers of two; inputs: qkv, cos_sin,
-    q_norm, k_norm."""
-    (page_size, Nkv, D), Nq = k_pages.shape[1:], out.shape[1]
-    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BOX), CHANNELS.value) for x in (k_pages, v_pages))
-    programs = max(1, min(max_splits * Nkv, PROGRAMS * sm_count(out.device)))
+def launch(decode: Decode) -> None:
+    """What `decode.launch` does, of operands that `accepts` does not refuse."""
+    pages, out, B = decode.pages, decode.out, decode.num_seqs
+    page_size, (Nkv, D), Nq = pages.page_size, pages.k.shape[2:], out.shape[1]
+    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BOX), CHANNELS.value) for x in pages[:2])
+    programs = max(1, min(decode.max_splits * Nkv, PROGRAMS * sm_count(out.device)))
+    cos_sin, q_norm, k_norm, eps = decode.rope or (None, None, None, 0.0)
     _decode_sm90_kernel[(programs,)](
-        *inputs, k_pages, v_pages, k, v, block_tables, seq_lens, split_starts, out, sums, row_stats, seq_lens.shape[0],
-        block_tables.shape[1], scale * math.log2(math.e), eps, NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=split,
-        STRIDE=max(1, block_b // 32), N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, REGISTERS=REGISTERS,
-        EARLY=seq_lens.shape[0] >= LEAST_TOKENS,
-        maxnreg=65536 // (256 * PROGRAMS) // 8 * 8, **launch_options(4, 1, pdl),
+        decode.heads, cos_sin, q_norm, k_norm, pages.k, pages.v, k, v, decode.block_tables, decode.seq_lens, decode.split_starts,
+        out, decode.sums, decode.row_stats, B, decode.block_tables.shape[1], decode.scale * math.log2(math.e), eps, NQ=Nq,
+        NKV=Nkv, D=D, PAGE_SIZE=page_size, SPLIT=decode.split, STRIDE=max(1, decode_lookup_size(B) // 32),
+        N=8 if Nq // Nkv <= 8 else 16, STAGES=STAGES, REGISTERS=REGISTERS,
+        EARLY=decode.early, maxnreg=65536 // (256 * PROGRAMS) // 8 * 8,
+        **launch_options(4, 1, decode.pdl),
     )  # fmt: skip

@@ -193,3 +193,27 @@ def attend(
         p = p.to(dtype)
         even = tl.dot(p, v_even, acc[0] * rescale[:, None], input_precision="ieee")
         return new_row_max, total, (even, tl.dot(p, v_odd, acc[1] * rescale[:, None], input_precision="ieee"))
+
+
+@triton.jit
+def attend_context(
+    q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, begin, seen_by_all, end, limit, row_limit, scale,
+    kv_head, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tokens begin … end of a sequence, BLOCK_N at a time.
+
+    Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N; from there on they are masked, see `attend`.
+    """
+    for first in range(begin, seen_by_all, BLOCK_N):
+        t, base, slot = page_slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
+        row_max, total, acc = attend(
+            q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
+            row_limit, scale, NKV, D, False,
+        )  # fmt: skip
+    for first in range(seen_by_all, end, BLOCK_N):
+        t, base, slot = page_slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)
+        row_max, total, acc = attend(
+            q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base * NKV + kv_head, slot, t, limit,
+            row_limit, scale, NKV, D, True,
+        )  # fmt: skip
+    return row_max, total, acc

@@ -7,7 +7,6 @@ it computes the softmax of the next, and the teams multiply in turn, so that one
 
 import math
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,13 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from minirt.kernels.attention.operands import Prefill, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, tma_load, zero_rows_from
 from minirt.kernels.launch import sm_count
 
-# By head size; with fewer tokens `prefill.py`'s kernel runs. Prompts on an H200, TFLOP/s here and there: head size 128 at 512
-# tokens, the fewest that were measured, 139 and 108; head size 64 at 512 tokens 44 and 53, at 1024 tokens 123 and 115.
-LEAST_TOKENS = {64: 1024, 128: 512}
 TEAMS = gl.constexpr(2)  # a third is slower: that leaves 160 registers a thread
 ROWS = gl.constexpr(64)  # of a team, what a product of four warps has
 BLOCK_N = gl.constexpr(128)  # tokens of K and V at a time; 64 are slower
@@ -33,7 +30,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 @gluon.jit
 def _tile(
-    turn, batch, tiles, SHORTEST: gl.constexpr, CHUNKS: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr,
+    turn, batch, tiles, SHORTEST: gl.constexpr, PARTIAL: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     """A program's tile: its sequence, KV head, tokens there are and tokens seen (0: no work), first row of q, queries, and tokens
@@ -56,8 +53,8 @@ def _tile(
     queries = gl.minimum(length - first, QUERIES)
     before = limit - length + first
     works = (index < tiles) & (queries > 0) & (length >= SHORTEST)
-    if CHUNKS:
-        parts, _ = parts_of(length, limit)
+    if PARTIAL:
+        parts, _ = parts_of(length, limit, PARTIAL)
         works = works & (parts == 0)
     return b, index % NKV, limit, gl.where(works, before + queries, 0), start + first, queries, before
 
@@ -79,13 +76,13 @@ def _fetch_block(pages, rows, column, ring, step):
 @gluon.jit
 def _fetch_blocks(
     k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST: gl.constexpr,
-    CHUNKS: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    PARTIAL: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """K and V of all tiles, a block after the other. Behind a sequence's end, its last page comes again."""
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        b, kv_head, limit, seen, _, _, _ = _tile(turn, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP, BLOCK_B)
+        b, kv_head, limit, seen, _, _, _ = _tile(turn, batch, tiles, SHORTEST, PARTIAL, NKV, GROUP, BLOCK_B)
         table_ptr = tables_ptr + b.to(gl.int64) * table_width
         column = kv_head * k[0].shape[2]
         for first in range(0, seen, BLOCK_N):
@@ -146,7 +143,7 @@ def _next_block(
 
 @gluon.jit
 def _attend_tiles(
-    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, CHUNKS: gl.constexpr,
+    q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, PARTIAL: gl.constexpr,
     NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """A team's rows of all tiles: row r of a tile is head r % GROUP of query r // GROUP."""
@@ -162,7 +159,7 @@ def _attend_tiles(
     if TEAM == TEAMS - 1:
         mbarrier.arrive(turns.index(0))
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        _, kv_head, limit, seen, start, queries, before = _tile(turn, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP, BLOCK_B)
+        _, kv_head, limit, seen, start, queries, before = _tile(turn, batch, tiles, SHORTEST, PARTIAL, NKV, GROUP, BLOCK_B)
         if seen > 0:
             # Rows past the end repeat the last query instead of being masked; they are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
@@ -228,7 +225,7 @@ def _ring(dtype: gl.constexpr, D: gl.constexpr):
 def _prefill_sm90_kernel(
     q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, out_ptr, B, table_width, tiles, scale, NQ: gl.constexpr,
     NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_B: gl.constexpr, SHORTEST: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of TEAMS · 64 rows: some queries of one sequence, with the heads of one KV head. k_pages, v_pages: descriptors of
     [P · page_size, NKV · D]."""
@@ -250,11 +247,11 @@ def _prefill_sm90_kernel(
     batch = (starts_ptr, lens_ptr, B)
     gl.warp_specialize(
         [
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, CHUNKS, NKV, GROUP,
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, PARTIAL, NKV, GROUP,
              BLOCK_B, 0)),
-            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, CHUNKS, NKV, GROUP,
+            (_attend_tiles, (q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST, PARTIAL, NKV, GROUP,
              BLOCK_B, 1)),
-            (_fetch_blocks, (k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST, CHUNKS, NKV, GROUP,
+            (_fetch_blocks, (k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST, PARTIAL, NKV, GROUP,
              BLOCK_B, PAGE_SIZE)),
         ],
         [4, 1],
@@ -262,24 +259,20 @@ def _prefill_sm90_kernel(
     )  # fmt: skip
 
 
-def can_prefill(q: Tensor, out: Tensor, *pages: Tensor) -> bool:
-    """Whether TMA can move the pages, of 16 bits and aligned to 16 bytes, and there are tokens enough."""
-    aligned = all(t.data_ptr() % 16 == 0 for t in (q, out, *pages))
-    narrow = q.element_size() == 2 and all(t.dtype == q.dtype for t in pages)
-    return aligned and narrow and q.shape[0] >= LEAST_TOKENS[q.shape[2]]
+def accepts(prefill: Prefill) -> bool:
+    """Whether TMA can move q and the pages: 16 bits, aligned to 16 bytes."""
+    q, pages = prefill.q, prefill.pages
+    aligned = all(t.data_ptr() % 16 == 0 for t in (q, prefill.out, pages.k, pages.v))
+    return aligned and q.element_size() == 2 and pages.k.dtype == q.dtype
 
 
-def launch_prefill(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor, scale: float,
-    out: Tensor, shortest: int = 1, chunks: bool = False,
-) -> Tensor:  # fmt: skip
-    """`paged_attention_prefill` of checked arguments that TMA can move, with any number of tokens and sequences but none."""
-    (T, Nq, D), (page_size, Nkv), B = q.shape, k_pages.shape[1:3], seq_lens.shape[0]
+def launch(prefill: Prefill) -> None:
+    """Write `out` of operands that `accepts` does not refuse, of any number of tokens and sequences but 0."""
+    q, pages, tables, starts, lens, out = prefill[:6]
+    (T, Nq, D), page_size, Nkv, B = q.shape, pages.page_size, pages.num_kv_heads, prefill.num_seqs
     tiles = (T // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv
-    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BLOCK_N.value), CHANNELS.value) for x in (k_pages, v_pages))
+    k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BLOCK_N.value), CHANNELS.value) for x in pages[:2])
     _prefill_sm90_kernel[(min(tiles, sm_count(q.device)),)](
-        q, k, v, block_tables, query_starts, seq_lens, out, B, block_tables.shape[1], tiles, scale * math.log2(math.e),
-        NQ=Nq, NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=max(256, 1 << (B - 1).bit_length()), SHORTEST=shortest,
-        CHUNKS=chunks, num_warps=4,
+        q, k, v, tables, starts, lens, out, B, tables.shape[1], tiles, prefill.scale * math.log2(math.e), NQ=Nq, NKV=Nkv, D=D,
+        PAGE_SIZE=page_size, BLOCK_B=prefill_lookup_size(B), SHORTEST=prefill.shortest, PARTIAL=prefill.partial, num_warps=4,
     )  # fmt: skip
-    return out

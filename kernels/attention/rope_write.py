@@ -1,16 +1,18 @@
 """Between the QKV projection and attention, in one kernel: per-head RMSNorm (Qwen3), rotary embedding, KV write."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minirt.errors import InputError, UnsupportedError
+from minirt.kernels.attention.limits import HEAD_DIMS
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import capability, cdiv, launch_options
-
-HEAD_DIMS = (64, 128)
+from minirt.kernels.regimes import Regime
 
 CASES = [
     {"T": 1, "Nq": 7, "Nkv": 1, "D": 64, "page_size": 16},
@@ -18,6 +20,20 @@ CASES = [
     {"T": 17, "Nq": 6, "Nkv": 2, "D": 64, "page_size": 32},
     {"T": 40, "Nq": 16, "Nkv": 2, "D": 128, "page_size": 64},
 ]
+
+
+@dataclass(frozen=True)
+class WriteRegime(Regime):
+    """`block_t`: tokens of a program. Small batches need many programs, large ones fewer."""
+
+    block_t: int = 1
+
+
+REGIMES = (
+    WriteRegime("a token a program", "tokens", 1, 16, block_t=1),
+    WriteRegime("8 tokens a program", "tokens", 17, 1024, block_t=8),
+    WriteRegime("32 tokens a program", "tokens", 1025, block_t=32),
+)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -171,7 +187,7 @@ def qk_norm_rope_kv_write(
         check_tensor("q_out", q_out, (T, Nq, D), qkv.dtype, qkv.device)
     if T == 0:
         return q_out
-    block_t = 1 if T <= 16 else 8 if T <= 1024 else 32  # small batches need the programs, large ones fewer of them
+    block_t = next(own.block_t for own in REGIMES if own.covers(T))
     _kv_write_kernel[(cdiv(T, block_t), Nq + 2 * Nkv)](
         qkv, cos_sin, positions, slots, q_norm, k_norm, *as_integers(torch.uint8, k_pages, v_pages), k_scales, v_scales,
         q_out, T, eps,

@@ -4,12 +4,12 @@ that widening these once, instead of in every tile, takes hardly any of its time
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from minirt.kernels.attention.operands import KVPages, Prefill, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.launch import sm_count
 
-MOST_SPLITS = 512  # of 256 tokens, by what the host knows of a step: copies of 131,072 tokens take 0.5 GB in Llama-3.1-8B
+MAX_TOKENS = 131_072  # of all sequences together, rounded up to KV splits: their copies take 0.5 GB in Llama-3.1-8B
 
 CASES = [
     {"Nkv": 3, "D": 64, "page_size": 16, "lens": (40, 1, 0, 17), "contexts": (9, 33, 5, 0), "shortest": 2},
@@ -21,16 +21,17 @@ CASES = [
 def _widen_kernel(
     k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, starts_ptr, lens_ptr, wide_k_ptr, wide_v_ptr, wide_tables_ptr, B,
     table_width, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
-    SHORTEST: tl.constexpr, CHUNKS: tl.constexpr,
+    SHORTEST: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of every so many-th page. What a page holds behind its sequence's end is copied, too."""
+    """One KV head of every n-th page, n the number of programs for a head. What a page holds past its sequence's end is copied
+    too."""
     kv_head = tl.program_id(0) % NKV
     index = tl.arange(0, BLOCK_B)
     new = tl.load(starts_ptr + index + 1, mask=index < B, other=0) - tl.load(starts_ptr + index, mask=index < B, other=0)
     lens = tl.load(lens_ptr + index, mask=index < B, other=0)
     meant = (new >= SHORTEST) & (new > 0)
-    if CHUNKS:
-        parts, _ = parts_of(new, lens)
+    if PARTIAL:
+        parts, _ = parts_of(new, lens, PARTIAL)
         meant = meant & (parts == 0)
     ends = tl.cumsum(tl.where(meant, (lens + PAGE_SIZE - 1) // PAGE_SIZE, 0), 0)
     d = tl.arange(0, D)[None, :]
@@ -53,24 +54,21 @@ def _widen_kernel(
             tl.store(wide_v_ptr + wide[:, None] * D + d, v.to(wide_v_ptr.dtype.element_ty))
 
 
-def widen(
-    k_pages: Tensor, v_pages: Tensor, k_scales: Tensor, v_scales: Tensor, block_tables: Tensor, query_starts: Tensor,
-    seq_lens: Tensor, max_splits: int, dtype: torch.dtype, shortest: int, chunks: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Values times scales, rounded to `dtype`, of the sequences that `paged_attention_prefill` computes without parts: k and v
-    pages [P, page_size, Nkv, D] in the order of the sequences, and their block tables, whose other entries are not written.
+def widen(prefill: Prefill, split: int) -> Prefill:
+    """The same attention on 16-bit copies of its FP8 pages: values times scales, rounded to q's dtype.
 
-    Arguments as `paged_attention_prefill` has checked them; P follows from max_splits alone.
+    The copies hold the sequences that `paged_attention_prefill` computes without `partial`, page after page; the other entries of
+    the new block tables are not written. The copies' size follows from `max_splits`, which counts splits of `split` tokens.
     """
-    page_size, Nkv, D = k_pages.shape[1:]
-    pages = max_splits * max(1, 256 // page_size)
-    k, v = (torch.empty(pages, page_size, Nkv, D, dtype=dtype, device=k_pages.device) for _ in range(2))
-    tables = torch.empty_like(block_tables)
-    programs = min(pages, max(1, 8 * sm_count(k.device) // Nkv))
+    q, pages, tables, starts, lens = prefill[:5]
+    page_size, (Nkv, D), B = pages.page_size, pages.k.shape[2:], prefill.num_seqs
+    num_pages = prefill.max_splits * max(1, split // page_size)
+    k, v = (torch.empty(num_pages, page_size, Nkv, D, dtype=q.dtype, device=q.device) for _ in range(2))
+    wide_tables = torch.empty_like(tables)
+    programs = min(num_pages, max(1, 8 * sm_count(k.device) // Nkv))
     _widen_kernel[(programs * Nkv,)](
-        k_pages.view(torch.uint8), v_pages.view(torch.uint8), k_scales, v_scales, block_tables, query_starts, seq_lens, k, v,
-        tables, seq_lens.shape[0], block_tables.shape[1], NKV=Nkv, D=D, PAGE_SIZE=page_size,
-        BLOCK_B=max(256, triton.next_power_of_2(seq_lens.shape[0])), ROWS=min(page_size, 64), SHORTEST=shortest, CHUNKS=chunks,
-        num_warps=4,
+        pages.k.view(torch.uint8), pages.v.view(torch.uint8), pages.k_scale, pages.v_scale, tables, starts, lens, k, v,
+        wide_tables, B, tables.shape[1], NKV=Nkv, D=D, PAGE_SIZE=page_size, BLOCK_B=prefill_lookup_size(B),
+        ROWS=min(page_size, 64), SHORTEST=prefill.shortest, PARTIAL=prefill.partial, num_warps=4,
     )  # fmt: skip
-    return k, v, tables
+    return prefill._replace(pages=KVPages(k, v), block_tables=wide_tables)

@@ -1,27 +1,74 @@
 """Linear layers with what is fused around them, for any number of tokens: norm + linear, norm + gate/up, linear + residual.
 
-Which kernel computes it depends on how many tokens share each weight that is read: one (`gemv`, norm included), up to 128, on
-Hopper mostly 64 (`gemm_small`), or so many that arithmetic is the work (`gemm`), both with the norm as a kernel before.
+Which kernel computes a product depends on how many tokens share each weight that is read: one (`gemv`, which computes the norm as
+well), up to 128 (`gemm_small`), or so many that arithmetic limits (`gemm`). On Hopper, `gemm_sm90` takes over from 65 tokens on.
+`REGIMES` states this; with several tokens the norm is a kernel before the product.
 
 Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32 for each row (compute capability 8.9 and
-later). Then two tokens or more are quantized as well, each with a scale of its own, in the norm's kernel or in one before the
-product; a single token is not. (`reference.linear_fp8` states the same.)
+later). Activations of two or more tokens are then quantized as well, with a scale for each token, by the norm's kernel or by one
+before the product; those of a single token are not. (`reference.linear_fp8` states the same.)
 """
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minirt.kernels.checks import check_linear, check_tensor
-from minirt.kernels.launch import Workspace
-from minirt.kernels.linear.gemm import gemm, gemm_gated
-from minirt.kernels.linear.gemm_sm90 import gemm_sm90, uses_gemm_sm90
-from minirt.kernels.linear.gemm_small import MAX_TOKENS, gemm_small
-from minirt.kernels.linear.gemv import gemv
-from minirt.kernels.linear.row_maxima import RowMaxima
+from minirt.errors import InputError
+from minirt.kernels.checks import check_linear, check_operands, check_tensor
+from minirt.kernels.launch import Workspace, capability
+from minirt.kernels.linear import gemm as tiled
+from minirt.kernels.linear import gemm_sm90 as sm90
+from minirt.kernels.linear import gemm_small as small
+from minirt.kernels.linear import gemv as vector
+from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
+from minirt.kernels.regimes import Regime
+
+
+def _any(product: Product) -> bool:
+    return True
+
+
+def _none(product: Product) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class LinearRegime(Regime):
+    """A regime of the linear layers.
+
+    Args:
+        launch: runs the kernel on operands that `accepts` does not refuse.
+        accepts: whether the kernel can compute this product.
+        row_maxima_tiles: how many row maxima the kernel stores for a row of an LM head's logits; 0: none.
+    """
+
+    launch: Callable[[Product], None] = vector.gemv
+    accepts: Callable[[Product], bool] = _any
+    row_maxima_tiles: Callable[[Product], int] = _none
+
+
+# The first regime that covers the tokens and accepts the product computes it.
+_SM90 = 65  # tokens from which it is faster than `gemm_small`
+REGIMES = (
+    LinearRegime("gemv", "tokens", 1, 1, launch=vector.gemv),
+    LinearRegime(
+        "gemm_sm90", "tokens", _SM90, variant=sm90.token_regime, padded=sm90.padded_tokens, capability=90, launch=sm90.gemm_sm90,
+        accepts=sm90.accepts, row_maxima_tiles=sm90.row_maxima_tiles,
+    ),
+    LinearRegime(
+        "gemm_small", "tokens", 2, small.MAX_TOKENS, variant=small.token_block, padded=small.token_block,
+        launch=small.gemm_small, row_maxima_tiles=small.row_maxima_tiles,
+    ),
+    LinearRegime("gemm", "tokens", small.MAX_TOKENS + 1, variant=tiled.token_regime, launch=tiled.gemm),
+)  # fmt: skip
+# Steps in which the norm (or quantization) before a product triggers before it waits: the product's programs then find their
+# place earlier, or fetch weights (`gemm_sm90`, whose programs have an SM each). Other numbers of programs would crowd on the SMs
+# that the kernel before leaves first. Measured with up to 256 tokens.
+EARLY = (Regime("few tokens", "tokens", 1, 32), Regime("gemm_sm90", "tokens", _SM90, 256, capability=90))
 
 CASES = [
     {"T": T, "N": N, "K": K}
@@ -50,10 +97,12 @@ def norm_linear(
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
     The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
-    `row_maxima`: where to leave each row's largest values (of the fp32 sums), for kernels that do (`gemm_small`, `gemm_sm90`).
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later; of many tokens where `gemm_sm90` does it).
+    `row_maxima`: where each row's largest fp32 values go; its width must be what `row_maxima_tiles` gives for T rows.
+    `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
     """
-    return _run(x, norm_weight, eps, weight, scale, bias, None, out, None, workspace, out_dtype, pdl, check, row_maxima)
+    out = _output(x, weight, out, out_dtype, gated=False)
+    product = Product(x, weight, out, bias, scale=scale, workspace=workspace, row_maxima=row_maxima, pdl=pdl)
+    return _run(product, norm_weight, eps, check)
 
 
 def norm_gate_up(
@@ -70,7 +119,8 @@ def norm_gate_up(
     check: bool = True,
 ) -> Tensor:
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
-    return _run(x, norm_weight, eps, weight, scale, bias, None, out, activation, None, None, pdl, check)
+    out = _output(x, weight, out, None, gated=True)
+    return _run(Product(x, weight, out, bias, activation=activation, scale=scale, pdl=pdl), norm_weight, eps, check)
 
 
 def linear_residual(
@@ -86,83 +136,121 @@ def linear_residual(
     check: bool = True,
 ) -> Tensor:
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
-    return _run(x, None, 0.0, weight, scale, bias, residual, out, None, workspace, None, pdl, check)
+    out = _output(x, weight, out, None, gated=False)
+    return _run(Product(x, weight, out, bias, residual, scale=scale, workspace=workspace, pdl=pdl), None, 0.0, check)
 
 
-def _run(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    activation: str | None,
-    workspace: Workspace | None,
-    out_dtype: torch.dtype | None,
-    pdl: bool,
-    check: bool,
-    row_maxima: RowMaxima | None = None,
-) -> Tensor:
-    T = x.shape[0]
-    if check:
-        check_linear(x, weight, bias, residual, out, activation, scale)
-        if norm_weight is not None:
-            check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
-        if row_maxima is not None:
-            check_tensor("row_maxima.values", row_maxima.values, (T, None), torch.int64, x.device)
-            check_tensor("row_maxima.logits_needed", row_maxima.logits_needed, (1,), torch.int32, x.device)
-    if row_maxima is not None:
-        row_maxima.num_tiles = 0
-    if out is None:
-        N = weight.shape[0] if activation is None else weight.shape[0] // 2
-        out = torch.empty(T, N, dtype=out_dtype or x.dtype, device=x.device)
-    if T == 0:
-        return out
-    if T == 1:
-        return gemv(x, norm_weight, eps, weight, bias, residual, out, activation, scale=scale, pdl=pdl)
-    h, x_scale = _input(x, norm_weight, eps, scale is not None, pdl)
-    return product(
-        h, weight, bias, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, row_maxima=row_maxima,
-        pdl=pdl,
-    )  # fmt: skip
-
-
-def product(
+def gemm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    activation: str | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
     *,
+    activation: str | None = None,
     scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     workspace: Workspace | None = None,
-    row_maxima: RowMaxima | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The product of two tokens or more, normalized and quantized before, by the kernel for so many; unchecked."""
-    scales: dict[str, Any] = {"scale": scale, "x_scale": x_scale}
-    if x.shape[0] <= MAX_TOKENS and not uses_gemm_sm90(x, weight, residual, out):
-        shared: dict[str, Any] = {"workspace": workspace, "row_maxima": row_maxima, "pdl": pdl}
-        return gemm_small(x, weight, bias, residual, out, activation, **shared, **scales)
-    if activation is not None:
-        return gemm_gated(x, weight, activation, bias, out, pdl=pdl, check=False, **scales)
-    if row_maxima is not None and uses_gemm_sm90(x, weight, residual, out):
-        gemm_sm90(x, weight, bias, residual, out, None, scale, x_scale, None, workspace, pdl, row_maxima)
+    """x · weightᵀ + bias + residual by the kernel for many tokens, whatever T: x [T, K], weight [N, K], bias [N] → [T, N].
+
+    `out` may be `residual`. With an `activation`, weight [2I, K] and bias [2I] have gate rows first, and the result [T, I] is
+    act(gate) · up. float8_e4m3fn: x and weight both, with x_scale [T] and scale [N] fp32, which multiply; the output is `out`, or
+    bf16. With a workspace K may be split. `pdl` counts where `gemm_sm90` computes it.
+
+    Raises:
+        InputError: arguments that do not fit each other.
+    """
+    check_operands(x, weight, bias, residual, out, activation, scale, x_scale)
+    out = _output(x, weight, out, torch.bfloat16 if scale is not None else None, gated=activation is not None)
+    product = Product(x, weight, out, bias, residual, activation, scale, x_scale, workspace, pdl=pdl)
+    if x.shape[0] == 0:
         return out
-    return gemm(x, weight, bias, residual, out, workspace=workspace, pdl=pdl, check=False, **scales)
+    if capability(x.device) == 90 and sm90.accepts(product):
+        sm90.gemm_sm90(product)
+    else:
+        tiled.gemm(product)
+    return out
 
 
-def _input(x: Tensor, norm_weight: Tensor | None, eps: float, fp8: bool, pdl: bool) -> tuple[Tensor, Tensor | None]:
-    """What the product of several tokens reads: normalized or as it is, and for fp8 weights quantized, with its scales."""
-    if fp8:
+def regime(product: Product) -> LinearRegime:
+    """The regime that computes a product, whose x is normalized and quantized as its kernel expects it."""
+    T, cc = product.x.shape[0], capability(product.weight.device)
+    return next(own for own in REGIMES if own.covers(T, cc) and own.accepts(product))
+
+
+def launch(product: Product) -> None:
+    """Write the output of a product, whose x is normalized and quantized as its kernel expects it. Unchecked."""
+    regime(product).launch(product)
+
+
+def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
+    """How many row maxima an LM head stores for each of `rows` rows of fp32 logits: the width of `RowMaxima.values`; 0: none.
+
+    Args:
+        weight: the LM head's weight [V, H], of `dtype` or fp8.
+        dtype: that of the activations.
+    """
+    if rows == 0:
+        return 0
+    # Only shapes, dtypes and addresses are looked at: tensors on the meta device stand for what is allocated later.
+    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
+    product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"))
+    return regime(product).row_maxima_tiles(product)
+
+
+def starts_early(tokens: int, device: torch.device) -> bool:
+    """Whether the kernel before a product of `tokens` tokens lets it start as soon as possible (see `EARLY`)."""
+    return any(own.covers(tokens, capability(device)) for own in EARLY)
+
+
+def _output(x: Tensor, weight: Tensor, out: Tensor | None, dtype: torch.dtype | None, gated: bool) -> Tensor:
+    if out is not None:
+        return out
+    return torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype or x.dtype, device=x.device)
+
+
+def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) -> Tensor:
+    x, out, T = product.x, product.out, product.x.shape[0]
+    if check:
+        _check(product, norm_weight)
+    if T == 0:
+        return out
+    if T == 1:
+        if product.row_maxima is not None:
+            raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
+        vector.gemv(product, norm_weight, eps)
+        return out
+    early = starts_early(T, x.device)
+    if product.scale is None:
+        if norm_weight is not None:
+            product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
+    else:
         if norm_weight is None:
-            return quantize(x, pdl=pdl, check=False)
-        return rms_norm_quantize(x, norm_weight, eps, pdl=pdl, check=False)
-    return (x if norm_weight is None else rms_norm(x, norm_weight, eps, pdl=pdl, check=False)), None
+            x, x_scale = quantize(x, early=early, pdl=product.pdl, check=False)
+        else:
+            x, x_scale = rms_norm_quantize(x, norm_weight, eps, early=early, pdl=product.pdl, check=False)
+        product = product._replace(x=x, x_scale=x_scale)
+    launch(product)
+    return out
+
+
+def _check(product: Product, norm_weight: Tensor | None) -> None:
+    x, row_maxima = product.x, product.row_maxima
+    check_linear(x, product.weight, product.bias, product.residual, product.out, product.activation, product.scale)
+    if norm_weight is not None:
+        check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
+    if row_maxima is not None:
+        tiles = row_maxima_tiles(x.shape[0], product.weight, x.dtype)
+        if not tiles:
+            what, found = "no kernel stores row maxima of this product", f"{x.shape[0]} rows of {x.dtype}"
+            raise InputError(what, where="row_maxima", expected="None", found=found)
+        values = row_maxima.values
+        if (values.dtype, tuple(values.shape), values.stride(-1)) != (torch.int64, (x.shape[0], tiles), 1):
+            expected, found = f"int64 [{x.shape[0]}, {tiles}], rows contiguous", f"{values.dtype} {list(values.shape)}"
+            raise InputError("wrong tensor", where="row_maxima.values", expected=expected, found=found)
+        check_tensor("row_maxima.logits_needed", row_maxima.logits_needed, (1,), torch.int32, x.device)
 
 
 def cost(

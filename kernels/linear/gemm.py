@@ -3,8 +3,6 @@
 Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by TMA
 through descriptors made on the host, where alignment permits; elsewhere by plain pointers. What is left after whole rounds of
 tiles, one an SM, is cut into smaller tiles, so that the last round keeps more SMs busy for less time.
-
-On Hopper, products of aligned 16- and 8-bit operands are computed by `gemm_sm90`.
 """
 
 from collections.abc import Sequence
@@ -16,11 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minirt.errors import InputError
-from minirt.kernels.checks import check_linear, check_tensor
-from minirt.kernels.launch import Workspace, capability, fit_stages, require_fp8, shared_limit, sm_count
+from minirt.kernels.launch import capability, fit_stages, require_fp8, shared_limit, sm_count
 from minirt.kernels.linear.activation import activate
-from minirt.kernels.linear.gemm_sm90 import GemmSm90Config, gemm_sm90, operands_fit_tma
+from minirt.kernels.linear.product import Product
 
 CASES = [
     {"T": 129, "N": 96, "K": 576},
@@ -251,6 +247,11 @@ def best_tile(
     return min(((*tile, rest) for tile, rest in zip(tiles, rests, strict=True)), key=time)
 
 
+def token_regime(T: int) -> int:
+    """T as configurations know it: the power of two from T on."""
+    return triton.next_power_of_2(T)
+
+
 def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmConfig:
     """The configuration for a shape: of T only the power of two above it counts. N counts the outputs."""
     if itemsize == 4:
@@ -262,7 +263,7 @@ def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
         tiles = tuple(tile for tile in tiles if tile[0] * tile[1] <= 2**14 and not (gated and tile[1] > 64))
     block_k = (128 if large else 64) // itemsize
     block_t, block_n, num_warps, rest = best_tile(
-        tiles, triton.next_power_of_2(T), N, triton.cdiv(K, block_k), gated, num_sms
+        tiles, token_regime(T), N, triton.cdiv(K, block_k), gated, num_sms
     )
     stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
     tma = cc >= 90 and K * itemsize % 16 == 0
@@ -270,76 +271,14 @@ def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
     return GemmConfig(block_t, block_n, block_k, num_warps, stages, tma, rest, num_sms)
 
 
-def gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool = False,
-    check: bool = True,
-    config: GemmConfig | GemmSm90Config | None = None,
-) -> Tensor:
-    """x · weightᵀ + bias + residual: x [T, K], weight [N, K], bias [N] → [T, N]. `out` may be `residual`.
-
-    float8_e4m3fn: x and weight both, with x_scale [T] and scale [N] fp32, which multiply; the output is `out`, or bf16.
-    Where `gemm_sm90` computes it: with a workspace K may be split; `pdl`: overlap with the kernel before it in the stream.
-    """
-    return _launch(x, weight, bias, residual, out, None, scale, x_scale, workspace, pdl, check, config)
-
-
-def gemm_gated(
-    x: Tensor,
-    weight: Tensor,
-    activation: str,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    pdl: bool = False,
-    check: bool = True,
-    config: GemmConfig | GemmSm90Config | None = None,
-) -> Tensor:
-    """act(gate) · up for x [T, K], weight [2I, K] and bias [2I], gate rows first → [T, I]. float8_e4m3fn, pdl: as in `gemm`."""
-    return _launch(x, weight, bias, None, out, activation, scale, x_scale, None, pdl, check, config)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    activation: str | None,
-    scale: Tensor | None,
-    x_scale: Tensor | None,
-    workspace: Workspace | None,
-    pdl: bool,
-    check: bool,
-    config: GemmConfig | GemmSm90Config | None,
-) -> Tensor:
-    eight = x.dtype == torch.float8_e4m3fn
+def gemm(product: Product, config: GemmConfig | None = None) -> None:
+    """Write the output of a product of any number of tokens but 0; 16 or 32 bits, or fp8 with scales. Unchecked, see
+    `dispatch`."""
+    x, weight, out, bias, residual, activation, scale, x_scale, *_ = product
+    (T, N, K), eight, gated = product.shape, x.dtype == torch.float8_e4m3fn, activation is not None
     if eight:
         require_fp8(x.device)
-    if check:
-        check_operands(x, weight, bias, residual, out, activation, scale, x_scale)
-    T, K = x.shape
-    gated = activation is not None
-    N = weight.shape[0] // 2 if gated else weight.shape[0]
-    if out is None:
-        out = torch.empty(T, N, dtype=torch.bfloat16 if eight else x.dtype, device=x.device)
-    if T == 0:
-        return out
-    cc = capability(x.device)
-    if isinstance(config, GemmSm90Config) or (config is None and cc == 90 and operands_fit_tma(x, weight, residual, out)):
-        gemm_sm90(x, weight, bias, residual, out, activation, scale, x_scale, config, workspace, pdl)
-        return out
-    c = config or choose_gemm_config(T, N, K, x.element_size(), gated, cc, sm_count(x.device))
+    c = config or choose_gemm_config(T, N, K, x.element_size(), gated, capability(x.device), sm_count(x.device))
     tiles = triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n)
     whole = whole_tiles(tiles, c)
     tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
@@ -359,33 +298,6 @@ def _launch(
         BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, GROUP_T=8, TMA=tma, TMA_OUT=tma_out,
         PROMOTE=_PROMOTE // c.block_k if eight else 0, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
-    return out
-
-
-def check_operands(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    activation: str | None,
-    scale: Tensor | None,
-    x_scale: Tensor | None,
-) -> None:
-    """Raise InputError unless the arguments of `gemm` or `gemm_gated` fit each other."""
-    if x.dtype != torch.float8_e4m3fn:
-        for name, tensor in (("scale", scale), ("x_scale", x_scale)):
-            if tensor is not None:
-                raise InputError("only for float8_e4m3fn activations", where=name, found=x.dtype)
-        check_linear(x, weight, bias, residual, out, activation)
-        return
-    if scale is None or x_scale is None:
-        raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
-    check_tensor("x", x, (None, None), x.dtype, x.device)
-    check_tensor("x_scale", x_scale, (x.shape[0],), torch.float32, x.device)
-    # What is left are the checks of 16-bit activations with fp8 weights: bias and residual are as wide as those would be.
-    like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)
-    check_linear(torch.empty_like(x, dtype=like), weight, bias, residual, out, activation, scale)
 
 
 def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Tensor | TensorDescriptor | None:

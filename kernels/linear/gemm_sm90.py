@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,8 +32,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.gluon_sm90 import cta_barrier, tma_descriptor, tma_load, tma_store
-from minirt.kernels.launch import Workspace, capability, cdiv, launch_options, shared_limit, sm_count
-from minirt.kernels.linear.row_maxima import RowMaxima
+from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.linear.product import Product
 
 
 @gluon.jit
@@ -499,8 +498,6 @@ _ROW_BYTES = 128  # of K in a step: what one swizzle of TMA spans
 _LARGEST = 448  # of float8_e4m3fn
 _FINE = 512  # tokens up to which every number of tiles of rows has a configuration of its own
 _LONGEST_WHOLE = 24  # steps in K: fewer are not worth splitting
-# Linear layers of fewer tokens are for `gemm_small`. Such a bound is one of the regimes that warm-up knows: 64 or 128, plus 1.
-LEAST_TOKENS = 65
 # Columns of the two pairs of strips; with a gated activation, half of them are of gate.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
 WIDTHS_OF_THREE = ((128, 128), *WIDTHS[1:])  # for three groups: sums of a single pair of 256 do not fit in their registers
@@ -549,8 +546,11 @@ def derive_config(
 
 def token_regime(T: int) -> int:
     """T as the configurations know it: padded to whole tiles up to 512, like the buckets of CUDA graphs, or to powers of two."""
-    if T > _FINE:
-        return 1 << (T - 1).bit_length()
+    return 1 << (T - 1).bit_length() if T > _FINE else padded_tokens(T)
+
+
+def padded_tokens(T: int) -> int:
+    """T padded to whole tiles of rows."""
     return _ROWS_OF_THREE if _ROWS < T <= _ROWS_OF_THREE else cdiv(T, _ROWS) * _ROWS
 
 
@@ -621,51 +621,45 @@ def lookup_gemm_sm90_config(
     return choose_gemm_sm90_config(tokens, N, K, itemsize, gated, residual, sm_count(device), out_itemsize, splits)
 
 
-def operands_fit_tma(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
+def accepts(product: Product) -> bool:
     """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output."""
-    ends = [out] if residual is None else [out, residual]
-    aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in (x, weight, *ends))
+    x, residual, out = product.x, product.residual, product.out
+    ends = (out,) if residual is None else (out, residual)
+    aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in (x, product.weight, *ends))
     fits = residual is None or (residual.dtype == out.dtype and out.element_size() == 2)
     return aligned and x.element_size() <= 2 and fits
 
 
-def uses_gemm_sm90(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-    """Whether this is the kernel for a linear layer: LEAST_TOKENS or more, on Hopper, and operands that `operands_fit_tma`."""
-    return x.shape[0] >= LEAST_TOKENS and capability(x.device) == 90 and operands_fit_tma(x, weight, residual, out)
+def _config(product: Product) -> GemmSm90Config:
+    """The configuration for a product, by its token regime."""
+    (T, N, K), x = product.shape, product.x
+    splits = product.workspace is not None and product.row_maxima is None
+    facts = (x.element_size(), product.activation is not None, product.residual is not None, product.out.element_size(), splits)
+    return lookup_gemm_sm90_config(product.weight.device, token_regime(T), N, K, *facts)
 
 
-def gemm_sm90(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    activation: str | None,
-    scale: Tensor | None,
-    x_scale: Tensor | None,
-    config: GemmSm90Config | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool = False,
-    row_maxima: RowMaxima | None = None,
-) -> None:
-    """`gemm`, or `gemm_gated` with an activation, of operands that `operands_fit_tma` and that fit each other; T is at least 1.
+def row_maxima_tiles(product: Product) -> int:
+    """How many row maxima of a row the kernel stores; a tensor of row maxima says that the product's K must not be split."""
+    c = _config(product._replace(workspace=None))
+    return cdiv(product.shape[1], c.width + c.more)
 
-    Without a workspace K is not split. `row_maxima`: each row's largest value of every tile goes there, without a residual, an
-    activation and a split.
+
+def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
+    """Write the output of a product that `accepts` does not refuse, of any number of tokens but 0. Unchecked, see `dispatch`.
+
+    Without a workspace K is not split. Row maxima are stored of products without a residual and an activation.
     """
-    (T, K), N = x.shape, out.shape[1]
-    gated = activation is not None
-    splits = workspace is not None and row_maxima is None
-    facts = (N, K, x.element_size(), gated, residual is not None, out.element_size(), splits)
-    c = config or lookup_gemm_sm90_config(x.device, token_regime(T), *facts)
+    x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
+    (T, N, K), gated = product.shape, activation is not None
+    c = config or _config(product)
     tiles_n = cdiv(N, (c.width + c.more) // (2 if gated else 1))
     tiles = cdiv(T, 64 * c.groups) * tiles_n
     sums, counters, values, needed = None, None, None, None
     if row_maxima is not None:
-        if gated or residual is not None or c.split > 1 or row_maxima.values.shape[1] < tiles_n:
+        if gated or residual is not None or c.split > 1 or row_maxima.values.shape[1] != tiles_n:
             expected, found = f"a plain product, {tiles_n} places", f"{c}, {row_maxima.values.shape[1]} places"
             raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
-        values, needed, row_maxima.num_tiles = row_maxima.values, row_maxima.logits_needed, tiles_n
+        values, needed = row_maxima
     if c.split > 1:
         if c.groups > 2:
             raise InputError("K is split for two groups of warps only", where="config", found=c)

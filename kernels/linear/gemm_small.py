@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import (
-    Workspace,
     capability,
     fit_stages,
     launch_options,
@@ -29,7 +27,7 @@ from minirt.kernels.launch import (
     sm_count,
 )
 from minirt.kernels.linear.activation import activate
-from minirt.kernels.linear.row_maxima import RowMaxima
+from minirt.kernels.linear.product import Product
 from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 MAX_TOKENS = 128
@@ -283,27 +281,17 @@ def lookup_gemm_small_config(device: torch.device, block_t: int, N: int, K: int,
     return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device))
 
 
-def gemm_small(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    activation: str | None = None,
-    *,
-    scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    row_maxima: RowMaxima | None = None,
-    pdl: bool = False,
-    config: GemmSmallConfig | None = None,
-) -> Tensor:
-    """x [T, K], T ≤ 128, weight [N, K] (with `activation` [2N, K]) → out [T, N]. Unchecked: `linear.dispatch` checks.
+def row_maxima_tiles(product: Product) -> int:
+    """How many row maxima of a row the kernel stores."""
+    (T, N, K), x = product.shape, product.x
+    c = lookup_gemm_small_config(product.weight.device, token_block(T), N, K, x.element_size(), False)
+    return triton.cdiv(N, c.block_n)
 
-    The weight has x's dtype. Where that is float8_e4m3fn (compute capability 8.9 and later), each of its rows has a `scale` and
-    each token an `x_scale`, fp32. `row_maxima`: the largest values of each row are left there, one for each tile.
-    """
-    (T, K), N = x.shape, out.shape[1]
+
+def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
+    """Write the output of a product of 1 to 128 tokens. Unchecked, see `dispatch`."""
+    x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
+    T, N, K = product.shape
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     block_t = token_block(T)
@@ -315,10 +303,10 @@ def gemm_small(
         sums, counters = workspace.sums(tiles * split * c.block_n * block_t), workspace.counters(tiles)
     values, needed, stride = None, None, 0
     if row_maxima is not None:
-        if activation is not None or row_maxima.values.shape[1] < tiles:
+        if activation is not None or row_maxima.values.shape[1] != tiles:
             expected, found = f"a plain product, {tiles} places", f"{activation}, {row_maxima.values.shape[1]} places"
             raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
-        values, needed, row_maxima.num_tiles = row_maxima.values, row_maxima.logits_needed, tiles
+        values, needed = row_maxima
         stride = values.stride(0)
     tma = c.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     operands = (x, weight)
@@ -330,4 +318,3 @@ def gemm_small(
         ACTIVATION=activation, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
         maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, pdl),
     )  # fmt: skip
-    return out

@@ -19,6 +19,7 @@ from torch import Tensor
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import launch_options, require_fp8, sm_count
 from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.product import Product
 
 WARP = 32
 
@@ -175,23 +176,13 @@ def chunk_size(itemsize: int) -> int:
 
 
 def gemv(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    activation: str | None = None,
-    *,
-    scale: Tensor | None = None,
-    pdl: bool = False,
-    config: GemvConfig | None = None,
-) -> Tensor:
-    """x [1, K], weight [N, K] (with `activation` [2N, K]) → out [1, N], unchecked; `kernels.linear` checks.
+    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: GemvConfig | None = None
+) -> None:
+    """Write the output of a product of one token, x normalized first if `norm_weight` [K] is given. Unchecked, see `dispatch`.
 
-    The weight has x's dtype, or is float8_e4m3fn with a `scale` fp32 for each row (compute capability 8.9 and later).
+    x is not quantized: an fp8 weight multiplies 16- or 32-bit activations.
     """
+    x, weight, out, bias, residual, activation, scale, *_ = product
     K, N = x.shape[1], out.shape[1]
     if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
@@ -204,6 +195,5 @@ def gemv(
     _gemv_kernel[(triton.cdiv(N, config.block_n),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, ACTIVATION=activation,
         BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk, TILES=min(config.tiles, triton.cdiv(K, block_k)),
-        maxnreg=config.registers, **launch_options(config.num_warps, 1, pdl),
+        maxnreg=config.registers, **launch_options(config.num_warps, 1, product.pdl),
     )  # fmt: skip
-    return out

@@ -14,7 +14,8 @@ from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, fit_stages, shared_limit
 from minirt.kernels.linear import gemm_sm90, gemm_small, gemv
-from minirt.kernels.linear.gemm import gemm, gemm_gated
+from minirt.kernels.linear.dispatch import REGIMES
+from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 
 TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE)
@@ -37,9 +38,8 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 
 
 def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of 2 to 128 tokens, on Hopper of fewer than `gemm_sm90` takes, by the power of two that they are padded to."""
-    end = gemm_sm90.LEAST_TOKENS if capability(device) == 90 else gemm_small.MAX_TOKENS + 1
-    blocks = sorted({gemm_small.token_block(T) for T in tokens if 1 < T < end})
+    """Steps of the token counts that `gemm_small` is for, by the power of two that they are padded to."""
+    blocks = sorted({gemm_small.token_block(T) for T in tokens if _kernel(T, device) == "gemm_small"})
     for block_t, shape in itertools.product(blocks, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
@@ -58,9 +58,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
 
 def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of more tokens, by regime, on Hopper, but for the LM head, which looks for no configuration."""
-    if capability(device) != 90:
-        return
-    regimes = sorted({gemm_sm90.token_regime(T) for T in tokens if T >= gemm_sm90.LEAST_TOKENS})
+    regimes = sorted({gemm_sm90.token_regime(T) for T in tokens if _kernel(T, device) == "gemm_sm90"})
     for regime, shape in itertools.product(regimes, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         if itemsize > 2 or shape.logits:
@@ -70,6 +68,11 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
         rule = gemm_sm90.choose_gemm_sm90_config(*sizes, splits=True)
         around = gemm_sm90.candidates(*sizes, splits=True)
         yield _case(gemm_sm90.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
+
+
+def _kernel(tokens: int, device: torch.device) -> str:
+    """The kernel for so many tokens."""
+    return next(own.kernel for own in REGIMES if own.covers(tokens, capability(device)))
 
 
 def _sm_count(device: torch.device) -> int:
@@ -84,10 +87,12 @@ def _around(value: int, most: int) -> list[int]:
 def _case(
     tunable: Tunable, key: str, rule: Any, around: Sequence[Any], shape: LinearShape, T: int, device: torch.device
 ) -> Case:
-    return Case(tunable, key, rule, tuple(around), lambda: _prepare(shape, T, device), T)
+    return Case(tunable, key, rule, tuple(around), lambda: _prepare(shape, T, device, type(rule)), T)
 
 
-def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+def _prepare(
+    shape: LinearShape, T: int, device: torch.device, config_type: type
+) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
     rows = 2 * shape.N if shape.gated else shape.N
     random = torch.Generator(device).manual_seed(0)
 
@@ -106,21 +111,15 @@ def _prepare(shape: LinearShape, T: int, device: torch.device) -> tuple[Callable
     out, workspace = torch.empty(T, shape.N, device=device, dtype=out_dtype), Workspace(device)
     turn, pdl = itertools.count(), capability(device) >= 90
 
+    base = Product(h, weights[0][0], out, None, residual, activation, None, x_scale, workspace, pdl=pdl)
+    kernels: dict[type, Callable[..., None]] = {
+        gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
+        gemm_sm90.gemm_sm90,
+    }  # fmt: skip
+    kernel = kernels[config_type]
+
     def run(weight: Tensor, scale: Tensor | None, config: Any) -> None:
-        if T == 1:
-            gemv.gemv(h, None, 0.0, weight, None, residual, out, activation, scale=scale, pdl=pdl, config=config)
-        elif isinstance(config, gemm_small.GemmSmallConfig):
-            gemm_small.gemm_small(
-                h, weight, None, residual, out, activation, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl,
-                config=config,
-            )  # fmt: skip
-        elif activation is not None:
-            gemm_gated(h, weight, activation, None, out, scale=scale, x_scale=x_scale, pdl=pdl, check=False, config=config)
-        else:
-            gemm(
-                h, weight, None, residual, out, scale=scale, x_scale=x_scale, workspace=workspace, pdl=pdl, check=False,
-                config=config,
-            )  # fmt: skip
+        kernel(base._replace(weight=weight, scale=scale), config=config)
 
     expected = reference.linear(x, weights[0][0], None, weights[0][1])
     expected = expected if activation is None else reference.gated(expected, activation)

@@ -13,6 +13,9 @@ bit. So the kept set can differ from the eager sampler's where a sum of masses c
 weight that close to min_p, and a draw where two tokens come that close in the race. All else is equal to the last bit.
 """
 
+from itertools import product
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +45,19 @@ from minirt.kernels.sampling.filters import (
 CASES = [{"B": B, "V": V} for B, V in ((1, 17), (3, 1), (5, 1031), (2, 4099), (7, 2048))]
 
 MAX_VOCAB = 2**22  # of which a sum of masses, 2⁴⁰ at most each, fits in an int64
+
+
+
+class Variant(NamedTuple):
+    """What the sampling kernels are compiled for: the flags of `sample`."""
+
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+
+
+VARIANTS = (Variant(True, False, False, False), *(Variant(False, *flags) for flags in product((False, True), repeat=3)))
 
 
 @triton.jit

@@ -6,14 +6,17 @@ the host reads them from pinned memory once the copy's event has passed. On a CP
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minirt.device import on_device
-from minirt.engine.cuda_graphs import Scores, StepGraphs, batch_bucket, max_splits
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_splits
+from minirt.engine.cuda_graphs import StepGraphs
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.sampler import SamplingBatch, SamplingBuffers, sample
+from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, count_ahead
 from minirt.engine.warmup import sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
@@ -23,6 +26,26 @@ from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 Settings = Sequence[tuple[EffectiveSampling, int]]  # of each row that is sampled: its values, and the index of its token
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[int, int], None]  # (done, in all)
+
+
+class Scores(NamedTuple):
+    """What a step computes for the rows that want logits: `logits` [R, V] fp32, and `row_maxima` [R, P] int64, the largest logit
+    of each tile of a row, if the head stores them.
+
+    Row maxima, and the logits of a CUDA graph, are views of static buffers, which the next step overwrites. With row maxima and
+    no row that is sampled, the logits hold a previous step's values.
+    """
+
+    logits: Tensor
+    row_maxima: Tensor | None
+
+
+class _Static(NamedTuple):
+    """What steps with CUDA graphs need, all or nothing of it."""
+
+    model: Model
+    buffers: StepBuffers
+    graphs: StepGraphs
 
 
 @dataclass(frozen=True)
@@ -60,18 +83,25 @@ class Runner:
         cuda_graphs: bool,
     ) -> None:
         self._model, self._cache, self._device, self._vocab_size = model, cache, device, vocab_size
-        self._max_seq_len, self._max_num_batched_tokens = max_seq_len, max_num_batched_tokens
+        self._max_seq_len, self._buckets = max_seq_len, Buckets(max_num_seqs, max_num_batched_tokens)
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.graphs: StepGraphs | None = None
+        self._static: _Static | None = None
         self._cuda = device.type == "cuda"
         if self._cuda:
             count_ahead(cache.capacity)
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
         if isinstance(model, Model):
-            model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache))
-        if cuda_graphs and isinstance(model, Model):
-            self.graphs = StepGraphs(model, cache, self._previous, max_seq_len, max_num_batched_tokens, vocab_size)
+            model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
+            if cuda_graphs:
+                sizes = {"max_seq_len": max_seq_len, "vocab_size": vocab_size}
+                buffers = StepBuffers(model, cache, self._buckets, self._previous, **sizes)
+                self._static = _Static(model, buffers, StepGraphs(model, cache))
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether small steps run as CUDA graphs."""
+        return self._static is not None
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
@@ -97,19 +127,37 @@ class Runner:
         return Step(tokens, copied)
 
     def _scores(self, chunks: Sequence[Chunk], sampled: bool) -> Scores:
-        scores = None if self.graphs is None else self.graphs.run(chunks, logits_needed=sampled)
-        if scores is not None:
-            return scores
-        batch = self._batch(chunks)
-        logits = self._model(batch, self._cache)
-        return Scores(logits, None if batch.row_maxima is None else batch.row_maxima.stored())
+        static, bucket = self._static, None if self._static is None else self._buckets.find(chunks)
+        if static is not None and bucket is not None:
+            batch = static.graphs.batch(bucket) or self._capture(static, bucket)
+            static.buffers.send(batch.layout, chunks, logits_needed=sampled)
+            static.graphs.replay(bucket)
+            logits, rows = static.buffers.logits, sum(c.wants_logits for c in chunks)
+        else:
+            batch = self._batch(chunks)
+            logits = self._model(batch, self._cache)
+            rows = logits.shape[0]
+        return Scores(logits[:rows], None if batch.row_maxima is None else batch.row_maxima.values[:rows])
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        """For a step without a graph. Where others have one, the head leaves its largest logits as theirs do: one form of
-        its kernels serves both."""
+        """For a step without a graph. Where others have one, the head stores row maxima as theirs does, so that one compiled
+        kernel serves both."""
         batch = Batch.build(chunks, self._cache.page_size, pinned=self._cuda).after(self._previous)
-        return batch if self.graphs is None else self.graphs.with_row_maxima(batch.to(self._device))
+        return batch if self._static is None else self._static.buffers.with_row_maxima(batch.to(self._device))
 
+    def _capture(self, static: _Static, bucket: Bucket, *, compiled: bool = False) -> Batch:
+        """Capture a bucket's graph, after a dry run that compiles its kernels unless they are `compiled`. → its batch."""
+        batch = static.buffers.batch(bucket)
+        if not compiled:
+            self._dry_run(static, batch)
+        return static.graphs.capture(bucket, batch)
+
+    def _dry_run(self, static: _Static, batch: Batch) -> None:
+        """Run one layer of each kind over a static batch, on padding."""
+        static.buffers.send(batch.layout, [])
+        static.model.dry_run(batch, self._cache)
+
+    @torch.inference_mode()
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
         """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
 
@@ -119,10 +167,10 @@ class Runner:
             return
         from minirt.kernels.compile.ahead_of_time import compile_ahead
 
-        seqs, graphs = self._previous.shape[0], self.graphs
-        buckets = graphs.buckets if graphs is not None else []
-        steps = warm_up_steps(self._max_num_batched_tokens, self._max_seq_len, seqs)
-        if graphs is None:
+        seqs, static = self._buckets.max_num_seqs, self._static
+        buckets = [] if static is None else self._buckets.all()
+        steps = warm_up_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, seqs)
+        if static is None:
             last = self._max_seq_len - 1  # decode steps on a short and on the longest context: only the latter combines KV splits
             contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, last}]
             steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
@@ -138,28 +186,29 @@ class Runner:
             with compile_ahead(self._device, compiled):
                 for chunks in steps:
                     self._model.dry_run(self._batch(chunks), self._cache)
-                if graphs is not None:
+                if static is not None:
                     for bucket in buckets:
-                        graphs.dry_run(bucket)
+                        self._dry_run(static, static.buffers.batch(bucket))
                 for params in sampling_kinds():
                     self._sample(params)
-            if graphs is not None:
+            if static is not None:
                 for done, bucket in enumerate(buckets, kernels + 1):
-                    graphs.capture(bucket, compiled=True)
+                    self._capture(static, bucket, compiled=True)
                     if progress is not None:
                         progress(done, kernels + len(buckets))
-                for row_maxima in graphs.row_maxima():
-                    self._sample(SamplingParams(temperature=0.0), row_maxima[:1])
+                stored = [batch.row_maxima.values for batch in static.graphs.batches if batch.row_maxima is not None]
+                for row_maxima in {values.shape[1]: values[:1] for values in stored}.values():
+                    self._sample(SamplingParams(temperature=0.0), row_maxima)
             torch.cuda.synchronize(self._device)
 
-    @torch.inference_mode()
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, device=self._device)
         sample(logits, SamplingBatch.build([(resolve(params, None), 0)], self._device), row_maxima=row_maxima)
 
+    @torch.inference_mode()
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Seconds of the CUDA graph of one decode step, alone: no sampler, no copies, the cached values arbitrary."""
-        if self.graphs is None:
+        """Seconds of the CUDA graph of one greedy decode step, alone: no sampler, no copies, the cached values arbitrary."""
+        if self._static is None:
             what = "there is no CUDA graph to time: it takes a GPU and Triton for every layer"
             raise UnsupportedError(what, where="replay_times", found=f"device {self._device}")
         cache, needed = self._cache, self._cache.pages_for(context_len)
@@ -169,9 +218,9 @@ class Runner:
         pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
         try:
             with on_device(self._device):
-                return self.graphs.replay_times([Chunk([1], context_len - 1, own) for own in pages], repeats)
+                chunks = [Chunk([1], context_len - 1, own) for own in pages]
+                self._scores(chunks, sampled=False)
+                return self._static.graphs.replay_times(self._buckets.decode(chunks), repeats)
         finally:
             for own in pages:
                 cache.allocator.release(own)
-
-

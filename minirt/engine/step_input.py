@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.attention.limits import KV_SPLIT
 
 if TYPE_CHECKING:
-    from minirt.kernels.linear.row_maxima import RowMaxima
-
-KV_SPLIT = 256  # cached tokens that one program of decode attention reads: constant, so that no batch changes a result
+    from minirt.kernels.linear.product import RowMaxima
 
 
 class Chunk(NamedTuple):
@@ -79,7 +78,7 @@ class Batch:
     copy. `previous` [≥ R] int64: what the step before sampled.
     Host values: `query_lens`, `seq_lens`; bounds that size the kernels' grids, `max_seq_len` and `max_splits`; `every_row`:
     logits_indices is 0 … T − 1. In a static batch the first two are bounds as well. `logits` [R, V]: where the head writes
-    its result; None: to a new tensor. `row_maxima`: where the head may store the largest logits; it then writes logits only if
+    its result; None: to a new tensor. `row_maxima`: where the head stores the largest logits; it then writes logits only if
     `logits_needed` [1] int32, on the device, is 1.
     """
 

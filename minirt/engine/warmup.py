@@ -1,10 +1,28 @@
-"""Which steps warm-up runs, so that every kernel that serving can need is compiled before the first request."""
+"""Which steps warm-up runs, so that every kernel that serving can need is compiled before the first request.
 
-from itertools import product
+The sizes follow from the regimes that the kernels' dispatch modules declare; nothing here restates them.
+"""
 
-from minirt.engine.cuda_graphs import token_bucket
 from minirt.engine.step_input import Chunk
+from minirt.kernels.regimes import operations, paired_operations, representatives
 from minirt.sampling_params import SamplingParams
+
+
+def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
+    """Steps that together launch every compiled kernel: prompts alone, and prompts beside single tokens.
+
+    Args:
+        limit: tokens of the largest step.
+        longest: tokens of the longest sequence.
+        seqs: sequences of the largest step.
+    """
+    steps = [_prompts(count, longest) for count in representatives(limit, operations("tokens"), _small)]
+    for by_tokens, by_sequences in paired_operations():
+        for count in representatives(limit, by_tokens, _small):
+            for together in representatives(min(seqs, count), by_sequences, lambda first, last: first):
+                if together > 1:
+                    steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
+    return steps
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:
@@ -13,32 +31,21 @@ def _prompts(count: int, longest: int) -> list[Chunk]:
     return [Chunk([0] * n, 0, range(n), wants_logits=i == 0) for i, n in enumerate(lengths)]
 
 
-def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
-    """Steps of at most `limit` tokens that together run every configuration of the kernels: prompts alone, and, since attention
-    has forms for batches, beside single tokens. The head's kernels are those of graphs."""
-    mixed = {min(count, limit) for count in (384, 640, 1152)}  # attention's other forms begin at 512 or 1024 tokens
-    steps = [_prompts(count, longest) for count in sorted({*_token_counts(limit), *mixed})]
-    for count in sorted(mixed):
-        for together in (2, 33, *(1 << i | 1 for i in range(8, 16))):
-            if together <= min(seqs, count):
-                steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
-    return steps
-
-
-def _token_counts(limit: int) -> list[int]:
-    """A number of tokens from each of the kernels' regimes up to `limit`, a small one, so that the steps take little memory."""
-    counts = [n for n in (16, 32, 64, 128, 192, 256, 384, 512, *((512 << i) + 128 for i in range(10))) if n < limit]
-    return counts if counts and _regime(counts[-1]) == _regime(limit) else [*counts, limit]
-
-
-def _regime(tokens: int) -> int:
-    """Tokens as the kernels' configurations know them: up to 512 the buckets of graphs, and beyond those powers of two."""
-    return token_bucket(tokens) if tokens <= 512 else 1 << (tokens - 1).bit_length()
+def _small(first: int, last: int) -> int:
+    """A number of tokens from first … last: the last, as CUDA graphs pad steps, but beyond 512 a small one, to save memory."""
+    return last if last <= 512 else min(last, (first // 128 + 1) * 128)
 
 
 def sampling_kinds() -> list[SamplingParams]:
-    """Every combination of what the sampling kernels are compiled for."""
-    kinds = [SamplingParams(temperature=0.0)]
-    for top_k, top_p, min_p in product((0, 5), (1.0, 0.9), (0.0, 0.1)):
-        kinds.append(SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p, seed=0))
-    return kinds
+    """Sampling parameters for every variant that the sampling kernels are compiled for."""
+    from minirt.kernels.sampling.sample import VARIANTS
+
+    return [
+        SamplingParams(temperature=0.0)
+        if variant.all_greedy
+        else SamplingParams(
+            temperature=1.0, top_k=5 if variant.any_top_k else 0, top_p=0.9 if variant.any_top_p else 1.0,
+            min_p=0.1 if variant.any_min_p else 0.0, seed=0,
+        )
+        for variant in VARIANTS
+    ]  # fmt: skip

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from minirt.engine.kv_cache import LayerKV
-from minirt.engine.step_input import KV_SPLIT, Batch
+from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
+from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8
@@ -52,6 +53,12 @@ class Attention(Layer):
         """The rotary table [max_model_len, D] fp32, cosines | sines."""
         return self.context.rope(self.config.rope, self.config.head_dim)
 
+    def reserve(self, max_splits: int) -> None:
+        if self.implementation == "triton":
+            from minirt.kernels.attention.partial import workspace_floats  # more than decode steps take
+
+            self.context.workspace.reserve(workspace_floats(max_splits, self.config.num_heads, self.config.head_dim))
+
     def require(self, kv: LayerKV | None) -> LayerKV:
         if kv is None:
             raise ConfigError("an attention layer needs KV pages", where=self.name)
@@ -86,10 +93,10 @@ def eager(layer: Attention) -> Forward:
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     config = layer.config
-    if config.head_dim not in (64, 128):
-        return f"head_dim {config.head_dim} is neither 64 nor 128"
-    if config.num_heads // config.num_kv_heads > 16:
-        return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than 16"
+    if config.head_dim not in HEAD_DIMS:
+        return f"head_dim {config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if config.num_heads // config.num_kv_heads > MAX_GROUP:
+        return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 9):
@@ -103,8 +110,11 @@ def triton(layer: Attention) -> Forward:
 
     Elsewhere attention is two kernels, for sequences of one token and for those of more; which are which is read on the device.
     """
-    from minirt.kernels.attention.decode import paged_attention_decode, rope_paged_attention_decode
-    from minirt.kernels.attention.prefill import paged_attention_prefill
+    from minirt.kernels.attention.dispatch import (
+        paged_attention_decode,
+        paged_attention_prefill,
+        rope_paged_attention_decode,
+    )
     from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
     from minirt.kernels.linear.dispatch import linear_residual, norm_linear
 
@@ -124,7 +134,7 @@ def triton(layer: Attention) -> Forward:
             a = rope_paged_attention_decode(
                 qkv, cos_sin, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device,
                 batch.max_splits, layer.scale, workspace, nq, q_norm, k_norm, eps, k_scales=kv.k_scale, v_scales=kv.v_scale,
-                split=KV_SPLIT, max_seq_len=batch.max_seq_len, pdl=pdl, check=False,
+                max_seq_len=batch.max_seq_len, pdl=pdl, check=False,
             )  # fmt: skip
         else:
             q = qk_norm_rope_kv_write(
@@ -137,7 +147,7 @@ def triton(layer: Attention) -> Forward:
                 paged_attention_decode(
                     q, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device, batch.max_splits,
                     layer.scale, workspace, a, query_starts=batch.query_starts_device, k_scales=kv.k_scale,
-                    v_scales=kv.v_scale, split=KV_SPLIT, check=False,
+                    v_scales=kv.v_scale, check=False,
                 )  # fmt: skip
             paged_attention_prefill(
                 q, kv.k, kv.v, batch.block_tables, batch.query_starts_device, batch.seq_lens_device, layer.scale, a,

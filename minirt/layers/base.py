@@ -68,6 +68,7 @@ class Layer:
     def __init__(self, config: ModelConfig, name: str) -> None:
         self.config, self.name = config, name
         self._forward: Forward | None = None
+        self.implementation: str | None = None  # the name of what it runs as, once bound
         self.context = LayerContext(0, torch.device("meta"))
 
     def parameters(self) -> Iterator[Parameter]:
@@ -101,9 +102,12 @@ class Layer:
         """Shape and dtype of the output for an input x."""
         return tuple(x.shape), x.dtype
 
+    def reserve(self, max_splits: int) -> None:
+        """Make room in the workspace for steps with up to this many KV splits; before CUDA graphs are captured."""
+
     def bind(self, implementation: "Implementation") -> None:
         """Run so from now on. What an implementation that is not ours returns is checked at each call."""
-        forward = implementation.factory(self)
+        forward, self.implementation = implementation.factory(self), implementation.name
         self._forward = forward if implementation.name in BUILT_IN else self._checked(forward, implementation.name)
 
     def _checked(self, forward: Forward, name: str) -> Forward:

@@ -23,6 +23,14 @@ class Head(Layer):
         self.norm = NormWeight(norm, config.hidden_size)
         self.lm_head = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
 
+    def row_maxima_tiles(self, rows: int) -> int:
+        """How many row maxima it stores for each of `rows` rows of logits: the width of `Batch.row_maxima`'s values; 0: none."""
+        if self.implementation != "triton":
+            return 0
+        from minirt.kernels.linear.dispatch import row_maxima_tiles
+
+        return row_maxima_tiles(rows, self.lm_head.weight, self.norm.weight.dtype)
+
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         return (x.shape[0], self.config.vocab_size), torch.float32
 

@@ -16,6 +16,7 @@ from minirt.layers import (
     KINDS,
     Attention,
     Embedding,
+    Head,
     Layer,
     LayerContext,
     Select,
@@ -97,14 +98,14 @@ class Model:
             layer.context = shared
 
     def reserve_splits(self, max_splits: int) -> None:
-        """Make room for the partial results of steps with up to this many KV splits; before graphs are captured."""
-        for layer, row in zip(self.layers, self.plan.rows, strict=True):
-            if isinstance(layer, Attention) and row.implementation == "triton":
-                from minirt.kernels.attention.partial import workspace_floats
+        """Make room for the partial results of steps with up to this many KV splits; before CUDA graphs are captured."""
+        for layer in self.unique_layers():
+            layer.reserve(max_splits)
 
-                # More than decode steps take.
-                need = workspace_floats(max_splits, layer.config.num_heads, layer.config.head_dim)
-                layer.context.workspace.reserve(need)
+    def row_maxima_tiles(self, rows: int) -> int:
+        """How many row maxima the head stores for each of `rows` rows of logits; 0: none."""
+        head = self.layers[-1]
+        return head.row_maxima_tiles(rows) if isinstance(head, Head) else 0
 
     def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
         """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""

@@ -64,7 +64,7 @@ def test_without_cuda_graphs_nothing_compiles_after_warm_up_either(form):
     name, compiled, draw = form.removesuffix("-fp8"), [], random.Random(1)
     options = {"dtype": "bfloat16", "kv_cache_memory": 4 << 30, "max_model_len": 2048, "max_num_seqs": 20, "cuda_graphs": False}
     with Generator.from_pretrained(name, random_weights=True, **options, **FORMS[form]) as generator:
-        assert generator._engine._runner.graphs is None
+        assert not generator._engine._runner.cuda_graphs
         triton.knobs.runtime.jit_cache_hook = lambda *args, **kwargs: compiled.append(kwargs.get("repr") or args)
         try:
             for count in (1, 2, 7, 20):

@@ -8,11 +8,14 @@ import torch
 from engine.test_engine import Mock
 
 from minirt import models
-from minirt.engine.cuda_graphs import MAX_PROMPT_TOKENS, SHORT_SEQS, Bucket, StepGraphs, batch_bucket, token_bucket
+from minirt.engine.buckets import MAX_PROMPT_TOKENS, SHORT_SEQS, Bucket, Buckets, batch_bucket, token_bucket
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.runner import Runner
 from minirt.engine.step_input import KV_SPLIT, Batch, Chunk
-from minirt.engine.warmup import _prompts, _token_counts, sampling_kinds, warm_up_steps
+from minirt.engine.warmup import _prompts, sampling_kinds, warm_up_steps
+from minirt.kernels.attention import dispatch as attention
+from minirt.kernels.linear import dispatch
+from minirt.kernels.linear.product import Product
 from minirt.layers import base
 from minirt.modeling.model import Model
 from minirt.models.presets import raw_configs
@@ -36,14 +39,39 @@ def test_prompts_fit_the_smallest_cache():
         assert runner._model(runner._batch(_prompts(count, 12)), cache).shape == (1, 97)
 
 
+def token_counts(limit):
+    """Of steps without single tokens beside prompts."""
+    return [sum(len(c.tokens) for c in step) for step in warm_up_steps(limit, 32768, 1)]
+
+
 def test_token_counts():
-    assert _token_counts(8192) == [16, 32, 64, 128, 192, 256, 384, 512, 640, 1152, 2176, 4224]
-    assert _token_counts(8193)[-1] == 8193
-    assert _token_counts(4300)[-2:] == [2176, 4224]
-    assert _token_counts(2100)[-2:] == [1152, 2100]
-    assert _token_counts(300) == [16, 32, 64, 128, 192, 256, 300]
-    assert _token_counts(100) == [16, 32, 64, 100]
-    assert _token_counts(7) == [7]
+    """A number for each regime of the products, small beyond 512, so that the steps take little memory."""
+    assert token_counts(8192) == [1, 16, 32, 64, 128, 192, 256, 384, 512, 640, 1152, 2176, 4224]
+    assert token_counts(8193)[-1] == 8193
+    assert token_counts(4300)[-2:] == [2176, 4224]
+    assert token_counts(2100)[-2:] == [1152, 2100]
+    assert token_counts(300) == [1, 16, 32, 64, 128, 192, 256, 300]
+    assert token_counts(100) == [1, 16, 32, 64, 100]
+    assert token_counts(7) == [1, 7]
+
+
+def test_a_regime_is_found_by_its_declaration_alone(monkeypatch):
+    """Else a kernel for it would be compiled in the middle of serving."""
+    own = dispatch.LinearRegime("made_up", "tokens", 70, 90, padded=lambda tokens: 80 if tokens <= 80 else 90)
+    before = token_counts(8192), token_bucket(75), batch_bucket(85)
+    monkeypatch.setattr(dispatch, "REGIMES", (own, *dispatch.REGIMES))
+    x, weight = torch.zeros(75, 16), torch.zeros(8, 16)
+    assert dispatch.regime(Product(x, weight, torch.zeros(75, 8))) is own
+    assert [tokens for tokens in token_counts(8192) if 70 <= tokens <= 90] == [90]
+    assert set(token_counts(8192)) > set(before[0])
+    assert before[1:] == (128, 96)
+    assert [token_bucket(tokens) for tokens in (69, 75, 85, 91)] == [128, 80, 90, 128]
+    assert [batch_bucket(seqs) for seqs in (69, 75, 85, 91)] == [80, 80, 90, 96]
+    known = Buckets(100, 8192).all()
+    assert {Bucket(80), Bucket(90), Bucket(1, 80), Bucket(1, 90)} <= set(known)
+    monkeypatch.setattr(attention, "DECODE", (attention.DecodeRegime("made_up", "sequences", 3, 5), *attention.DECODE))
+    assert [len(step) for step in warm_up_steps(8192, 32768, 64) if 3 <= len(step) <= 5]
+    assert batch_bucket(5) == 5
 
 
 @pytest.mark.parametrize("longest", [700, 32768])
@@ -109,32 +137,30 @@ def test_every_way_of_sampling_is_run():
 @pytest.mark.parametrize("budget", [8192, 100, 5])
 def test_every_step_finds_its_graph(seqs, budget):
     """No step of decode rows, and no small one with prompts, may capture a graph after warm-up, or write past its layout."""
-    graphs = object.__new__(StepGraphs)  # its choice of buckets alone: the rest needs a GPU
-    graphs._previous, graphs._most_seqs = torch.zeros(seqs), batch_bucket(seqs)
-    graphs._most_tokens = min(MAX_PROMPT_TOKENS, token_bucket(budget))
-    known = set(graphs.buckets)
+    buckets = Buckets(seqs, budget)
+    known = set(buckets.all())
     for count in range(1, seqs + 1):
-        bucket = graphs.bucket([Chunk([1], 5, [0])] * count)
+        bucket = buckets.find([Chunk([1], 5, [0])] * count)
         assert bucket in known
         assert (bucket.tokens, bucket.seqs >= count) == (0, True)
         assert bucket.short == (bucket.seqs >= SHORT_SEQS)
-        long = graphs.bucket([Chunk([1], 5, [0])] * (count - 1) + [Chunk([1], KV_SPLIT, [0])])
+        long = buckets.find([Chunk([1], 5, [0])] * (count - 1) + [Chunk([1], KV_SPLIT, [0])])
         assert long in known
         assert long == bucket._replace(short=False)
     for tokens in (2, 16, 17, 100, 128, 129, 192, 193, 511, 512, 513, 2047, 2048):
-        alone = graphs.bucket([Chunk([1] * tokens, 0, [0])])
+        alone = buckets.find([Chunk([1] * tokens, 0, [0])])
         if tokens > min(budget, MAX_PROMPT_TOKENS):
             assert alone is None or alone in known
             continue
         others = min(seqs - 1, tokens - 2)
-        together = graphs.bucket([Chunk([1] * (tokens - others), 0, [0])] + [Chunk([1], 3, [0])] * others)
+        together = buckets.find([Chunk([1] * (tokens - others), 0, [0])] + [Chunk([1], 3, [0])] * others)
         for bucket in (alone, together):
             assert bucket in known
             assert bucket.tokens >= tokens
         assert together.seqs > others
         assert alone == Bucket(1, token_bucket(tokens), short=tokens <= KV_SPLIT)
-        assert graphs.bucket([Chunk([1] * tokens, KV_SPLIT, range(99))]) == Bucket(1, token_bucket(tokens))
-    assert graphs.bucket([Chunk([1] * (MAX_PROMPT_TOKENS + 1), 0, [0])]) is None
-    assert graphs.bucket([Chunk([1, 2], 0, [0], all_logits=True)]) is None
-    middle = graphs.bucket([Chunk([1], 0, [0], wants_logits=False)])
+        assert buckets.find([Chunk([1] * tokens, KV_SPLIT, range(99))]) == Bucket(1, token_bucket(tokens))
+    assert buckets.find([Chunk([1] * (MAX_PROMPT_TOKENS + 1), 0, [0])]) is None
+    assert buckets.find([Chunk([1, 2], 0, [0], all_logits=True)]) is None
+    middle = buckets.find([Chunk([1], 0, [0], wants_logits=False)])
     assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from minirt import models
-from minirt.engine.cuda_graphs import Bucket, StepGraphs
+from minirt.engine.buckets import Bucket, Buckets
 from minirt.engine.engine import Engine
 from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
 from minirt.errors import ConfigError
 from minirt.layers import Layer, Select, implementation
@@ -257,16 +258,13 @@ def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
     (Bucket(8, short=True), 8, 8),
 ])  # fmt: skip
 def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
-    graphs = object.__new__(StepGraphs)  # its batches alone: the rest needs a GPU
-    graphs._cache, graphs._max_seq_len, graphs._most_seqs = KVCache([(1, 64)], 70), 512, 64
-    graphs._previous, graphs._logits = torch.zeros(64, dtype=torch.int64), torch.zeros(64, 211)
-    graphs._row_maxima = torch.zeros(64, 7, dtype=torch.int64)
-    layout = graphs._layout(bucket)
-    graphs._buffer = SimpleNamespace(device=torch.zeros(layout.words, dtype=torch.int32))
-    batch = graphs._batch(bucket)
+    model = SimpleNamespace(row_maxima_tiles=lambda rows: 7)
+    previous, sizes = torch.zeros(64, dtype=torch.int64), {"max_seq_len": 512, "vocab_size": 211}
+    buffers = StepBuffers(model, KVCache([(1, 64)], 70), Buckets(64, 2048), previous, **sizes)
+    batch = buffers.batch(bucket)
     assert batch.num_tokens == tokens
     assert len(batch.logits_indices) == len(batch.logits) == len(batch.row_maxima.values) == rows
     assert batch.num_seqs == bucket.seqs
     most = [Chunk([1] * (tokens - rows + 1), 0, range(40)), *[Chunk([2], 3, [50])] * (rows - 1)]
-    pack_chunks(layout, batch.flat, most, PAGE_SIZE)
+    pack_chunks(batch.layout, batch.flat, most, PAGE_SIZE)
     assert batch.logits_indices.tolist() == list(range(tokens - rows, tokens))

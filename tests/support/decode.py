@@ -2,6 +2,7 @@
 
 import torch
 
+from minirt.kernels.attention import combine, decode_fp8_sm90, decode_sm90
 from minirt.kernels.attention import decode as kernel
 from minirt.kernels.launch import Workspace
 
@@ -19,7 +20,7 @@ SM_COUNTS = [1, 132]  # one: few programs, of which each has many items, and eac
 
 
 def use_sms(count, monkeypatch):
-    for module in (kernel, kernel.decode_sm90, kernel.decode_fp8_sm90):
+    for module in (kernel, combine, decode_sm90, decode_fp8_sm90):
         monkeypatch.setattr(module, "sm_count", lambda device: count)
 
 

@@ -22,8 +22,7 @@ from minirt.bench.report import FORMATS, machine
 from minirt.errors import InputError, MinirtError
 from minirt.kernels import norm
 from minirt.kernels import quantize as quantize_kernel
-from minirt.kernels.attention import decode as attention_decode
-from minirt.kernels.attention import prefill as attention
+from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.reference import quantize_fp8
@@ -175,9 +174,9 @@ FAULTS = {
     "swapped gate and up": ("gate_up", wrong(linear, "norm_gate_up", swapped_halves)),
     "swapped gate and up in the MLP": ("mlp", wrong(linear, "norm_gate_up", swapped_halves)),
     "RoPE's sign": ("rope_kv_write", wrong(kv_write, "qk_norm_rope_kv_write", turned_backwards)),
-    "RoPE's sign, decoding": ("attention_decode", wrong(attention_decode, "rope_paged_attention_decode", turned_backwards)),
+    "RoPE's sign, decoding": ("attention_decode", wrong(attention, "rope_paged_attention_decode", turned_backwards)),
     "mask off by one": ("attention_prefill", wrong(attention, "paged_attention_prefill", short_sighted)),
-    "mask off by one, decoding": ("attention_decode", wrong(attention_decode, "rope_paged_attention_decode", short_sighted)),
+    "mask off by one, decoding": ("attention_decode", wrong(attention, "rope_paged_attention_decode", short_sighted)),
     "stale scale of weights": ("qkv.fp8", wrong(linear, "norm_linear", stale_scale)),
     "stale scale of tokens": ("quantize", wrong(quantize_kernel, "quantize", stale_result)),
     "stale scale of normed tokens": ("rms_norm_quantize", wrong(norm, "rms_norm_quantize", stale_result)),
@@ -202,7 +201,7 @@ def test_pages_that_are_not_written_are_found(monkeypatch):
         args[2], args[3] = args[2].clone(), args[3].clone()
         return original(*args, **options)
 
-    monkeypatch.setattr(*wrong(attention_decode, "rope_paged_attention_decode", forgets))
+    monkeypatch.setattr(*wrong(attention, "rope_paged_attention_decode", forgets))
     assert "not finite" in once(point("attention_decode"))["fault"]
 
 

@@ -9,6 +9,7 @@ from support.decode import LARGE, SM_COUNTS, decode64, plan, use_sms
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.attention import decode as kernel
+from minirt.kernels.attention import dispatch
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.launch import Workspace
 
@@ -23,7 +24,7 @@ def check(case, dtype, make, cache, nan, agrees, device):
         row[count:] = 2**31 - 1  # where no page is
     q, scale = make(len(lens), Nq, D, dtype=dtype), 1.3 * D**-0.5
     starts, most, workspace = plan(lens, split, Nq, D, device, spare=5)
-    out = kernel.paged_attention_decode(
+    out = dispatch.paged_attention_decode(
         q, pages.k, pages.v, tables, pages.lens, starts, most, scale, workspace, nan(*q.shape, dtype=dtype), split=split
     )  # fmt: skip
     for i, n in enumerate(lens):
@@ -55,7 +56,7 @@ def check_fused(case, normalize, dtype, make, cache, nan, agrees, device, config
     new = slots[slots >= 0]
     pages.k.view(-1, Nkv, D)[new] = float("nan")
     pages.v.view(-1, Nkv, D)[new] = float("nan")
-    out = kernel.rope_paged_attention_decode(
+    out = dispatch.rope_paged_attention_decode(
         qkv, cos_sin, pages.k, pages.v, *rest, Nq, q_norm, k_norm, 1e-5, nan(B, Nq, D, dtype=dtype), split=split, config=config
     )  # fmt: skip
     eps = torch.finfo(dtype).eps
@@ -93,7 +94,7 @@ def test_short_sequences_are_not_combined(dtype, make, cache, nan, device):
     starts, most, workspace = plan(lens, 128, Nq, D, device, spare=5)
     rest = (qkv, make(128, D, dtype=torch.float32), pages.k, pages.v, pages.tables, pages.lens, starts, most, 0.1, workspace, Nq)
     combined, short = (
-        kernel.rope_paged_attention_decode(*rest, out=nan(len(lens), Nq, D, dtype=dtype), split=128, max_seq_len=longest)
+        dispatch.rope_paged_attention_decode(*rest, out=nan(len(lens), Nq, D, dtype=dtype), split=128, max_seq_len=longest)
         for longest in (129, 128)
     )
     assert not combined[1].any()
@@ -109,7 +110,7 @@ def test_single_tokens_among_prompts(make, cache, nan, agrees, device):
     firsts = [sum(new[:i]) for i in range(len(new) + 1)]
     query_starts = torch.tensor(firsts, dtype=torch.int32, device=device)
     starts, most, workspace = plan(lens, 64, 6, 64, device, spare=4)
-    out = kernel.paged_attention_decode(
+    out = dispatch.paged_attention_decode(
         q, pages.k, pages.v, pages.tables, pages.lens, starts, most, 0.2, workspace, nan(*q.shape, dtype=q.dtype),
         query_starts=query_starts, split=64,
     )  # fmt: skip
@@ -141,7 +142,7 @@ def test_a_sequence_does_not_feel_its_batch(make, cache, device, monkeypatch):
     def run(rows, sms):
         use_sms(sms, monkeypatch)
         starts, most, workspace = plan([lens[i] for i in rows], 64, 3, 64, device)
-        return kernel.paged_attention_decode(
+        return dispatch.paged_attention_decode(
             q[rows], pages.k, pages.v, pages.tables[rows], pages.lens[rows], starts, most, 0.2, workspace, split=64
         )
 
@@ -164,21 +165,21 @@ def test_wrong_arguments_are_named(make, cache, device):
     q = make(1, 2, 64, dtype=torch.float32)
     rest = (pages.k, pages.v, pages.tables, pages.lens, starts, 4, 1.0, workspace)
     with pytest.raises(InputError, match=r"num_floats: too small; expected at least 528; found 100"):
-        kernel.paged_attention_decode(q, *rest, split=64)
+        dispatch.paged_attention_decode(q, *rest, split=64)
     for split in (96, 32, 2048):
         with pytest.raises(InputError, match=f"split: not a power of two from 64 to 1024; found {split}"):
-            kernel.paged_attention_decode(q, *rest, split=split)
+            dispatch.paged_attention_decode(q, *rest, split=split)
     with pytest.raises(InputError, match="seq_lens: wrong shape"):
-        kernel.paged_attention_decode(q.repeat(2, 1, 1), *rest)
+        dispatch.paged_attention_decode(q.repeat(2, 1, 1), *rest)
     with pytest.raises(InputError, match="split_starts: wrong shape"):
-        kernel.paged_attention_decode(q, *rest[:4], starts[:1], *rest[5:])
+        dispatch.paged_attention_decode(q, *rest[:4], starts[:1], *rest[5:])
     with pytest.raises(InputError, match="split_starts: wrong dtype"):
-        kernel.paged_attention_decode(q, *rest[:4], starts.long(), *rest[5:])
+        dispatch.paged_attention_decode(q, *rest[:4], starts.long(), *rest[5:])
     with pytest.raises(InputError, match="qkv: wrong shape"):
-        kernel.rope_paged_attention_decode(
+        dispatch.rope_paged_attention_decode(
             make(1, 64, dtype=torch.float32), make(200, 64, dtype=torch.float32), *rest, 2
         )
-    empty = kernel.paged_attention_decode(
+    empty = dispatch.paged_attention_decode(
         q[:0], *rest[:2], pages.tables[:0], pages.lens[:0], starts[:1], 0, *rest[6:], split=64
     )
     assert empty.shape == (0, 2, 64)
@@ -207,7 +208,7 @@ def test_the_batch_changes_no_bit_on_the_gpu(fp8, Nq, Nkv, D, make, cache, cache
         starts, most, workspace = plan([lens[i] for i in rows], 256, Nq, D, device, spare=1000)
         rest = {"block_tables": pages.tables[rows], "seq_lens": pages.lens[rows], "split_starts": starts, "max_splits": most}
         rest |= {"scale": 0.1, "workspace": workspace, "Nq": Nq, "q_norm": norms[0], "k_norm": norms[1]}
-        return kernel.rope_paged_attention_decode(qkv[rows], cos_sin, **kv, **rest)
+        return dispatch.rope_paged_attention_decode(qkv[rows], cos_sin, **kv, **rest)
 
     together = run(list(range(300)))
     for rows in ([0], [1], [2], [3], [3, 0, 1], list(range(40))):
@@ -231,9 +232,9 @@ def test_same_bits_every_time_also_with_pdl(fused, make, cache, device, repeats)
         for pages in layers * repeats(5):
             rest = (pages.k, pages.v, pages.tables, pages.lens, starts, most, 1.0, workspace)
             if fused:
-                kernel.rope_paged_attention_decode(qkv, cos_sin, *rest, 28, out=q, pdl=pdl)
+                dispatch.rope_paged_attention_decode(qkv, cos_sin, *rest, 28, out=q, pdl=pdl)
             else:
-                kernel.paged_attention_decode(q, *rest, out=q, pdl=pdl)
+                dispatch.paged_attention_decode(q, *rest, out=q, pdl=pdl)
         return qkv
 
     expected = chain(False)
@@ -248,7 +249,7 @@ def test_pages_past_2_31_elements(make, device):
     q, lens = make(1, 28, 128, dtype=torch.float16), torch.tensor([60], dtype=torch.int32, device=device)
     starts, most, workspace = plan([60], 256, 28, 128, device)
     low, high = (
-        kernel.paged_attention_decode(
+        dispatch.paged_attention_decode(
             q, *pages, torch.tensor([[page]], dtype=torch.int32, device=device), lens, starts, most, 0.1, workspace
         )
         for page in (0, 79_999)
@@ -269,7 +270,7 @@ def test_fused_on_pages_past_2_31_elements(dtype, make, device):
     lens = torch.tensor([60], dtype=torch.int32, device=device)
     starts, most, workspace = plan([60], 256, 28, 128, device)
     low, high = (
-        kernel.rope_paged_attention_decode(
+        dispatch.rope_paged_attention_decode(
             qkv,
             cos_sin,
             *pages,
@@ -303,7 +304,7 @@ def test_partial_sums_past_2_31_values(make, device):
         out = torch.full_like(q[: firsts[-1]], float("nan"))
         rest = (lens, starts, most, 0.1, workspace, out)
         pages = (k, v, tables[-len(lens) :])
-        kernel.paged_attention_decode(q[-len(out) :], *pages, *rest, query_starts=firsts, split=page, config=config)
+        dispatch.paged_attention_decode(q[-len(out) :], *pages, *rest, query_starts=firsts, split=page, config=config)
         return out[-1]
 
     alone = last_row([170], [0, 1])

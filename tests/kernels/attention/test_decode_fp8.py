@@ -7,6 +7,7 @@ from support.decode import LARGE, SM_COUNTS, decode64, plan, use_sms
 
 from minirt.kernels import reference
 from minirt.kernels.attention import decode as kernel
+from minirt.kernels.attention import dispatch
 from minirt.kernels.attention import rope_write as kv_write
 
 BESIDE = [  # on Hopper KV heads are read by pairs of 64 and, for seven sequences or more, by four pairs or heads of 128
@@ -30,7 +31,7 @@ def check_fp8(case, dtype, make, cache8, nan, agrees, device):
     if dtype == torch.bfloat16:
         q[0] *= 1e5  # more than fp16 holds, in which these pages are multiplied
     starts, most, workspace = plan(lens, split, Nq, D, device, spare=5)
-    out = kernel.paged_attention_decode(
+    out = dispatch.paged_attention_decode(
         q, block_tables=kv.tables, seq_lens=kv.lens, split_starts=starts, max_splits=most, scale=scale, workspace=workspace,
         out=nan(*q.shape, dtype=dtype), split=split, **kv.pages,
     )  # fmt: skip
@@ -82,7 +83,7 @@ def check_fused_fp8(case, normalize, dtype, make, cache8, nan, agrees, device, c
             x.view(-1, Nkv)[new] = torch.nan
         else:
             x.view(torch.uint8).view(-1, Nkv, D)[new] = 0x7F  # NaN
-    out = kernel.rope_paged_attention_decode(qkv, cos_sin, **kv.pages, **rest, Nq=Nq, **names)
+    out = dispatch.rope_paged_attention_decode(qkv, cos_sin, **kv.pages, **rest, Nq=Nq, **names)
     clean = [x.float().nan_to_num(0).to(x.dtype) for x in kv.pages.values()]
     wide = [x.double() * scales.double().unsqueeze(-1) for x, scales in zip(clean[:2], clean[2:], strict=True)]
     for i, n in enumerate(lens):

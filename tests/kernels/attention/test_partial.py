@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from minirt.kernels import reference
-from minirt.kernels.attention import partial
-from minirt.kernels.attention import prefill as attention
+from minirt.kernels.attention import dispatch, partial
 from minirt.kernels.launch import Workspace
 
 CASES = [
@@ -48,14 +47,14 @@ def check(case, dtype, make, cache, nan, agrees, device, fp8=False):
     if fp8:
         kv = cache(totals, Nkv, D, page_size)
         clean = kv.clean
-        out = attention.paged_attention_prefill(
+        out = dispatch.paged_attention_prefill(
             q, out=nan(*q.shape, dtype=dtype), block_tables=kv.tables, query_starts=on_device, seq_lens=kv.lens, scale=scale,
             workspace=workspace, max_splits=splits, **kv.pages,
         )  # fmt: skip
     else:
         kv = cache(totals, Nkv, D, page_size, dtype)
         clean = (kv.clean_k, kv.clean_v)
-        out = attention.paged_attention_prefill(
+        out = dispatch.paged_attention_prefill(
             q, kv.k, kv.v, kv.tables, on_device, kv.lens, scale, nan(*q.shape, dtype=dtype), workspace=workspace,
             max_splits=splits,
         )  # fmt: skip

@@ -9,12 +9,19 @@ import torch
 
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.attention import partial, prefill_sm90
+from minirt.kernels.attention import dispatch, partial, prefill_sm90
 from minirt.kernels.attention import prefill as kernel
+from minirt.kernels.attention.operands import KVPages, Prefill
 from minirt.kernels.launch import Workspace
 
 QWEN = {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64}
 LLAMA = {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16}
+
+
+def prefill_on_hopper(q, k, v, tables, starts, lens, scale, out, shortest=1):
+    """`prefill_sm90`, of however few tokens."""
+    prefill_sm90.launch(Prefill(q, KVPages(k, v), tables, starts, lens, out, scale, shortest))
+    return out
 
 
 def attention64(q, k, v, scale):
@@ -26,7 +33,7 @@ def attention64(q, k, v, scale):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def check(case, dtype, make, cache, nan, agrees, device, prefill=kernel.paged_attention_prefill):
+def check(case, dtype, make, cache, nan, agrees, device, prefill=dispatch.paged_attention_prefill):
     Nq, Nkv, D, page_size = (case[name] for name in ("Nq", "Nkv", "D", "page_size"))
     lens = case["lens"]
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
@@ -53,7 +60,7 @@ def check_fp8(case, dtype, make, cache8, nan, agrees, device, **options):
     starts = list(itertools.accumulate(lens, initial=0))
     on_device = torch.tensor(starts, dtype=torch.int32, device=device)
     rest = {"block_tables": kv.tables, "query_starts": on_device, "seq_lens": kv.lens, "scale": scale}
-    out = kernel.paged_attention_prefill(q, out=nan(*q.shape, dtype=dtype), **rest, **kv.pages, **options)
+    out = dispatch.paged_attention_prefill(q, out=nan(*q.shape, dtype=dtype), **rest, **kv.pages, **options)
     k_clean, v_clean, *scales = kv.clean
     expected = reference.paged_attention(q, k_clean, v_clean, kv.tables, lens, totals, scale, *scales)
     for start, n, k, v in zip(starts, lens, kv.keys, kv.values, strict=False):
@@ -86,7 +93,7 @@ def test_sequences_without_new_tokens(make, cache, nan, agrees, device):
     check({**case, "lens": (0,), "contexts": (9,)}, torch.float32, make, cache, nan, agrees, device)
 
 
-def check_padding(dtype, make, cache, nan, agrees, device, prefill=kernel.paged_attention_prefill, empty=2):
+def check_padding(dtype, make, cache, nan, agrees, device, prefill=dispatch.paged_attention_prefill, empty=2):
     """Rows behind the last sequence's and sequences without rows, as many as a captured batch may be padded with."""
     pages = cache([70, 9, *[0] * empty], 2, 64, 16, dtype)
     q = make(150, 6, 64, dtype=dtype)
@@ -131,7 +138,7 @@ def test_wrong_arguments_are_named(make, cache, device):
     starts = torch.tensor([0, 20], dtype=torch.int32, device=device)
 
     def call(q, starts=starts, k=pages.k, tables=pages.tables):
-        kernel.paged_attention_prefill(q, k, pages.v, tables, starts, pages.lens, 1.0)
+        dispatch.paged_attention_prefill(q, k, pages.v, tables, starts, pages.lens, 1.0)
 
     with pytest.raises(InputError, match="unsupported number of query heads; expected a multiple of 2"):
         call(make(20, 3, 64, dtype=torch.float32))
@@ -145,14 +152,14 @@ def test_wrong_arguments_are_named(make, cache, device):
     q = make(20, 2, 64, dtype=torch.float32)
     rest = (pages.k, pages.v, pages.tables, starts, pages.lens)
     with pytest.raises(InputError, match="scales for one of K and V only"):
-        kernel.paged_attention_prefill(q, *rest, 1.0, k_scales=scales)
+        dispatch.paged_attention_prefill(q, *rest, 1.0, k_scales=scales)
     with pytest.raises(InputError, match=r"k_pages: wrong dtype; expected torch.float8_e4m3fn"):
-        kernel.paged_attention_prefill(q, *rest, 1.0, k_scales=scales, v_scales=scales)
+        dispatch.paged_attention_prefill(q, *rest, 1.0, k_scales=scales, v_scales=scales)
     with pytest.raises(InputError, match=r"scale: not positive.*found 0"):
-        kernel.paged_attention_prefill(q, *rest, 0.0)
+        dispatch.paged_attention_prefill(q, *rest, 0.0)
     q, odd = make(1, 2, 64, dtype=torch.float32), make(4, 5, 2, 64, dtype=torch.float32)
     with pytest.raises(InputError, match=r"unsupported page size.*found 5"):
-        kernel.paged_attention_prefill(q, odd, odd, pages.tables, starts, pages.lens, 1.0)
+        dispatch.paged_attention_prefill(q, odd, odd, pages.tables, starts, pages.lens, 1.0)
 
 
 @pytest.mark.gpu
@@ -197,7 +204,7 @@ HOPPER_CASES = [  # a tile of 128 rows has 128 queries, or 18, or 8; a block of 
 def on_hopper():
     if "MINIRT_EMULATE" not in os.environ and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
-    return prefill_sm90.launch_prefill
+    return prefill_on_hopper
 
 
 @pytest.mark.gpu
@@ -226,10 +233,14 @@ def test_hopper_leaves_single_tokens(half_dtype, make, cache, nan, device, on_ho
     assert torch.equal(longer[~single], out[~single])
 
 
-def test_hopper_takes_long_batches_of_16_bits():
+def test_hopper_takes_long_batches_of_16_bits(monkeypatch):
+    monkeypatch.setattr(dispatch, "capability", lambda device: 90)
+
     def suits(T, D, dtype=torch.bfloat16, kv_dtype=torch.bfloat16):
         q, pages = torch.empty(T, 2, D, dtype=dtype), torch.empty(1, 16, 2, D, dtype=kv_dtype)
-        return prefill_sm90.can_prefill(q, pages, pages, q)
+        where = torch.zeros(1, 1, dtype=torch.int32)
+        operands = Prefill(q, KVPages(pages, pages), where, where[0], where[0], q, 1.0)
+        return dispatch.prefill_regime(operands).kernel == "prefill_sm90"
 
     assert [suits(T, 128) for T in (511, 512)] == [suits(T, 64) for T in (1023, 1024)] == [False, True]
     assert not suits(2048, 128, torch.float32, torch.float32)
@@ -241,7 +252,7 @@ def test_same_bits_every_time(make, cache, device):
     pages = cache([1500], 4, 128, 64, torch.bfloat16)
     q, starts = make(1500, 28, 128, dtype=torch.bfloat16), torch.tensor([0, 1500], dtype=torch.int32, device=device)
     runs = [
-        kernel.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 0.1)
+        dispatch.paged_attention_prefill(q, pages.k, pages.v, pages.tables, starts, pages.lens, 0.1)
         for _ in range(20)
     ]
     assert all(torch.equal(runs[0], run) for run in runs)
@@ -249,10 +260,10 @@ def test_same_bits_every_time(make, cache, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [64, 16])
-@pytest.mark.parametrize("prefill", [kernel.paged_attention_prefill, prefill_sm90.launch_prefill], ids=["triton", "hopper"])
+@pytest.mark.parametrize("prefill", [dispatch.paged_attention_prefill, prefill_on_hopper], ids=["triton", "hopper"])
 def test_pages_past_2_31_elements(page_size, prefill, make, device):
     """A prompt's tokens in the first page, and the same in the last: tiles of one page, and of several."""
-    if prefill is prefill_sm90.launch_prefill and torch.cuda.get_device_capability() != (9, 0):
+    if prefill is prefill_on_hopper and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
     count = 80_000 * 64 // page_size
     pages = torch.zeros(2, count, page_size, 4, 128, dtype=torch.float16, device=device)

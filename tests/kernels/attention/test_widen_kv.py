@@ -6,25 +6,28 @@ import itertools
 import pytest
 import torch
 
-from minirt.kernels.attention import partial, widen_kv
+from minirt.kernels.attention import widen_kv
+from minirt.kernels.attention.operands import KVPages, Prefill
 
 
+@pytest.mark.parametrize("split", [256, 64])
 @pytest.mark.parametrize("sms", [1, 132])
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("case", widen_kv.CASES, ids=str)
-def test_copies(case, chunks, sms, dtype, cache8, device, monkeypatch):
+def test_copies(case, chunks, sms, split, dtype, cache8, device, monkeypatch):
     monkeypatch.setattr(widen_kv, "sm_count", lambda device: sms)
     Nkv, D, page_size, shortest = (case[name] for name in ("Nkv", "D", "page_size", "shortest"))
     lens = case["lens"]
     totals = [n + c for n, c in zip(lens, case["contexts"], strict=True)]
     kv = cache8(totals, Nkv, D, page_size)
-    pages = kv.pages["k_pages"], kv.pages["v_pages"], kv.pages["k_scales"], kv.pages["v_scales"]
+    pages = KVPages(kv.pages["k_pages"], kv.pages["v_pages"], kv.pages["k_scales"], kv.pages["v_scales"])
     starts = torch.tensor(list(itertools.accumulate(lens, initial=0)), dtype=torch.int32, device=device)
-    splits = sum(-(-n // 256) for n in totals)
-    k, v, tables = widen_kv.widen(*pages, kv.tables, starts, kv.lens, splits, dtype, shortest, chunks)
+    splits, q = sum(-(-n // split) for n in totals), torch.empty(sum(lens), 1, D, dtype=dtype, device=device)
+    operands = Prefill(q, pages, kv.tables, starts, kv.lens, q, 1.0, shortest, split if chunks else 0, splits)
+    (k, v, *_), tables = widen_kv.widen(operands, split)[1:3]
     numbers = []
     for b, (new, total) in enumerate(zip(lens, totals, strict=True)):
-        in_parts = chunks and 2 <= new <= partial.MOST and total >= 2 * max(256, 64 << (new - 1).bit_length())
+        in_parts = chunks and 2 <= new <= 256 and total >= 2 * max(split, split // 4 << (new - 1).bit_length())
         if new < max(1, shortest) or in_parts:
             continue
         own = tables[b, : -(-total // page_size)].tolist()

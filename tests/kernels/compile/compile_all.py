@@ -16,11 +16,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from minirt.kernels import embedding, launch, norm
-from minirt.kernels.attention import decode as attention_decode
-from minirt.kernels.attention import prefill as attention
+from minirt.kernels.attention import decode, prefill
+from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90, gemm_small
+from minirt.kernels.linear.product import Product
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # bytes a thread keeps in memory: cubin's EIATTR_FRAME_SIZE
@@ -83,7 +84,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         )
 
     jit.JITFunction.run = warm_up
-    for module in (gemm_small, gemm, gemm_sm90, attention, attention_decode):
+    for module in (gemm_small, gemm, linear, attention, prefill, decode):
         module.capability = lambda device: cc
 
 
@@ -122,17 +123,17 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
         three_groups(empty)
     for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # every tile of the tables
         x = empty(T, HIDDEN)
-        gemm.gemm(x, qkv, bias, empty(T, 4608))
-        gemm.gemm(x, qkv[:4601])  # rows of outputs that TMA cannot move
-        gemm.gemm(x, qkv, out=empty(T, 4608, like=torch.float32), pdl=pdl)
-        gemm.gemm_gated(x, gate_up[: 2 * inter], "silu", pdl=pdl)
+        linear.gemm(x, qkv, bias, empty(T, 4608))
+        linear.gemm(x, qkv[:4601])  # rows of outputs that TMA cannot move
+        linear.gemm(x, qkv, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+        linear.gemm(x, gate_up[: 2 * inter], activation="silu", pdl=pdl)
         linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
         if cc >= 89:
             x, x_scale = torch.empty_like(x, dtype=eight), empty(T, like=torch.float32)
-            gemm.gemm(x, qkv8, residual=empty(T, 4608), scale=scales[0], x_scale=x_scale, out=empty(T, 4608))
-            gemm.gemm(x, qkv8[:4601], scale=scales[0][:4601], x_scale=x_scale)
-            gemm.gemm(x, qkv8, scale=scales[0], x_scale=x_scale, out=empty(T, 4608, like=torch.float32), pdl=pdl)
-            gemm.gemm_gated(x, gate_up8[: 2 * inter], "silu", scale=scales[1][: 2 * inter], x_scale=x_scale, pdl=pdl)
+            linear.gemm(x, qkv8, residual=empty(T, 4608), scale=scales[0], x_scale=x_scale, out=empty(T, 4608))
+            linear.gemm(x, qkv8[:4601], scale=scales[0][:4601], x_scale=x_scale)
+            linear.gemm(x, qkv8, scale=scales[0], x_scale=x_scale, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+            linear.gemm(x, gate_up8[: 2 * inter], activation="silu", scale=scales[1][: 2 * inter], x_scale=x_scale, pdl=pdl)
             linear.linear_residual(empty(T, INTER), down8, empty(T, HIDDEN), scale=scales[2], workspace=workspace, pdl=pdl)
     for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64))[: 2 if cc == 90 else 1]:
         tables, lens, cos_sin = ints(2, 40), ints(2), empty(4096, D, like=torch.float32)
@@ -153,9 +154,9 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             for B in (1, 2):
                 rest = (pages, pages, tables[:B], lens[:B], ints(B + 1), 100, D**-0.5, workspace)
                 heads = empty(B, (Nq + 2 * Nkv) * D)
-                attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
+                attention.rope_paged_attention_decode(heads, cos_sin, *rest, Nq, pdl=pdl, **scales)
             q = empty(100, Nq, D)
-            attention_decode.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
+            attention.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
     if cc == 90:
         wide_items(empty, ints, workspace)
 
@@ -166,19 +167,21 @@ def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Ten
         heads, cos_sin = empty(8, 3 * Nkv * D), empty(4096, D, like=torch.float32)
         pages, scale = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn), empty(8, PAGE, Nkv, like=torch.float32)
         rest = (pages, pages, ints(8, 40), ints(8), ints(9), 100, D**-0.5, workspace, Nkv)
-        attention_decode.rope_paged_attention_decode(heads, cos_sin, *rest, k_scales=scale, v_scales=scale, pdl=True)
+        attention.rope_paged_attention_decode(heads, cos_sin, *rest, k_scales=scale, v_scales=scale, pdl=True)
 
 
 def three_groups(empty: Callable[..., torch.Tensor]) -> None:
     """Tiles of 192 rows for Hopper: the widest, which take the most registers, and the narrowest."""
     x, up, down, qkv = empty(300, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER), empty(4608, HIDDEN)
     for widths in ((128, 128), (128, 64), (128, 16)):
-        gemm.gemm_gated(x, up, "silu", config=gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3), pdl=True)
+        config = gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3)
+        gemm_sm90.gemm_sm90(Product(x, up, empty(300, INTER), activation="silu", pdl=True), config)
     for widths in ((128, 64), (128, 16), (64, 0)):
         config = gemm_sm90.derive_config(*widths, INTER, 2, True, 132, groups=3)
-        gemm.gemm(empty(300, INTER), down, None, x, config=config, pdl=True)
+        gemm_sm90.gemm_sm90(Product(empty(300, INTER), down, empty(300, HIDDEN), residual=x, pdl=True), config)
     for widths in ((128, 64), (64, 0)):
-        gemm.gemm(x, qkv, empty(4608), config=gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3), pdl=True)
+        config = gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3)
+        gemm_sm90.gemm_sm90(Product(x, qkv, empty(300, 4608), empty(4608), pdl=True), config)
 
 
 def main(cc: int, dtype: str) -> None:

@@ -4,15 +4,15 @@ fp8 on the wrong side, and its sums left too long in the tensor cores' few bits.
 
 import pytest
 import torch
+from support.linear import gemm, gemm_gated
 
-from minirt.engine.warmup import _regime
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.checks import ACTIVATIONS
 from minirt.kernels.launch import Workspace
 from minirt.kernels.linear import gemm as kernel
 from minirt.kernels.linear import gemm_sm90
-from minirt.kernels.linear.row_maxima import RowMaxima
+from minirt.kernels.linear.product import RowMaxima
 
 LARGE = [(4608, 3584), (3584, 18944)]
 CONFIGS = [None, kernel.GemmConfig(32, 64, 32, 4, 2), kernel.GemmConfig(16, 32, 64, 4, 2, tma=True)]
@@ -26,10 +26,10 @@ def linear64(x, weight, bias=None):
 def check(T, N, K, dtype, make, nan, agrees, config=None):
     x, weight = make(T, K, dtype=dtype), make(N, K, dtype=dtype, scale=K**-0.5)
     bias, residual = make(N, dtype=dtype), make(T, N, dtype=dtype)
-    out = kernel.gemm(x, weight, out=nan(T, N, dtype=dtype), config=config)
+    out = gemm(x, weight, out=nan(T, N, dtype=dtype), config=config)
     agrees(out, reference.linear(x, weight), linear64(x, weight))
     expected, truth = reference.linear(x, weight, bias) + residual, linear64(x, weight, bias) + residual.double()
-    out = kernel.gemm(x, weight, bias, residual, residual, config=config)  # in place
+    out = gemm(x, weight, bias, residual, residual, config=config)  # in place
     agrees(out, expected, truth)
 
 
@@ -37,7 +37,7 @@ def check_gated(T, intermediate, K, activation, dtype, make, nan, agrees, config
     x, weight = make(T, K, dtype=dtype), make(2 * intermediate, K, dtype=dtype, scale=1.5 * K**-0.5)
     bias = make(2 * intermediate, dtype=dtype)
     out = nan(T, intermediate, dtype=dtype)
-    kernel.gemm_gated(x, weight, activation, bias, out, config=config)
+    gemm_gated(x, weight, activation, bias, out, config=config)
     expected = reference.gated(reference.linear(x, weight, bias), activation)
     agrees(out, expected, reference.gated(linear64(x, weight, bias), activation))
 
@@ -59,7 +59,7 @@ def test_gated(activation, config, dtype, make, nan, agrees):
 
 def test_unaligned_memory_does_not_take_tma(make, agrees):
     x, weight = make(40 * 64 + 1, dtype=torch.float16)[1:].view(40, 64), make(32, 64, dtype=torch.float16)
-    out = kernel.gemm(x, weight, config=kernel.GemmConfig(16, 32, 32, 4, 2, tma=True))
+    out = gemm(x, weight, config=kernel.GemmConfig(16, 32, 32, 4, 2, tma=True))
     agrees(out, reference.linear(x, weight), linear64(x, weight))
 
 
@@ -67,7 +67,7 @@ def test_unaligned_memory_does_not_take_tma(make, agrees):
 def test_output_in_fp32(config, make, nan, agrees):
     """Logits: rounding them to 16 bits would make ties."""
     x, weight = make(40, 64, dtype=torch.float16), make(48, 64, dtype=torch.float16)
-    out = kernel.gemm(x, weight, out=nan(40, 48, dtype=torch.float32), config=config)
+    out = gemm(x, weight, out=nan(40, 48, dtype=torch.float32), config=config)
     assert not torch.equal(out, out.half().float())
     agrees(out, reference.linear(x, weight), linear64(x, weight))
 
@@ -95,13 +95,6 @@ def test_parts_fill_the_last_round():
         assert kernel.parts_of_rest(tiles, 132, block_n) == rest
 
 
-def test_warm_up_knows_the_regimes():
-    """`minirt.engine.runner` cannot import this file's subject on every machine, so it has the rule too."""
-    assert _regime(gemm_sm90.LEAST_TOKENS) > _regime(gemm_sm90.LEAST_TOKENS - 1)  # no regime has two kernels
-    for T in (*range(gemm_sm90.LEAST_TOKENS, 1100), 2048, 2049, 4096, 5000, 8192, 8193):
-        assert _regime(T) == gemm_sm90.token_regime(T)
-
-
 def test_the_configuration_knows_regimes_not_token_counts():
     """A kernel compiled for each token count would stall serving."""
     for N, K, gated in ((4608, 3584, False), (3584, 18944, False), (18944, 3584, True), (896, 4864, False)):
@@ -122,17 +115,17 @@ def test_configurations_fit_the_device(T):
 
 def test_no_tokens_and_wrong_arguments(make):
     x, weight = make(3, 32, dtype=torch.float32), make(6, 32, dtype=torch.float32)
-    assert kernel.gemm(x[:0], weight).shape == (0, 6)
+    assert gemm(x[:0], weight).shape == (0, 6)
     with pytest.raises(InputError, match="weight: wrong shape"):
-        kernel.gemm(x, weight.t().contiguous())
+        gemm(x, weight.t().contiguous())
     with pytest.raises(InputError, match="out: unsupported dtype"):
-        kernel.gemm(x, weight, out=make(3, 6, dtype=torch.float64))
+        gemm(x, weight, out=make(3, 6, dtype=torch.float64))
     with pytest.raises(InputError, match="residual: wrong shape"):
-        kernel.gemm(x, weight, residual=x)
+        gemm(x, weight, residual=x)
     with pytest.raises(InputError, match=r"activation: unknown.*tanh"):
-        kernel.gemm_gated(x, weight, "tanh")
+        gemm_gated(x, weight, "tanh")
     with pytest.raises(InputError, match="weight: odd number of rows"):
-        kernel.gemm_gated(x, weight[:5], "silu")
+        gemm_gated(x, weight[:5], "silu")
 
 
 def eight(tensor):
@@ -161,13 +154,13 @@ def check_eight(T, N, K, dtype, make, nan, agrees, config=None, activation="silu
     for add in (None, residual, residual.clone()):
         out = nan(T, N, dtype=dtype) if add is None or add is residual else add  # in place at last
         chosen = None if config is None else config(False, add is not None)
-        kernel.gemm(*operands, bias, add, out, **scales, config=chosen)
+        gemm(*operands, bias, add, out, **scales, config=chosen)
         wanted = truth if add is None else truth + residual.double()
         agrees(out, wanted.to(rounded), wanted)
     if N % 16 == 0:
         out = nan(T, N // 2, dtype=dtype)
         chosen = None if config is None else config(True, False)
-        kernel.gemm_gated(*operands, activation, bias, out, **scales, config=chosen)
+        gemm_gated(*operands, activation, bias, out, **scales, config=chosen)
         wanted = reference.gated(truth, activation)
         agrees(out, reference.gated(truth.to(rounded), activation), wanted)
 
@@ -180,16 +173,16 @@ def test_fp8(T, N, K, out_dtype, make, nan, agrees):
 
 def test_fp8_gives_bf16_unless_told(make):
     x, x_scale, weight, scale, _, truth = eight_bits(5, 32, 64, make, torch.float32)
-    assert kernel.gemm(x, weight, scale=scale, x_scale=x_scale).dtype == torch.bfloat16
-    assert kernel.gemm_gated(x, weight, "silu", scale=scale, x_scale=x_scale).dtype == torch.bfloat16
+    assert gemm(x, weight, scale=scale, x_scale=x_scale).dtype == torch.bfloat16
+    assert gemm_gated(x, weight, "silu", scale=scale, x_scale=x_scale).dtype == torch.bfloat16
     with pytest.raises(InputError, match="x_scale: missing"):
-        kernel.gemm(x, weight, scale=scale)
+        gemm(x, weight, scale=scale)
     with pytest.raises(InputError, match="x_scale: wrong shape"):
-        kernel.gemm(x, weight, scale=scale, x_scale=x_scale[:4].contiguous())
+        gemm(x, weight, scale=scale, x_scale=x_scale[:4].contiguous())
     with pytest.raises(InputError, match="weight: wrong dtype"):
-        kernel.gemm(x, weight.half(), scale=scale, x_scale=x_scale)
+        gemm(x, weight.half(), scale=scale, x_scale=x_scale)
     with pytest.raises(InputError, match="scale: only for float8"):
-        kernel.gemm(truth.half(), truth.half(), scale=scale)
+        gemm(truth.half(), truth.half(), scale=scale)
 
 
 def each_row(out, truth):
@@ -218,11 +211,11 @@ def test_hopper(T, N, K, widths, half_dtype, hopper, make, nan, agrees):
     config = configs(widths, K, 2)
     x, weight = make(T, K, dtype=half_dtype), make(N, K, dtype=half_dtype, scale=K**-0.5)
     bias, residual = make(N, dtype=half_dtype), make(T, N, dtype=half_dtype)
-    out = kernel.gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), config=config(False, False))
+    out = gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), config=config(False, False))
     agrees(out, reference.linear(x, weight, bias), linear64(x, weight, bias))
     expected, truth = reference.linear(x, weight) + residual, linear64(x, weight) + residual.double()
     for out in (nan(T, N, dtype=half_dtype), residual):  # in place at last
-        agrees(kernel.gemm(x, weight, None, residual, out, config=config(False, True)), expected, truth)
+        agrees(gemm(x, weight, None, residual, out, config=config(False, True)), expected, truth)
     for activation in ACTIVATIONS:
         check_gated(T, N, K, activation, half_dtype, make, nan, agrees, config(True, False))
 
@@ -241,17 +234,17 @@ def test_hopper_output_in_fp32(T, N, K, widths, half_dtype, hopper, make, nan):
     """Of 16-bit values and of fp8, also with an activation; columns that are no multiple of 8."""
     x, weight = make(T, K, dtype=half_dtype), make(N, K, dtype=half_dtype, scale=K**-0.5)
     config, truth = gemm_sm90.derive_config(*widths, K, 2, False, 7, 4), linear64(x, weight)
-    out = kernel.gemm(x, weight, out=nan(T, N, dtype=torch.float32), config=config)
+    out = gemm(x, weight, out=nan(T, N, dtype=torch.float32), config=config)
     assert (out - truth).norm() <= 1e-5 * truth.norm()
     if N % 8 == 0:
         truth = reference.gated(truth, "silu")
-        out = kernel.gemm_gated(x, weight, "silu", out=nan(T, N // 2, dtype=torch.float32), config=config)
+        out = gemm_gated(x, weight, "silu", out=nan(T, N // 2, dtype=torch.float32), config=config)
         assert (out - truth).norm() <= 1e-5 * truth.norm()
     if K % 16 == 0:
         x, x_scale, weight, scale, bias, truth = eight_bits(T, N, K, make, half_dtype)
         config = gemm_sm90.derive_config(*widths, K, 1, False, 7, 4)
         out = nan(T, N, dtype=torch.float32)
-        kernel.gemm(x, weight, bias, out=out, scale=scale, x_scale=x_scale, config=config)
+        gemm(x, weight, bias, out=out, scale=scale, x_scale=x_scale, config=config)
         assert (out - truth).norm() <= 1e-3 * truth.norm()
 
 
@@ -266,19 +259,19 @@ def test_hopper_in_two_parts(T, N, K, widths, half_dtype, hopper, make, nan, agr
     bias, residual = make(N, dtype=half_dtype), make(T, N, dtype=half_dtype)
     expected, truth = reference.linear(x, weight, bias), linear64(x, weight, bias)
     outs = [
-        kernel.gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), workspace=workspace, config=config(False, False))
+        gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), workspace=workspace, config=config(False, False))
         for _ in range(5)
     ]
     agrees(outs[0], expected, truth)
     assert all(torch.equal(out, outs[0]) for out in outs)
     expected, truth = expected + residual, truth + residual.double()
     for out in (nan(T, N, dtype=half_dtype), residual):  # in place at last
-        kernel.gemm(x, weight, bias, residual, out, workspace=workspace, config=config(False, True))
+        gemm(x, weight, bias, residual, out, workspace=workspace, config=config(False, True))
         agrees(out, expected, truth)
     if sum(widths) <= 144 and K % 16 == 0:
         x, x_scale, weight, scale, bias, truth = eight_bits(T, N, K, make, half_dtype)
         out, eight_config = nan(T, N, dtype=half_dtype), configs(widths, K, 1, split=2)(False, False)
-        kernel.gemm(
+        gemm(
             x, weight, bias, out=out, scale=scale, x_scale=x_scale, workspace=workspace, config=eight_config
         )
         agrees(out, truth.to(half_dtype), truth)
@@ -298,19 +291,19 @@ def test_sm90_stores_row_maxima(T, N, itemsize, widths, hopper, make, nan, devic
         x, weight, scale, x_scale = make(T, K, dtype=torch.bfloat16), make(N, K, dtype=torch.bfloat16), None, None
         x[7, 5], weight[N // 2 :] = float("nan"), weight[: N - N // 2].clone()
     plain = nan(T, N, dtype=torch.float32)
-    gemm_sm90.gemm_sm90(x, weight, None, None, plain, None, scale, x_scale, config)
+    gemm(x, weight, out=plain, scale=scale, x_scale=x_scale, config=config)
     for needed in (1, 0):
         flag, values = torch.tensor([needed], dtype=torch.int32, device=device), torch.full((T, 90), 2**62, device=device)
-        row_maxima, out = RowMaxima(values, flag), nan(T, N, dtype=torch.float32)
-        gemm_sm90.gemm_sm90(x, weight, None, None, out, None, scale, x_scale, config, pdl=True, row_maxima=row_maxima)
-        assert row_maxima.num_tiles == -(-N // columns)
+        tiles, out = -(-N // columns), nan(T, N, dtype=torch.float32)
+        row_maxima = RowMaxima(values[:, :tiles], flag)
+        gemm(x, weight, out=out, scale=scale, x_scale=x_scale, config=config, pdl=True, row_maxima=row_maxima)
         assert bool(out.isnan().all()) if not needed else torch.equal(out.nan_to_num(7e7), plain.nan_to_num(7e7))
-        best = values[:, : row_maxima.num_tiles].amax(1)
+        best = values[:, :tiles].amax(1)
         token = (best & (2**31 - 1)) ^ (2**31 - 1)
         failed = plain.isnan().any(1)
         assert torch.equal(token[~failed], plain.argmax(1)[~failed])
         assert bool(((best >> 32) == 2**31 - 1)[failed].all())
-        assert bool((values[:, row_maxima.num_tiles :] == 2**62).all())
+        assert bool((values[:, tiles:] == 2**62).all())
 
 
 @pytest.mark.gpu
@@ -333,19 +326,19 @@ def test_hopper_of_three_groups(T, widths, hopper, make, nan, agrees):
     config, room = configs(widths, K, 2, groups=3), sum(widths) <= 192
     x, weight = make(T, K, dtype=half_dtype), make(N, K, dtype=half_dtype, scale=K**-0.5)
     bias, residual = make(N, dtype=half_dtype), make(T, N, dtype=half_dtype)
-    out = kernel.gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), config=config(False, False))
+    out = gemm(x, weight, bias, out=nan(T, N, dtype=half_dtype), config=config(False, False))
     agrees(out, reference.linear(x, weight, bias), linear64(x, weight, bias))
     each_row(out, linear64(x, weight, bias))
     expected, truth = reference.linear(x, weight) + residual, linear64(x, weight) + residual.double()
     for out in (nan(T, N, dtype=half_dtype), residual) if room else ():  # in place at last
-        kernel.gemm(x, weight, None, residual, out, config=config(False, True))
+        gemm(x, weight, None, residual, out, config=config(False, True))
         agrees(out, expected, truth)
         each_row(out, truth)
     for activation in ACTIVATIONS:
         check_gated(T, N, K, activation, half_dtype, make, nan, agrees, config(True, False))
     if room:
         fp32 = gemm_sm90.derive_config(*widths, K, 2, False, 7, 4, groups=3)
-        out, truth = kernel.gemm(x, weight, out=nan(T, N, dtype=torch.float32), config=fp32), linear64(x, weight)
+        out, truth = gemm(x, weight, out=nan(T, N, dtype=torch.float32), config=fp32), linear64(x, weight)
         assert (out - truth).norm() <= 1e-5 * truth.norm()
 
 
@@ -357,7 +350,7 @@ def test_hopper_of_three_groups_ahead_of_the_kernel_before(T, hopper, make, nan)
     x, weight, residual = (make(*size, dtype=torch.bfloat16) for size in ((T, K), (N, K), (T, N)))
     config = gemm_sm90.derive_config(128, 16, K, 2, True, 7, groups=3)
     outs = [
-        kernel.gemm(x * 1, weight, None, residual, nan(T, N, dtype=torch.bfloat16), config=config, pdl=pdl)
+        gemm(x * 1, weight, None, residual, nan(T, N, dtype=torch.bfloat16), config=config, pdl=pdl)
         for pdl in (False, True, True)
     ]
     assert outs[0].isfinite().all()
@@ -373,7 +366,7 @@ def test_hopper_as_chosen(T, half_dtype, hopper, make, nan, agrees, device):
     for N, K in ((4608, 3584), (3584, 3584), (3584, 18944)):
         x, weight = make(T, K, dtype=half_dtype), make(N, K, dtype=half_dtype, scale=K**-0.5)
         residual = make(T, N, dtype=half_dtype)
-        out = kernel.gemm(x, weight, None, residual, nan(T, N, dtype=half_dtype), workspace=workspace)
+        out = gemm(x, weight, None, residual, nan(T, N, dtype=half_dtype), workspace=workspace)
         truth = linear64(x, weight) + residual.double()
         agrees(out, reference.linear(x, weight) + residual, truth)
         each_row(out, truth)
@@ -394,11 +387,11 @@ def test_hopper_ahead_of_the_kernel_before(T, form, K, hopper, make, nan, device
     outs = []
     for pdl in (False, True, True):
         if form == "gated":
-            out = kernel.gemm_gated(x * 1, weight, "silu", out=nan(T, N // 2, dtype=torch.bfloat16), config=config, pdl=pdl)
+            out = gemm_gated(x * 1, weight, "silu", out=nan(T, N // 2, dtype=torch.bfloat16), config=config, pdl=pdl)
         else:
             out = nan(T, N, dtype=torch.float32 if form == "fp32" else torch.bfloat16)
             add = residual if added else None
-            kernel.gemm(x * 1, weight, None, add, out, workspace=workspace, config=config, pdl=pdl)
+            gemm(x * 1, weight, None, add, out, workspace=workspace, config=config, pdl=pdl)
         outs.append(out)
     assert outs[0].isfinite().all()
     assert torch.equal(outs[0], outs[1])
@@ -414,7 +407,7 @@ def test_fp8_sums_are_set_aside_in_time(K, widths, make, nan):
     config = None if widths is None else configs(widths, K, 1)(False, False)
     if widths is not None and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
-    out = kernel.gemm(x, weight, bias, out=nan(256, 640, dtype=torch.float16), scale=scale, x_scale=x_scale, config=config)
+    out = gemm(x, weight, bias, out=nan(256, 640, dtype=torch.float16), scale=scale, x_scale=x_scale, config=config)
     assert (out.double() - truth).norm() <= 1.1e-3 * truth.norm()
 
 
@@ -425,7 +418,7 @@ def test_fp8_sums_of_the_largest_values_are_finite(widths, hopper, device):
     x = torch.full((130, 18944), 448.0, device=device).to(torch.float8_e4m3fn)
     scale, x_scale = torch.full((256,), 2.0**-32, device=device), torch.ones(130, device=device)
     config = configs(widths, 18944, 1)(False, False)
-    out = kernel.gemm(x, x[:1].expand(256, -1).contiguous(), scale=scale, x_scale=x_scale, config=config)
+    out = gemm(x, x[:1].expand(256, -1).contiguous(), scale=scale, x_scale=x_scale, config=config)
     truth = torch.full_like(out, 448.0**2 * 18944 * 2.0**-32, dtype=torch.float64)
     torch.testing.assert_close(out.double(), truth, rtol=6e-2, atol=0)
 

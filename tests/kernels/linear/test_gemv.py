@@ -4,11 +4,12 @@ PDL puts before what it depends on."""
 
 import pytest
 import torch
+from support.linear import gemv
 
 from minirt.errors import UnsupportedError
 from minirt.kernels import launch, reference
 from minirt.kernels.checks import ACTIVATIONS
-from minirt.kernels.linear.gemv import GemvConfig, choose_gemv_config, chunk_size, gemv
+from minirt.kernels.linear.gemv import GemvConfig, choose_gemv_config, chunk_size
 
 EPS = 1e-6
 FP8 = torch.float8_e4m3fn

@@ -1,0 +1,96 @@
+"""`Regime`: the sizes for which an operation launches one kernel, declared once, in the operation's dispatch module.
+
+A dispatch module has a table of regimes for each operation, and dispatch follows that table. Warm-up runs a step in every regime
+(`representatives`), the buckets of CUDA graphs end where regimes and their padding end (`next_end`), and `minirt tune` and the
+tests read the tables as well. A new regime in a table is therefore warmed up and captured without another edit.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
+
+Axis = Literal["tokens", "sequences"]
+TABLES = (  # one for each operation: module, name. All regimes of a table are on one axis.
+    ("minirt.kernels.linear.dispatch", "REGIMES"),
+    ("minirt.kernels.linear.dispatch", "EARLY"),
+    ("minirt.kernels.quantize", "REGIMES"),
+    ("minirt.kernels.attention.dispatch", "DECODE"),
+    ("minirt.kernels.attention.dispatch", "PREFILL"),
+    ("minirt.kernels.attention.dispatch", "PREFILL_SEQUENCES"),
+    ("minirt.kernels.attention.dispatch", "PARTIAL"),
+    ("minirt.kernels.attention.rope_write", "REGIMES"),
+)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Sizes from `first` to `last` of a step for which an operation launches one kernel.
+
+    Args:
+        kernel: the kernel's name.
+        axis: what is counted: the step's tokens, or its sequences.
+        first, last: the smallest and the largest size; `last` None: no limit.
+        variant: size → the largest size that launches the same compiled kernel. None: one compiled kernel for the whole regime.
+        padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.
+        capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets count it on every GPU.
+    """
+
+    kernel: str
+    axis: Axis
+    first: int
+    last: int | None = None
+    variant: Callable[[int], int] | None = None
+    padded: Callable[[int], int] | None = None
+    capability: int | None = None
+
+    def covers(self, size: int, capability: int | None = None) -> bool:
+        """Whether `size` is in the regime, and the regime is for this compute capability (None: any)."""
+        fits = self.first <= size and (self.last is None or size <= self.last)
+        return fits and (self.capability is None or capability is None or self.capability == capability)
+
+    def variant_end(self, size: int) -> int | None:
+        """The largest size that launches the same compiled kernel as `size`; None: no limit."""
+        return self.variant(size) if self.variant is not None else self.last
+
+
+def operations(axis: Axis) -> list[list[Regime]]:
+    """The regimes of each operation on an axis."""
+    tables = (getattr(import_module(module), name) for module, name in TABLES)
+    return [list(table) for table in tables if table[0].axis == axis]
+
+
+def paired_operations() -> list[tuple[list[list[Regime]], list[list[Regime]]]]:
+    """(by tokens, by sequences) for each dispatch module whose kernels depend on both."""
+    pairs = []
+    for module in dict.fromkeys(module for module, _ in TABLES):
+        tables = [getattr(import_module(module), name) for owner, name in TABLES if owner == module]
+        tokens, sequences = ([table for table in tables if table[0].axis == axis] for axis in ("tokens", "sequences"))
+        if tokens and sequences:
+            pairs.append((tokens, sequences))
+    return pairs
+
+
+def next_end(size: int, regimes: Iterable[Regime]) -> int | None:
+    """The smallest size from `size` on at which a regime, or the padding within one, ends; None where none has an end."""
+    ends = [end for regime in regimes if regime.covers(size) for end in (regime.last, regime.padded and regime.padded(size))]
+    return min((end for end in ends if end is not None), default=None)
+
+
+def representatives(limit: int, operations: Iterable[Sequence[Regime]], pick: Callable[[int, int], int]) -> list[int]:
+    """Sizes up to `limit` that together launch every compiled kernel of every operation.
+
+    For each operation the sizes fall into intervals within which the same compiled kernels are launched. `pick(first, last)`
+    chooses a size from an interval; a size that was chosen for another operation is used again.
+    """
+    sizes: set[int] = set()
+    for regimes in operations:
+        size = 1
+        while size <= limit:
+            ends = [regime.variant_end(size) for regime in regimes if regime.covers(size)]
+            ends += [regime.first - 1 for regime in regimes if regime.first > size]
+            last = min([limit, *(end for end in ends if end is not None)])
+            if not any(size <= chosen <= last for chosen in sizes):
+                sizes.add(pick(size, last))
+            size = last + 1
+    return sorted(sizes)
