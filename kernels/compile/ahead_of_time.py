@@ -56,7 +56,7 @@ def compile_ahead(
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that load a kernel after compiling it, or after a process has compiled it, once there are processes."""
+    """Threads that compile kernels, themselves or through `CompileProcesses` once these are ready, and load them."""
 
     def __init__(self, device: torch.device) -> None:
         self._count = min(16, os.cpu_count() or 1)

@@ -42,9 +42,9 @@ class CompileRequest(NamedTuple):
 
     @classmethod
     def of(cls, compile: Callable[[], Any]) -> "CompileRequest | None":
-        """The request for what `compile`, from Triton's asynchronous mode, would compile.
+        """The request for the kernel that `compile` would compile; `compile` comes from Triton's asynchronous mode.
 
-        None if that cannot be determined, or if the kernel is not in a module that can be imported.
+        None if the kernel cannot be determined, or is not in a module that can be imported.
         """
         own = inspect.getclosurevars(compile).nonlocals
         src, options, target = own.get("src"), own.get("options"), own.get("target")

@@ -1,4 +1,4 @@
-"""Linear layers of one token (matrix times vector), whose time is the time to read the weights.
+"""Linear layers of one token (matrix times vector), limited by the time to read the weights.
 
 Products are fp32 FMAs. RMSNorm of the input is fused; gated activation, bias and residual are the epilogue. A program computes a
 few whole rows, so no sum spans several programs and the same input gives the same bits.
@@ -25,7 +25,14 @@ WARP = 32
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Rows of a program (for each of gate and up), warps along K, tiles in flight, and the most registers of a thread."""
+    """A launch configuration of `gemv`.
+
+    Args:
+        block_n: outputs of a program. A gated program reads two weight rows for each.
+        num_warps: warps of a program, side by side along K.
+        tiles: tiles in flight.
+        registers: the most registers of a thread; None for no limit.
+    """
 
     block_n: int
     num_warps: int
@@ -170,7 +177,7 @@ def _nearest_power_of_two(x: float) -> int:
 
 
 def chunk_size(itemsize: int) -> int:
-    """Number of weights in one load of a thread: 16 bytes of them, but 8 bytes of fp8, to match a 16-byte load of x."""
+    """Number of weights in one load of a thread: 16 bytes of them, but only 8 of fp8, to match a 16-byte load of x."""
     return min(8, 16 // itemsize)
 
 

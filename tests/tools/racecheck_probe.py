@@ -29,13 +29,13 @@ extern "C" __global__ void dispatch(int* out) {
       asm volatile("barrier.sync 2, 128;" ::: "memory");
     }
     if (threadIdx.x == 0) *(volatile unsigned long long*)&roles = 0x0202020201010101ull;
-    asm volatile("barrier.sync 1;" ::: "memory");  // the roles are there
+    asm volatile("barrier.sync 1;" ::: "memory");  // the roles are written
     asm volatile("barrier.sync 1;" ::: "memory");  // the roles have been read
     if (OTHERS)
       asm volatile("{ .reg .pred p; W: mbarrier.try_wait.parity.shared.b64 p, [%0], 0; @!p bra W; }"
                    :: "r"(address) : "memory");
     out[threadIdx.x] = 0;
-    asm volatile("barrier.sync 1;" ::: "memory");  // all have done their work
+    asm volatile("barrier.sync 1;" ::: "memory");  // all have finished their work
     if (threadIdx.x == 0) *(volatile unsigned long long*)&roles = ~0ull;  // the end
     asm volatile("barrier.sync 1;" ::: "memory");
   } else {
@@ -72,7 +72,7 @@ extern "C" __global__ void copies(const int* in, int* out, int rounds) {
   __shared__ unsigned long long full[2], empty[2];
   int lane = threadIdx.x % 32;
   if (threadIdx.x < 2) {
-    init(&full[threadIdx.x], 33);  // one arrival for all, as of TMA, and one of each lane
+    init(&full[threadIdx.x], 33);  // one arrival for all lanes, as with TMA, and one by each lane
     init(&empty[threadIdx.x], EACH ? 128 : 1);
   }
   __syncthreads();
