@@ -1,10 +1,10 @@
 """The Triton kernels as functions on plain tensors, each usable on its own.
 
-`reference` holds what each must compute, in eager PyTorch. Triton is imported with the first kernel that is used, so that the
-eager layers work without it. Every function checks its arguments and names the one that is wrong (`check=False` skips that in a
-hot loop); `out=` takes the result's place; `cost(...)`, where a file has it, gives the bytes and operations that the work needs.
-Functions that share their file's name are imported from that file: `from minirt.kernels.embedding import embedding`, `from
-minirt.kernels.quantize import quantize`.
+`reference` defines what each kernel must compute, in eager PyTorch. The first access to a kernel imports Triton, so the eager
+layers work without it. Every function checks its arguments and names the wrong one; `check=False` skips the checks in a hot loop.
+`out=` is a tensor for the result. `cost(...)`, where a file has it, returns the bytes and operations that the work needs.
+A function with the name of its file is imported from that file: `from minirt.kernels.embedding import embedding`,
+`from minirt.kernels.quantize import quantize`.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""How fast a GPU can read its memory: a stream over a buffer that is only summed. The ceiling of a decode step.
+"""A kernel that only reads and sums a buffer, to measure a GPU's memory bandwidth: the ceiling of a decode step.
 
-Reading alone is what a decode step does to its weights; a copy, the usual yardstick, also writes, and reaches less.
+A decode step only reads its weights. A copy, the usual benchmark of memory bandwidth, also writes and reaches less.
 """
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 from minirt.kernels.checks import check_activations, check_tensor
 
 CASES = [{"n": 1}, {"n": 65_537}, {"n": 131_072}, {"n": 200_003}]
-_BLOCK_BYTES = 16_384  # of one load; 64 bytes a thread, four vector loads in flight
-_ITERATIONS = 8  # loads of one program
+_BLOCK_BYTES = 16_384  # per load: 64 bytes a thread, four vector loads in flight
+_ITERATIONS = 8  # loads per program
 
 
 @triton.jit
 def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
     pid = tl.program_id(0)
-    start = pid.to(tl.int64) * (BLOCK * ITERATIONS)  # int64: a buffer of 4 GB of 16-bit numbers passes 2³¹
+    start = pid.to(tl.int64) * (BLOCK * ITERATIONS)  # int64: a buffer of more than 4 GiB has over 2³¹ 16-bit numbers
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     if start + BLOCK * ITERATIONS <= n:
@@ -37,9 +37,9 @@ def chunk(itemsize: int) -> int:
 
 
 def read_sums(x: Tensor, out: Tensor | None = None, *, check: bool = True) -> Tensor:
-    """Sums of `x` [n] (bf16, fp16 or fp32), one for each `chunk` of it, in fp32 → [⌈n / chunk⌉].
+    """The sum of each `chunk` of x [n] (bf16, fp16 or fp32) → [⌈n / chunk⌉] fp32.
 
-    The sums are there so that no load can be left out. A buffer much larger than the L2 cache measures the memory.
+    The sums keep the compiler from removing loads. To measure memory and not the L2 cache, use an x much larger than that cache.
     """
     if check:
         check_activations("x", x, 1)

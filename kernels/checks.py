@@ -1,4 +1,4 @@
-"""Argument checks of the public kernel functions: shapes, dtypes, devices and strides, with the argument named in the error."""
+"""Argument checks of the public kernel functions: shapes, dtypes, devices and strides. Errors name the wrong argument."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise InputError unless `tensor` is contiguous with this shape (None: any size), dtype and device."""
+    """Raise InputError unless `tensor` is contiguous and has this shape (None: any size), dtype and device."""
     if tensor.ndim != len(shape) or any(
         want is not None and want != n for want, n in zip(shape, tensor.shape, strict=True)
     ):
@@ -44,9 +44,10 @@ def check_linear(
     activation: str | None,
     scale: Tensor | None = None,
 ) -> None:
-    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual and out [T, N] fit (gated: N/2).
+    """Raise InputError unless x [T, K], weight [N, K], bias [N], residual [T, N] and out [T, N] fit together.
 
-    With `scale` [N] fp32 the weight must be float8_e4m3fn, without it of x's dtype.
+    With `activation`, the weight's N rows are gate and up, and residual and out are [T, N/2]. With `scale` [N] fp32, the weight
+    must be float8_e4m3fn; without it, the weight must have x's dtype.
     """
     check_activations("x", x)
     T, K = x.shape

@@ -20,7 +20,7 @@ _BLOCK_H = 1024
 def _embedding_kernel(tokens_ptr, previous_ptr, table_ptr, out_ptr, H, BLOCK_H: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = tl.load(tokens_ptr + t).to(tl.int64)  # int64: V · H passes 2³¹
+    row = tl.load(tokens_ptr + t).to(tl.int64)  # int64: V · H may exceed 2³¹
     if previous_ptr is not None and row < 0:
         row = tl.maximum(tl.load(previous_ptr + ~row), 0)
     values = tl.load(table_ptr + row * H + h, mask=h < H, other=0.0)
@@ -30,9 +30,10 @@ def _embedding_kernel(tokens_ptr, previous_ptr, table_ptr, out_ptr, H, BLOCK_H: 
 def embedding(
     tokens: Tensor, table: Tensor, out: Tensor | None = None, previous: Tensor | None = None, *, check: bool = True
 ) -> Tensor:
-    """Rows of `table` [V, H] for `tokens` [T] int64 → [T, H]. The caller vouches that every token is in [0, V).
+    """Rows of `table` [V, H] for `tokens` [T] int64 → [T, H].
 
-    With `previous` [R] int64, a token may also be ~r: it is the one in row r of `previous`, or 0 if that is negative.
+    Every token must be in [0, V); this is not checked. With `previous` [R] int64, a token may also be a placeholder ~r, which
+    stands for the token in row r of `previous`, or for token 0 if that one is negative.
     """
     if check:
         check_activations("table", table)

@@ -1,4 +1,4 @@
-"""What kernels that write fp8 share: the scale of a row and its values as e4m3, as `reference.quantize_fp8` defines them."""
+"""Quantization to fp8 inside kernels: a row's scale and its e4m3 values, as `reference.quantize_fp8` defines them."""
 
 import triton
 import triton.language as tl
@@ -8,29 +8,29 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def finite_magnitude(x):
-    """|x| in fp32, and 0 for what is not finite."""
+    """|x| in fp32; 0 where x is not finite."""
     x = tl.abs(x.to(tl.float32))
     return tl.where(x < float("inf"), x, 0.0)
 
 
 @triton.jit
 def fp8_scale(largest):
-    """The scale that maps `largest`, a row's largest finite magnitude, to 448; 1 for zero."""
+    """The scale that maps `largest`, a row's largest finite magnitude, to 448; 1 if `largest` is 0."""
     return tl.maximum(tl.where(largest > 0, tl.div_rn(largest, 448.0), 1.0), 1.1754943508222875e-38)
 
 
 @triton.jit
 def to_fp8(x, scale):
-    """x / scale as bytes of e4m3, rounded to even; what is not finite becomes NaN. `scale` is of a shape that broadcasts."""
+    """x / scale as e4m3 bytes, rounded to nearest even; NaN where x is not finite. `scale` must broadcast with x."""
     x = x.to(tl.float32)
     inverse = tl.div_rn(1.0, scale)
-    # As a division would round, with one more step of Newton's and without its special cases (Markstein 1990). From infinity it
-    # makes NaN.
+    # A product with the inverse and one Newton step: rounds like a division, without its special cases (Markstein 1990).
+    # Infinity becomes NaN.
     y = x * inverse
     scale, inverse = tl.broadcast(scale, y)[0], tl.broadcast(inverse, y)[0]
     y = tl.fma(tl.fma(-y, scale, x), inverse, y)
     if INTERPRETED:
-        # Its conversion knows neither the largest value nor NaN and drops carries; the GPU's instruction does all that.
+        # The interpreter's conversion does not saturate, loses NaN and drops carries. The GPU's instruction handles all three.
         finite = tl.abs(y) < float("inf")
         y = tl.minimum(tl.maximum(y, -448.0), 448.0)
         bits = y.to(tl.int32, bitcast=True)

@@ -1,6 +1,6 @@
-"""The eager-PyTorch form of every kernel: what the eager layers run, and what tests and benchmarks compare with.
+"""The eager PyTorch definition of every kernel except sampling. Eager layers run it; tests and benchmarks compare with it.
 
-Torch only, so that it works where Triton is absent. Rounding follows Hugging Face transformers: norms normalize in fp32,
+It needs only PyTorch, so it works without Triton. Rounding follows Hugging Face transformers: norms normalize in fp32,
 cast to the activation dtype, then scale; rotary embedding rotates halves in the activation dtype; softmax is in fp32.
 """
 
@@ -29,23 +29,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]. With `scale` [N] fp32 the weights are fp8, see `linear_fp8`."""
+    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]. With `scale` [N] fp32 the weight is fp8, see `linear_fp8`."""
     return F.linear(x, weight, bias) if scale is None else linear_fp8(x, weight, scale, bias)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [N] fp32.
 
-    Two tokens or more are quantized first, each with a scale of its own (`quantize_fp8`), for the tensor cores multiply fp8 by
-    fp8. A single token is not: it leaves them nothing to win, and its product is computed from 16-bit activations.
+    Two or more tokens are quantized first, each with its own scale (`quantize_fp8`), because tensor cores multiply fp8 by fp8.
+    A single token gains nothing from tensor cores, so its product is computed from 16-bit activations.
     """
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # 448 · 448 is more than fp16 holds
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # 448 · 448 exceeds fp16's range
     if x.shape[0] > 1:
         values, x_scale = quantize_fp8(x)
         scale = scale * x_scale.unsqueeze(1)
     else:
         values = x
-    y = (F.linear(values.to(dtype), weight.to(dtype)).float() * scale).to(x.dtype)  # e4m3 is exact in either dtype
+    y = (F.linear(values.to(dtype), weight.to(dtype)).float() * scale).to(x.dtype)  # either dtype holds e4m3 exactly
     return y if bias is None else y + bias
 
 
@@ -65,33 +65,35 @@ def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K], any float → values [..., K] e4m3 and scales [...] fp32, so that values · scale ≈ x.
+    """x [..., K] of any float dtype → values [..., K] e4m3 and scales [...] fp32, with values · scale ≈ x.
 
-    The scale maps a row's largest finite magnitude to 448 and is 1 for a row of zeros. NaN and infinities become NaN (and do not
-    count for the scale), so that they show instead of turning into numbers. Nothing syncs.
+    The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN and do not
+    affect the scale, so they stay visible instead of turning into numbers. Does not synchronize with the device.
     """
     wide = x.float()
     finite = torch.isfinite(wide)
     largest = torch.where(finite, wide, 0).abs().amax(-1)
-    # By a tensor: by a number, PyTorch multiplies with the inverse on a GPU, which may differ in the last bit.
+    # Divide by a tensor. To divide by a number, PyTorch on a GPU multiplies by its inverse, which may differ in the last bit.
     scale = torch.where(largest > 0, largest / largest.new_full((), FP8_MAX), 1.0).clamp(min=torch.finfo(torch.float32).tiny)
-    # Rounding may carry the quotient past 448, which the cast would turn into NaN.
+    # Rounding may lift the quotient above 448, and the cast would turn that into NaN.
     values = (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     return torch.where(finite, values, torch.nan).to(torch.float8_e4m3fn), scale
 
 
 def write_kv(x: Tensor, pages: Tensor, slots: Tensor, scales: Tensor | None = None) -> None:
-    """Store x [T, Nkv, D], of K or of V, at `slots` [T] of the pages [P, page_size, Nkv, D]; those of fp8 take a scale for each
-    token and head, `scales` [P, page_size, Nkv] fp32."""
+    """Store x [T, Nkv, D] (K or V) at `slots` [T] of the pages [P, page_size, Nkv, D].
+
+    FP8 pages take a scale for each token and head: `scales` [P, page_size, Nkv] fp32.
+    """
     if scales is not None:
         x, own = quantize_fp8(x)
         scales.view(-1, scales.shape[-1]).index_copy_(0, slots, own)
-        x, pages = x.view(torch.uint8), pages.view(torch.uint8)  # bytes: not every operation knows the type
+        x, pages = x.view(torch.uint8), pages.view(torch.uint8)  # as bytes: not every operation supports fp8
     pages.view(-1, *x.shape[1:]).index_copy_(0, slots, x)
 
 
 def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the pages hold at `slots` [...] → [..., Nkv, D] in `dtype`."""
+    """Values of the pages at `slots` [...] → [..., Nkv, D] in `dtype`."""
     if scales is None:
         return pages.flatten(0, 1)[slots]
     values = pages.view(torch.uint8).flatten(0, 1)[slots].view(pages.dtype)
@@ -109,11 +111,21 @@ def paged_attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's new tokens on all that it has cached, themselves included.
+    """Causal attention of each sequence's new tokens on its cached tokens, the new ones included.
 
-    q [T, Nq, D] holds `query_lens` [B] new tokens, sequence after sequence; pages are [P, page_size, Nkv, D];
-    `block_tables` [B, pages]; `seq_lens` [B] counts the cached tokens, new ones included → [T, Nq, D]. Sequences with one
-    new token are computed together over their padded contexts, the others one by one. Pages of fp8 have scales, see `write_kv`.
+    Sequences with one new token are computed together, padded to the longest context; the others one by one.
+
+    Args:
+        q: [T, Nq, D], the new tokens of all sequences, one sequence after the other.
+        k_pages, v_pages: [P, page_size, Nkv, D].
+        block_tables: [B, pages].
+        query_lens: [B], the number of new tokens of each sequence.
+        seq_lens: [B], the number of cached tokens of each sequence, new ones included.
+        scale: factor of the scores.
+        k_scales, v_scales: scales of FP8 pages, see `write_kv`.
+
+    Returns:
+        [T, Nq, D].
     """
     out = torch.empty_like(q)
     starts = list(accumulate(query_lens, initial=0))
@@ -138,10 +150,10 @@ def paged_attention(
 
 
 def _slots(tables: Tensor, lens: list[int], page_size: int) -> tuple[Tensor, Tensor | None]:
-    """Slots [B, longest] of each sequence's tokens, and the mask [B, 1, 1, longest] of those that are there; None: all.
+    """Slots [B, longest] of each sequence's tokens, and a mask [B, 1, 1, longest] of the valid ones; None if all are valid.
 
-    Where a sequence ends before the longest, its last token stands in, masked: what the rest of a page holds from before may be
-    NaN, which a mask does not stop.
+    Past the end of a shorter sequence, the slot of its last token is repeated and masked. The rest of its page may hold NaN,
+    which a mask does not stop.
     """
     longest = max(lens)
     t, mask = torch.arange(longest, device=tables.device).unsqueeze(0), None

@@ -1,4 +1,4 @@
-"""`compile_ahead`: what a thread launches inside is compiled side by side, each kernel once, and does not run."""
+"""`compile_ahead`: a context in which a thread's launches only compile their kernels, in parallel and each kernel once."""
 
 import os
 import threading
@@ -15,20 +15,22 @@ from triton.runtime import JITFunction, build
 
 from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn
 
-_inside: ContextVar[bool] = ContextVar("compile_ahead", default=False)  # each thread has its own
+_inside: ContextVar[bool] = ContextVar("compile_ahead", default=False)  # each thread has its own value
 
 
 @contextmanager
 def compile_ahead(
     device: torch.device, progress: Callable[[int, int], None] | None = None, *, ignore_errors: bool = False
 ) -> Iterator[None]:
-    """Compile and load the kernels of all launches inside, side by side. None of them runs: what they would write is arbitrary.
+    """Context in which launches compile and load their kernels, in parallel, and do not run.
 
-    It is left when all are ready. Other threads launch as ever; and so does this one where the device is no GPU.
+    Outputs of these launches are not written. The context ends when all kernels are ready. Other threads launch as usual, and if
+    `device` is not a GPU, so does this thread.
 
     Args:
-        progress: called with the number of kernels that are ready and of all, once all are known.
-        ignore_errors: a kernel that cannot be compiled or loaded is left for its launch to fail; otherwise its error is raised.
+        progress: called with the number of ready kernels and of all kernels, once all launches are known.
+        ignore_errors: whether a kernel that cannot be compiled or loaded fails only at its first real launch. If False, its error
+            is raised at the end of the context.
     """
     if device.type != "cuda":
         yield
@@ -36,13 +38,13 @@ def compile_ahead(
     with _PATCHES, _Compilers(device) as pool:
         inside = _inside.set(True)
         try:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):  # up to 3.6 an error would leave it active
+            with triton.AsyncCompileMode(pool, ignore_errors=True):  # up to Triton 3.6, an error would leave the mode active
                 try:
                     yield
                     if progress is not None:
                         for count, _ in enumerate(as_completed(pool.futures), 1):
                             progress(count, len(pool.futures))
-                except BaseException:  # Ctrl-C, too, waits only for what has begun
+                except BaseException:  # including Ctrl-C: wait only for compilations that have begun
                     for future in pool.futures:
                         future.cancel()
                     raise
@@ -54,7 +56,7 @@ def compile_ahead(
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile a kernel, or have a process compile it once there is one, and load it."""
+    """Threads that compile kernels, themselves or through `CompileProcesses` once these are ready, and load them."""
 
     def __init__(self, device: torch.device) -> None:
         self._count = min(16, os.cpu_count() or 1)
@@ -66,17 +68,17 @@ class _Compilers(ThreadPoolExecutor):
 
     def submit(self, compile: Callable[[], Any], /) -> Future:  # type: ignore[override]
         def ready() -> Any:
-            with torch.cuda.device(self._device):  # each thread has its own
+            with torch.cuda.device(self._device):  # the current device is a setting of the thread
                 self._elsewhere(compile)
                 kernel = compile()
-                kernel.run  # noqa: B018  (asking for it loads it)
+                kernel.run  # noqa: B018  (reading the attribute loads the kernel)
             return kernel
 
         self.futures.append(super().submit(ready))
         return self.futures[-1]
 
     def _elsewhere(self, compile: Callable[[], Any]) -> None:
-        """Have it in Triton's cache, where processes can do that; they are started when the first kernel is missing there."""
+        """Have a process compile the kernel into Triton's cache, if it can. The first kernel not yet cached starts processes."""
         request = CompileRequest.of(compile)
         if request is None or request.is_cached():
             return
@@ -86,7 +88,7 @@ class _Compilers(ThreadPoolExecutor):
                 try:
                     self._processes = CompileProcesses(self._count)
                 except OSError as error:
-                    warn(f"no others can be started ({error})")
+                    warn(f"no other processes can be started ({error})")
         if self._processes is not None:
             self._processes.compile(request)
 
@@ -98,7 +100,7 @@ class _Compilers(ThreadPoolExecutor):
 
 
 class _Patches:
-    """What stands in the place of two of Triton's functions while any thread compiles ahead."""
+    """Replaces two of Triton's functions while any thread compiles ahead."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
@@ -117,8 +119,11 @@ class _Patches:
                 JITFunction.run, build._load_module_from_path = self._replaced
 
     def _load_alone(self, name: str, path: str) -> ModuleType:
-        """Triton up to 3.6 imports every launcher under one name. If one is imported again, Python hands its contents to
-        whichever has that name by then, so that a thread could take another kernel's launcher."""
+        """Import a launcher as a module of its own.
+
+        Triton up to 3.6 imports every launcher under one name. When one is imported again, Python copies its contents into the
+        module that has this name at that moment, so a thread could get another kernel's launcher.
+        """
         with self._lock:
             module, own = self._replaced[1](name, path), ModuleType(name)
             vars(own).update(vars(module))
@@ -129,7 +134,7 @@ _PATCHES = _Patches()
 
 
 def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`JITFunction.run` that launches nothing for threads which compile ahead."""
+    """A `JITFunction.run` that compiles and does not launch, in threads that compile ahead."""
 
     def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if not _inside.get():
@@ -137,7 +142,7 @@ def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
         compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
         future = getattr(compiled, "future", None)
         if future is not None and future.done():
-            compiled.result(ignore_errors=True)  # from now on Triton finds it at once
+            compiled.result(ignore_errors=True)  # puts it where Triton's next launch finds it
         return None
 
     return compile_only

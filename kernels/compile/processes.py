@@ -1,8 +1,8 @@
-"""`CompileProcesses`: kernels are compiled in other processes into Triton's cache on disk, where this one then finds them.
+"""`CompileProcesses`: other processes compile kernels into Triton's cache on disk, where this process finds them.
 
-Threads cannot share all of the work: a quarter of it is Triton's front end, which holds Python's lock. The processes are forks of
-one that has imported PyTorch, Triton and the kernels, which takes seconds, and has no GPU; until they are there, threads compile.
-Where there can be none, or they end, a warning says so, and threads compile everything.
+Threads alone cannot parallelize all of the work: a quarter of it is Triton's front end, which holds Python's GIL. The processes
+are forks of one server that has imported PyTorch, Triton and the kernels and does not use the GPU. The imports take seconds, and
+threads compile until then. If processes cannot be started, or end, a warning says so and threads compile everything.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from triton.runtime.cache import get_cache_manager
 
 
 class CompileRequest(NamedTuple):
-    """A kernel, what it is compiled for, and where the functions' source is."""
+    """What a process needs to compile a kernel: where its function is, its specialization, and the target."""
 
     module: str
     name: str
@@ -42,7 +42,10 @@ class CompileRequest(NamedTuple):
 
     @classmethod
     def of(cls, compile: Callable[[], Any]) -> "CompileRequest | None":
-        """What Triton's asynchronous mode would compile; None if it cannot be told, or the kernel is of no module to import."""
+        """The request for the kernel that `compile` would compile; `compile` comes from Triton's asynchronous mode.
+
+        None if the kernel cannot be determined, or is not in a module that can be imported.
+        """
         own = inspect.getclosurevars(compile).nonlocals
         src, options, target = own.get("src"), own.get("options"), own.get("target")
         if not isinstance(src, ASTSource) or options is None or target is None or src.fn.module == "__main__":
@@ -51,11 +54,13 @@ class CompileRequest(NamedTuple):
         return cls(src.fn.module, name, src.signature, src.constants, src.attrs, dict(options.__dict__), target)
 
     def source(self) -> ASTSource:
+        """The function and its specialization, as `triton.compile` takes them."""
         function = attrgetter(self.name)(import_module(self.module))
         kind = GluonASTSource if function.is_gluon() else ASTSource
         return kind(function, self.signature, self.constants, self.attrs)
 
     def is_cached(self) -> bool:
+        """Whether Triton's cache on disk holds the compiled kernel."""
         source, backend = self.source(), make_backend(self.target)
         options = backend.parse_options(dict(self.options))
         key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
@@ -63,7 +68,7 @@ class CompileRequest(NamedTuple):
 
 
 class CompileProcesses:
-    """`count` processes. Raises OSError where none can be started."""
+    """`count` processes that compile kernels. Raises OSError if they cannot be started."""
 
     def __init__(self, count: int) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open until `close`)
@@ -86,8 +91,11 @@ class CompileProcesses:
         self._warned = False
 
     def compile(self, request: CompileRequest) -> None:
-        """Compile into the cache, if a process is free, and wait for it. What is not there then, for whatever reason, is for the
-        caller to compile, who also gets its error."""
+        """Have a free process compile the kernel into the cache, and wait for it.
+
+        If no process is free or the compilation fails, the kernel is not in the cache. The caller then compiles it and gets the
+        error.
+        """
         connection = self._take()
         if connection is None:
             self._warn_if_ended()
@@ -95,7 +103,7 @@ class CompileProcesses:
         try:
             connection.send(request)
             connection.recv()
-        except (pickle.PicklingError, TypeError, AttributeError):  # nothing has been sent
+        except (pickle.PicklingError, TypeError, AttributeError):  # pickling failed, so nothing was sent
             pass
         except (EOFError, OSError):
             self._warn_if_ended()
@@ -104,8 +112,8 @@ class CompileProcesses:
             self._ready.append(connection)
 
     def close(self) -> None:
-        """End the processes, whatever they do: Triton's cache has whole files only."""
-        with suppress(ProcessLookupError):  # they have ended
+        """Kill the processes, even while they compile: Triton's cache holds only complete files."""
+        with suppress(ProcessLookupError):  # they have already ended
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
         self._close([*self._starting, *self._ready])
@@ -117,7 +125,7 @@ class CompileProcesses:
 
     def _warn_if_ended(self) -> None:
         with self._lock:
-            code = self._server.poll()  # it ends after its forks
+            code = self._server.poll()  # the server ends after its forks
             if code is None or self._warned:
                 return
             self._warned = True
@@ -131,18 +139,18 @@ class CompileProcesses:
                 self._starting.remove(connection)
                 try:
                     connection.recv()
-                except (EOFError, OSError):  # it has ended
+                except (EOFError, OSError):  # the process has ended
                     continue
                 self._ready.append(connection)
             return self._ready.popleft() if self._ready else None
 
 
 def warn(why: str) -> None:
-    warnings.warn(f"kernels are compiled in one process, which takes longer: {why}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"kernels are compiled in this process only, which takes longer: {why}", RuntimeWarning, stacklevel=3)
 
 
 def serve(descriptors: Sequence[int], modules: Sequence[str]) -> None:
-    """The process that forks one for each connection."""
+    """Body of the server process: import the modules, then fork one process for each connection."""
     for name in modules:
         import_module(name)
     connections = [Connection(descriptor) for descriptor in descriptors]
@@ -160,7 +168,7 @@ def serve(descriptors: Sequence[int], modules: Sequence[str]) -> None:
 
 
 def _compile_all(connection: Connection) -> None:
-    """Say that it is ready, then compile what is asked for, until the other end is closed."""
+    """Send one message when ready, then compile what is requested, until the other end is closed."""
     answer: Any = None
     try:
         while True:
@@ -168,7 +176,7 @@ def _compile_all(connection: Connection) -> None:
             request = connection.recv()
             try:
                 triton.compile(request.source(), target=request.target, options=request.options)
-            except Exception as error:  # the caller compiles it again, and has the error itself
+            except Exception as error:  # the caller compiles the kernel again and gets the error
                 answer = str(error)
     except (EOFError, OSError):
         return

@@ -1,8 +1,8 @@
-"""Tuned launch configurations: where they are kept, and how a kernel finds its own. Looking up never measures.
+"""Tuned launch configurations: where they are stored, and how a kernel looks up its own. A lookup never measures.
 
-A kernel family has a `Tunable`; a launch asks its `find` for the bucket of its shape and falls back to the family's own rule.
-`minirt tune` measures the cases that are registered and stores what is faster. That holds for one GPU model, one Triton version
-and one state of the kernel's source.
+A kernel family has a `Tunable`. A launch asks its `find` for the bucket of its shape and falls back to the family's own rule.
+`minirt tune` measures the registered cases and stores configurations that are faster than the rule's. They are valid for one GPU
+model, one Triton version and one state of the kernel's source.
 """
 
 import fcntl
@@ -25,8 +25,8 @@ from minirt.errors import InputError, MinirtError
 SCHEMA = 1
 
 ConfigLookup = TypeVar("ConfigLookup", bound=Callable[..., Any])
-_cached_lookups: list[Any] = []  # look-ups whose answers are kept
-_overrides: dict[tuple[str, str], Any] = {}  # by family and bucket: what `override_config` puts in the place of what is stored
+_cached_lookups: list[Any] = []  # lookups with cached answers
+_overrides: dict[tuple[str, str], Any] = {}  # by family and bucket: used instead of stored ones
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Tunable:
     """A kernel family whose configurations can be tuned.
 
     Args:
-        name: as `minirt tune` shows it.
+        name: the family's name in the output of `minirt tune`.
         config: the frozen dataclass of a configuration; its fields are numbers, strings, booleans or None.
-        sources: the files whose change makes stored configurations stale.
+        sources: files. A change to one of them makes stored configurations stale.
     """
 
     name: str
@@ -51,22 +51,21 @@ class Tunable:
 
 
 def cached_lookup(lookup: ConfigLookup) -> ConfigLookup:
-    """Decorator of a family's own look-up, which asks `find` and else applies its rule: answers are kept until configurations
-    change."""
+    """Decorator of a family's own lookup (`find`, else its rule): caches answers until configurations change."""
     kept = cache(lookup)
     _cached_lookups.append(kept)
     return kept  # type: ignore[return-value]
 
 
 def clear_config_caches() -> None:
-    """Look every configuration up anew: they, or where they are kept, have changed."""
+    """Clear the caches of all lookups, after configurations or their folder have changed."""
     for lookup in (*_cached_lookups, _stored):
         lookup.cache_clear()
 
 
 @contextmanager
 def override_config(tunable: Tunable, bucket: str, config: Any) -> Iterator[None]:
-    """Within it, launches of this bucket find this configuration, whatever is stored."""
+    """Context in which launches of this bucket use this configuration instead of the stored one."""
     _overrides[tunable.name, bucket] = config
     clear_config_caches()
     try:
@@ -78,11 +77,17 @@ def override_config(tunable: Tunable, bucket: str, config: Any) -> Iterator[None
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to tune: a bucket of shapes, what the rule takes there, what else to try, and how to run it.
+    """One case to tune.
 
-    `prepare()` allocates inputs and returns `launch(config)`, which runs the kernel once on weights that are in no cache, and
-    `check(config)`, which raises NumericsError if the result is wrong. `tokens`: those of a step of a model that runs this
-    bucket, in which the choice is confirmed; None: no model does.
+    Args:
+        tunable: the kernel family.
+        bucket: the bucket of shapes.
+        default: the configuration that the family's rule chooses.
+        candidates: other configurations to try.
+        prepare: allocates inputs and returns two functions. `launch(config)` runs the kernel once on weights that no cache holds.
+            `check(config)` raises NumericsError if the result is wrong.
+        tokens: number of tokens of a model's step that uses this bucket. `minirt tune` confirms the choice in such steps. None if
+            no step of a model does.
     """
 
     tunable: Tunable
@@ -94,14 +99,23 @@ class Case:
 
 
 def bucket(**facts: Any) -> str:
-    """The name of a bucket of shapes."""
+    """The name of a bucket of shapes, such as "N=4608 K=3584"."""
     return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear layer of a model: N outputs (gated: from 2N rows), K inputs, the dtype of activations, whether a residual is
-    added, whether the weights are fp8, and whether outputs are fp32, as an LM head's."""
+    """A linear layer of a model.
+
+    Args:
+        N: number of outputs. A gated layer computes them from 2N rows.
+        K: number of inputs.
+        gated: whether the layer is gate and up with an activation.
+        residual: whether a residual is added.
+        dtype: of the activations.
+        fp8: whether the weights are fp8.
+        logits: whether the outputs are fp32, as those of an LM head.
+    """
 
     N: int
     K: int
@@ -117,32 +131,36 @@ _REGISTERED: dict[str, Cases] = {}
 
 
 def register(name: str, cases: Cases) -> None:
-    """Make a kernel family known to `minirt tune`, one of your own as well: `cases(shapes, tokens, device)` yields what to tune
-    for a model's linear layers in steps of so many tokens."""
+    """Register a kernel family, also one of your own, with `minirt tune`. Raises InputError if the name is taken.
+
+    `cases(shapes, tokens, device)` yields the cases to tune for a model's linear layers. `tokens`: the sizes of steps.
+    """
     if name in _REGISTERED:
         raise InputError("this name is taken", where=f"register({name!r})")
     _REGISTERED[name] = cases
 
 
 def registered() -> dict[str, Cases]:
+    """The registered kernel families by name."""
     return dict(_REGISTERED)
 
 
 def folder() -> Path:
-    """Where tuned configurations are kept: $MINIRT_CACHE, or minirt in the user's cache folder."""
+    """The folder of tuned configurations: $MINIRT_CACHE, or minirt in the user's cache folder."""
     if "MINIRT_CACHE" in os.environ:
         return Path(os.environ["MINIRT_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minirt"
 
 
 def path(device: torch.device) -> Path:
-    """The file for a GPU model and this Triton version."""
+    """The file of tuned configurations for the device's GPU model and this Triton version."""
     gpu = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device).lower())
     return folder() / f"tuned-{gpu}-triton-{triton.__version__}.json"
 
 
 @cache
 def source_hash(sources: tuple[str, ...]) -> str:
+    """A digest of the contents of the files `sources`."""
     digest = hashlib.sha256()
     for source in sources:
         digest.update(Path(source).read_bytes())
@@ -150,8 +168,10 @@ def source_hash(sources: tuple[str, ...]) -> str:
 
 
 def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
-    """Add configurations by bucket to the file, which is replaced as a whole; those of an older source are dropped. Processes
-    take turns, so that none loses what another adds."""
+    """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails.
+
+    The file is replaced atomically. A lock makes processes take turns, so none loses what another adds.
+    """
     temporary = file.with_suffix(".tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +193,7 @@ def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone among the processes that ask for this."""
+    """Context in which this process holds an exclusive lock on the folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -183,10 +203,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def load(tunable: Tunable, file: Path) -> dict[str, Any]:
-    """The configurations by bucket that the file has for this state of the kernel's source.
+    """The file's configurations by bucket for the current state of the kernel's source.
 
-    A file that cannot be read, or holds something else, is ignored with a warning: a kernel without a tuned configuration is
-    only slower. One of an older source is no fault, and ignored.
+    A file that cannot be read or is malformed is ignored with a warning, because a kernel without a tuned configuration is only
+    slower. Configurations of an older source are ignored without a warning.
     """
     own = _read(file).get(tunable.name)
     if own is None:
@@ -211,7 +231,7 @@ def _stored(tunable: Tunable, device: torch.device) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What the file has for each kernel; nothing, with a warning, if it is not such a file."""
+    """The file's content by kernel. Empty if there is no file; empty, with a warning, if the file is malformed."""
     try:
         content = json.loads(file.read_text())
         if content["schema"] != SCHEMA or not all(isinstance(v, dict) for v in content["kernels"].values()):
@@ -225,5 +245,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _warn(file: Path, found: str) -> None:
-    what = f"{file} holds no tuned configurations that can be used ({found})"
-    warnings.warn(f"{what}; the kernels' own rules apply. `minirt tune` writes it anew", RuntimeWarning, stacklevel=3)
+    what = f"{file} holds no usable tuned configurations ({found})"
+    warnings.warn(f"{what}; the kernels' own rules apply. `minirt tune` rewrites the file", RuntimeWarning, stacklevel=3)

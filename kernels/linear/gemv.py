@@ -1,11 +1,11 @@
-"""Matrix times vector: the linear layers of one token, where reading the weights is all the work.
+"""Linear layers of one token (matrix times vector), limited by the time to read the weights.
 
-Products by FMA, in fp32. RMSNorm of the input is folded in, gated activation, bias and residual are the epilogue. A program
-computes a few whole rows, so that nothing is summed between programs and the same input gives the same bits.
+Products are fp32 FMAs. RMSNorm of the input is fused; gated activation, bias and residual are the epilogue. A program computes a
+few whole rows, so no sum spans several programs and the same input gives the same bits.
 
-What it takes to read at the speed of memory: enough bytes on their way at every moment, also while one kernel ends and the next
-begins. So a program keeps `tiles` loads in registers and asks for one more whenever it has used one; and with programmatic
-dependent launch it asks for the first ones before it waits for the kernel that computes its input.
+To use the full memory bandwidth, enough bytes must be in flight at every moment, also while one kernel ends and the next begins.
+So a program keeps `tiles` loads in registers and issues another whenever it has used one. With programmatic dependent launch it
+issues the first loads before it waits for the kernel that computes its input.
 """
 
 import math
@@ -26,7 +26,14 @@ WARP = 32
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Rows a program computes (twice as many where gated), warps along K, tiles in flight, registers at most."""
+    """A launch configuration of `gemv`.
+
+    Args:
+        block_n: outputs of a program. A gated program reads two weight rows for each.
+        num_warps: warps of a program, side by side along K.
+        tiles: tiles in flight.
+        registers: the most registers of a thread; None for no limit.
+    """
 
     block_n: int
     num_warps: int
@@ -39,7 +46,7 @@ TUNABLE = Tunable("gemv", GemvConfig, (__file__,))
 
 @triton.jit
 def _load_tile(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
-    """Tile i of rows whose first one is at `ptrs`; checked against K only where it may reach past it."""
+    """Tile i of the rows whose first tile is at `ptrs`. Masked only if the tile may reach past K."""
     if (i + 1) * BLOCK_K <= K:
         return tl.load(ptrs + i * BLOCK_K, eviction_policy=EVICT)
     else:
@@ -48,7 +55,7 @@ def _load_tile(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
 
 @triton.jit
 def _products(w, x, CHUNK: tl.constexpr):
-    """w [BLOCK_N, BLOCK_K] times x [BLOCK_K], summed over the CHUNK neighbours that one thread holds."""
+    """w [BLOCK_N, BLOCK_K] times x [BLOCK_K], summed over the CHUNK neighbouring values of one thread."""
     products = w.to(tl.float32) * x[None, :]
     return tl.sum(tl.reshape(products, [w.shape[0], w.shape[1] // CHUNK, CHUNK]), 2)
 
@@ -82,15 +89,15 @@ def _gemv_kernel(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N values of out [N] of one token; with ACTIVATION the weight has 2N rows, gate and up."""
+    """Computes BLOCK_N values of one token's out [N]. With ACTIVATION the weight has 2N rows: gate, then up."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # waiting programs only take the room that ending ones leave
+        tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
     COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = n < N
-    # One warp reads neighbouring chunks of one row, in the order in which x is loaded too: nothing moves between threads.
+    # One warp reads neighbouring chunks of one row. x is loaded in the same order, so no value moves between threads.
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
-    # Rows past the end read the last row again instead of being masked; they are not stored.
+    # Rows past the end read the last row again instead of being masked. Their results are not stored.
     gate_ptrs = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * K
     gate, up = (), ()
@@ -114,7 +121,7 @@ def _gemv_kernel(
     for i in tl.static_range(COUNT):
         x = _load_tile(x_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
         if norm_ptr is not None:
-            # The rows' sums are divided by the root mean square in the end, so it need not be known before.
+            # The root mean square divides the finished sums, so it is not needed before the loop ends.
             squares += x * x
             x *= _load_tile(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
         gate_sums += _products(gate[i], x, CHUNK)
@@ -134,22 +141,22 @@ def _gemv_kernel(
 
 
 def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> GemvConfig:
-    """The configuration for a shape, by what sweeps over the layers of five models have in common (docs/decisions).
+    """The configuration for a shape, by a rule from sweeps over the layers of five models (docs/decisions/linear-one-token.md).
 
-    A row is about four tiles long. With a few rows a program has 8 to 16 loads on their way, half of a row or all of it.
+    A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """
     fp8 = itemsize == 1
     chunks = triton.cdiv(K, WARP * chunk_size(itemsize))
-    at_once = not gated and 64 * num_sms >= N  # all programs find room together
+    at_once = not gated and 64 * num_sms >= N  # all programs run at the same time
     num_warps = min(8, _nearest_power_of_two(chunks / (5.5 if at_once and fp8 else 4)))
     count = triton.cdiv(chunks, num_warps)
     if num_warps == 8:
-        # Long rows, of which an SM takes four programs. Where more of them share x, x is read less often (for fp8 that
-        # counts more: x costs more instructions than the weights); but the last round should be nearly a full one.
+        # Long rows: four programs run on an SM. With more rows in a program, x is read less often. This matters more for fp8,
+        # where x costs more instructions than the weights. But the last round of programs should be nearly full.
         rows, fewest, full = (2 if gated else 4), *((2, 0.8) if fp8 else (1, 0.9))
         while rows > fewest and (rounds := triton.cdiv(N, rows) / (4 * num_sms)) < full * math.ceil(rounds):
             rows //= 2
-        loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # in 64 registers
+        loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
         return GemvConfig(rows, 8, min(triton.cdiv(count, 2), loads), 64)
     if at_once:
         few = fp8 or 24 * num_sms > N
@@ -161,7 +168,7 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int)
 
 @cached_lookup
 def lookup_gemv_config(device: torch.device, N: int, K: int, itemsize: int, gated: bool) -> GemvConfig:
-    """The configuration that was tuned for a shape, or else the rule's."""
+    """The tuned configuration for a shape, or else the rule's."""
     tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated))
     return tuned or choose_gemv_config(N, K, itemsize, gated, sm_count(device))
 
@@ -171,7 +178,7 @@ def _nearest_power_of_two(x: float) -> int:
 
 
 def chunk_size(itemsize: int) -> int:
-    """Weights that a thread loads at once: 16 bytes, but of fp8 8, as many as it loads of x."""
+    """Number of weights in one load of a thread: 16 bytes of them, but only 8 of fp8, to match a 16-byte load of x."""
     return min(8, 16 // itemsize)
 
 
@@ -191,7 +198,7 @@ def gemv(
     chunk = chunk_size(weight.element_size())
     block_k = chunk * WARP * config.num_warps
     if K % chunk or weight.data_ptr() % 16:
-        chunk = 1  # a thread's values are no neighbours then
+        chunk = 1  # unaligned rows: each thread loads and sums single values
     _gemv_kernel[(triton.cdiv(N, config.block_n),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, ACTIVATION=activation,
         BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk, TILES=min(config.tiles, triton.cdiv(K, block_k)),

@@ -1,9 +1,9 @@
-"""What top-k and top-p keep: the selection for `minirt.kernels.sampling.sample`, and what both share.
+"""Top-k and top-p without sorting, for `minirt.kernels.sampling.sample`, and the functions that both files use.
 
-A filter is a selection: the smallest key (the larger the weight, the smaller its key) up to which the mass (for top-k:
-the count) reaches a target. Two passes of 16 bins each find a short range of keys that holds it, a third collects the
-tokens in that range, and one program a row bisects those. The bins follow powers of two, since what matters of weights
-and of distances to the largest logit is their ratio; ill-chosen bins cost time only, never the result.
+Each token has a key: the larger its weight, the smaller its key. A filter finds the smallest key up to which the mass (for top-k:
+the number of tokens) reaches a target, and keeps the tokens up to that key. Two passes of 16 bins each narrow the range of keys,
+a third collects the tokens in that range, and one program for each row bisects them. Bin edges follow powers of two, because
+the ratios of weights and of distances to the largest logit matter. Badly placed edges cost time and never change the result.
 """
 
 import torch
@@ -13,19 +13,19 @@ from torch import Tensor
 
 BLOCK_V = 2048
 _BINS = tl.constexpr(16)
-NUM_SUMS = tl.constexpr(64)  # of a row: 2 filters × (16 bins, then 15 bins and the number of candidates)
+NUM_SUMS = tl.constexpr(64)  # for each row: 2 filters × (16 bins, then 15 bins and the number of candidates)
 MASS_SCALE = tl.constexpr(2.0**40)
-_ONE = tl.constexpr(0x3F800000)  # the bits of 1.0 and of infinity
+_ONE = tl.constexpr(0x3F800000)  # the bits of 1.0 in fp32
 _INFINITY = tl.constexpr(0x7F800000)
 MAX_INT = tl.constexpr(2**31 - 1)
 LOWEST = tl.constexpr(-(2**63))
 
 
 class SamplingWorkspace:
-    """Scratch of `sample` for up to `max_batch` rows of up to `vocab` logits: 4 bytes per logit and a little more.
+    """Scratch memory of `sample` for up to `max_batch` rows of up to `vocab` logits: a little more than 4 bytes per logit.
 
-    Allocated once, before any CUDA graph is captured, and used by one stream at a time. What it holds between calls does
-    not matter. `greedy_only` leaves out all that sampled rows need.
+    Allocate it once, before any CUDA graph is captured, and use it in one stream at a time. Its contents between calls do not
+    matter. With `greedy_only` it has no buffers for sampled rows.
     """
 
     def __init__(self, max_batch: int, vocab: int, device: torch.device | str, *, greedy_only: bool = False) -> None:
@@ -34,34 +34,34 @@ class SamplingWorkspace:
         self.row_maxima = torch.empty(max_batch, splits, dtype=torch.int64, device=device)
         self.races = torch.empty(rows, splits, dtype=torch.int64, device=device)
         self.sums = torch.empty(rows, NUM_SUMS.value, dtype=torch.int64, device=device)
-        self.checks = torch.empty(rows, 2, dtype=torch.int64, device=device)  # mass before a winner, of all
-        self.limits = torch.empty(rows, 2, dtype=torch.int32, device=device)  # last key kept by top-k, top-p
+        self.checks = torch.empty(rows, 2, dtype=torch.int64, device=device)  # mass heavier than the winner, total mass
+        self.limits = torch.empty(rows, 2, dtype=torch.int32, device=device)  # last keys kept by top-k and by top-p
         self.candidates = torch.empty(rows, vocab, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def sortable(x):
-    """fp32 → int32 in the same order; -0 and 0 become one, NaN comes after everything."""
+    """fp32 → int32 in the same order; -0 and 0 become equal, and NaN becomes the largest."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, tl.where(x == x, bits ^ ((bits >> 31) & MAX_INT), MAX_INT))
 
 
 @triton.jit
 def logit_of(packed):
-    """The fp32 value in the upper half of a packed maximum."""
+    """The fp32 logit in the upper half of a packed maximum."""
     key = (packed >> 32).to(tl.int32)
     return (key ^ ((key >> 31) & MAX_INT)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack(key, v):
-    """Ordered by key, then lowest index first."""
+    """Key and index v as one int64. The largest has the largest key and, among equal keys, the lowest index."""
     return (key.to(tl.int64) << 32) | (v ^ MAX_INT).to(tl.int64)
 
 
 @triton.jit
 def row_maximum(row_maxima_ptr, SPLITS, BLOCK_S: tl.constexpr):
-    """A row's largest logit, and its distance from the smallest finite one among the largest of each split."""
+    """A row's largest logit, and its distance to the smallest finite maximum of the row's splits."""
     s = tl.arange(0, BLOCK_S)
     packed = tl.load(row_maxima_ptr + tl.program_id(1) * SPLITS + s, mask=s < SPLITS, other=LOWEST)
     top = logit_of(tl.max(packed, 0))
@@ -72,22 +72,23 @@ def row_maximum(row_maxima_ptr, SPLITS, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def weights_of(x, top, temperature):
-    """exp((x - top) / temperature), 1 where x is top, in fp32: the eager sampler's quotient, bit for bit, and its exp."""
-    d = tl.where(x == top, 0.0, tl.maximum(tl.div_rn(x - top, temperature), -105.0))  # exp(-105) is 0
-    high = d * 1.4426950216293335  # log₂ e is this and 1.925963e-08
+    """exp((x - top) / temperature) in fp32; 1 where x is top. The quotient equals the eager sampler's bit for bit, exp nearly."""
+    d = tl.where(x == top, 0.0, tl.maximum(tl.div_rn(x - top, temperature), -105.0))  # exp(-105) is 0 in fp32
+    high = d * 1.4426950216293335  # log₂ e is this plus 1.925963e-08
     low = tl.fma(d, 1.4426950216293335, -high) + d * 1.925963033500e-08
     return tl.minimum(tl.exp2(high) * tl.fma(low, 0.6931471805599453, 1.0), 1.0)
 
 
 @triton.jit
 def row_block(logits_ptr, b, V, BLOCK: tl.constexpr):
-    """This program's part of row b: indices, whether they are tokens, logits (-inf if not)."""
+    """This program's block of row b: indices, whether each is a token, and logits (-inf if not)."""
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     return v, v < V, tl.load(logits_ptr + b.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
 
 
 @triton.jit
 def after_top_k(weights, x, b, V, top_k_ptr, limits_ptr):
+    """`weights`, with 0 for the tokens that top-k drops."""
     k = tl.load(top_k_ptr + b)
     if (k > 0) & (k < V):
         weights = tl.where(~sortable(x) <= tl.load(limits_ptr + 2 * b), weights, 0.0)
@@ -106,19 +107,20 @@ def _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, B
 
 @triton.jit
 def takes_short_way(b, V, top_k_ptr, top_p_ptr):
+    """Whether the short way of `sample` applies to a row: it has top-p and no top-k."""
     k = tl.load(top_k_ptr + b)
     return (tl.load(top_p_ptr + b) < 1) & ((k <= 0) | (k >= V))
 
 
 @triton.jit
 def _target(b, total, top_p_ptr):
-    """The mass that top-p keeps at least, of `total`."""
+    """The least mass that top-p keeps, out of `total`."""
     return tl.maximum(tl.ceil(tl.load(top_p_ptr + b).to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def is_settled(b, V, top_k_ptr, top_p_ptr, checks_ptr):
-    """Whether the winner over the whole vocabulary is one that top-p keeps."""
+    """Whether top-p keeps the winner over the whole vocabulary, so that the row needs no selection."""
     before, total = tl.load(checks_ptr + 2 * b), tl.load(checks_ptr + 2 * b + 1)
     return takes_short_way(b, V, top_k_ptr, top_p_ptr) & (before < _target(b, total, top_p_ptr))
 
@@ -128,9 +130,10 @@ def _keyed(
     logits_ptr, b, V, top, temperature_ptr, top_k_ptr, limits_ptr, ANY_TOP_K: tl.constexpr, BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """x, key and mass of this program's tokens: by weight, or by distance from the top and 1 each. Mass 0 if no token.
+    """Logit, key and mass of each of this program's tokens. The mass of padding is 0.
 
-    Equal logits are at equal distances and larger ones no farther, which is all that the bins need.
+    With BY_MASS (top-p) key and mass come from the weight. Otherwise (top-k) the key is the distance to the largest logit and the
+    mass is 1. Equal logits have equal distances, and a larger logit has no larger distance; the bins need nothing more.
     """
     _, valid, x = row_block(logits_ptr, b, V, BLOCK)
     if BY_MASS:
@@ -145,7 +148,7 @@ def _keyed(
 
 @triton.jit
 def _edge(i, spread, BY_MASS: tl.constexpr):
-    """Where bin i of the first level begins: weights a factor of 4 apart, distances a factor of 2, around `spread`."""
+    """Lower edge of bin i of the first level. Edges are a factor of 4 apart for weights and, around `spread`, 2 for distances."""
     if BY_MASS:
         edge, end = (i << 24) - _ONE, 1
     else:
@@ -157,7 +160,7 @@ def _edge(i, spread, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _bracket(sums_ptr, b, spread, top_k_ptr, top_p_ptr, LEVELS: tl.constexpr, BY_MASS: tl.constexpr):
-    """The range lo ≤ key < hi that LEVELS levels of sums have found, and the mass to reach within."""
+    """The range lo ≤ key < hi after LEVELS levels of sums, and the mass that is still to be reached within it."""
     i = tl.arange(0, _BINS)
     if LEVELS == 0:
         return _edge(0, spread, BY_MASS), _edge(_BINS, spread, BY_MASS), 0
@@ -183,7 +186,7 @@ def _sum_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, V,
     LEVEL: tl.constexpr, ANY_TOP_K: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """Adds to a row's sums [bin] the mass of this part that lies before the end of each of 16 bins."""
+    """Adds to a row's sums, for each of 16 bins, the mass of this program's block that lies before the bin's end."""
     b = tl.program_id(1)
     top, spread = row_maximum(row_maxima_ptr, tl.num_programs(0), BLOCK_S)
     if not _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, BY_MASS):
@@ -200,7 +203,7 @@ def _sum_kernel(
             end = _edge(i, spread, BY_MASS) if LEVEL == 0 else lo + i * ((hi - lo + _BINS - 1) // _BINS)
             if end > least:
                 part = total
-                if end <= most:  # else the whole part lies before it
+                if end <= most:  # else the whole block lies before it
                     part = tl.sum(tl.where(key < end, mass, 0), 0)
                 tl.atomic_add(sums_ptr + LEVEL * _BINS + i - 1, part.to(tl.int64), sem="relaxed")
         if LEVEL == 0:
@@ -212,7 +215,7 @@ def _collect_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V,
     ANY_TOP_K: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """Appends to a row's candidates, in any order, the keys of this part in the range found (for top-k of its logits)."""
+    """Appends to a row's candidates, in any order, the keys in the found range. For top-k, these are keys of logits instead."""
     b = tl.program_id(1)
     top, spread = row_maximum(row_maxima_ptr, tl.num_programs(0), BLOCK_S)
     if not _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, BY_MASS):
@@ -240,7 +243,7 @@ def _select_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V, SPLITS,
     BY_MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """The smallest key of a row's candidates up to which their mass reaches the target, by bisection."""
+    """Stores the smallest key of a row's candidates up to which their mass reaches the target, found by bisection."""
     b = tl.program_id(1)
     top, spread = row_maximum(row_maxima_ptr, SPLITS, BLOCK_S)
     if not _is_filtered(b, top, V, temperature_ptr, top_k_ptr, top_p_ptr, checks_ptr, BY_MASS):
@@ -250,7 +253,7 @@ def _select_kernel(
     count = tl.load(sums_ptr + 2 * _BINS - 1).to(tl.int32)
     candidates_ptr += b.to(tl.int64) * V
     i = tl.arange(0, BLOCK)
-    # The first block, as a rule the only one, stays in registers.
+    # The first block stays in registers. Usually there is no other.
     first = tl.load(candidates_ptr + i, mask=i < count, other=0)
     mass = _mass(first, i < count, BY_MASS)
     least = tl.where(i < count, first, MAX_INT)
@@ -279,7 +282,10 @@ def _select_kernel(
 def select(
     logits: Tensor, rows: tuple[Tensor, ...], w: SamplingWorkspace, any_top_k: bool, by_mass: bool
 ) -> None:
-    """Find the last key that top-k, or with `by_mass` top-p, keeps of each row."""
+    """Store in `w.limits` the last key that top-k (with `by_mass`: top-p) keeps in each row.
+
+    `rows`: temperature, top_k and top_p, each [B].
+    """
     B, V = logits.shape
     splits = triton.cdiv(V, BLOCK_V)
     sizes = {"BLOCK": BLOCK_V, "BLOCK_S": triton.next_power_of_2(splits)}

@@ -1,7 +1,7 @@
-"""Philox-4x32-10, the counter-based random generator of the sampler: the torch reference of Triton's `tl.philox`.
+"""Philox-4x32-10, the sampler's counter-based random generator: the PyTorch reference of Triton's `tl.philox`.
 
-Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). Torch has no uint32 arithmetic, so
-every 32-bit word lives in an int64.
+Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). PyTorch has no uint32
+arithmetic, so every 32-bit word is kept in an int64.
 """
 
 import torch
@@ -16,14 +16,18 @@ _ROUNDS = 10
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random words for each key and counter, bit for bit those of `tl.philox(seed, c0, c1, c2, c3)`.
 
-    `seed`: int64, the bit pattern of the 64-bit key (low word = key word 0). `c0` … `c3`: int64, of which the low 32
-    bits count. All broadcast together. Returns four int64 tensors of the broadcast shape with values 0 … 2³² - 1.
+    Args:
+        seed: int64, the bit pattern of the 64-bit key (low word = key word 0).
+        c0, c1, c2, c3: int64; only the low 32 bits count. All arguments broadcast together.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, with values 0 … 2³² - 1.
     """
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c2 = c0 & _MASK, c2 & _MASK
     for _ in range(_ROUNDS):
-        # A product may pass 2⁶³ and wrap, which leaves its 64 bits right; the mask removes what the arithmetic shift
-        # drags in from the sign. c1, c3 and the key enter only through that masked xor, so their high halves may stay.
+        # A product may exceed 2⁶³ and wrap; its 64 bits are still right. The mask removes the sign bits that the arithmetic
+        # shift brings in. c1, c3 and the key enter only through that masked xor, so their high halves need no mask.
         product_0, product_2 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_2
         c0 = ((product_2 >> 32) ^ (c1 ^ k0)) & _MASK
         c2 = ((product_0 >> 32) ^ (c3 ^ k1)) & _MASK
@@ -37,6 +41,6 @@ def uniform(word: Tensor) -> Tensor:
 
     u = min(fp32(word) · 2⁻³² + 2⁻³³, 1 - 2⁻²⁴), each step in fp32, rounded to nearest even. The product is exact (a
     power of two), so a compiler that contracts it and the sum into one FMA gets the same bits. Small u are not rounded
-    at all: below 2⁻⁹ they lie on a grid of 2⁻³², half a step off 0.
+    at all: below 2⁻⁹ they are odd multiples of 2⁻³³.
     """
     return (word.to(torch.float32) * 2.0**-32 + 2.0**-33).clamp_(max=1 - 2.0**-24)

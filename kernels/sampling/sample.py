@@ -1,16 +1,17 @@
 """From logits to tokens without sorting the vocabulary: the same draws as `minirt.engine.sampler.sample`, which defines them.
 
-The vocabulary of each row is split over programs, and every launch is one pass over it. Partial results are integers:
-maxima of (value, index) packed into one, sums of counts and of probability masses in fixed point. They come out the same
-in any order, so the same input gives the same token whatever the batch and however the programs are scheduled.
+Several programs share the vocabulary of a row, and every launch is one pass over it. Partial results are integers: (value, index)
+packed into one for maxima, fixed-point numbers for sums of counts and masses. Their order does not matter, so a row's token
+depends neither on the batch nor on the scheduling of programs.
 
-Top-p alone is tried the short way first: the race is run over the whole vocabulary, and its winner, if the mass of all heavier
-tokens is short of top_p, is the winner among the tokens that top-p keeps, too. That is so for a share top_p of the draws;
-the rows that are left select what to keep and race again.
+The draw is a race: the token with the largest weight / E wins, with E exponential noise. A row with top-p and no top-k first
+tries a short way: it runs the race over the whole vocabulary. If the tokens heavier than the winner hold less than a share top_p
+of the mass, top-p keeps the winner, which then also wins among the kept tokens. This happens for a share top_p of the draws. The
+other rows select the tokens to keep and race again.
 
-Weights are exp2 with a compensated exponent: within about 2 units in the last place of PyTorch's exp, though not bit for
-bit. So the kept set can differ from the eager sampler's where a sum of masses comes within that rounding of top_p, or a
-weight that close to min_p, and a draw where two tokens come that close in the race. All else is equal to the last bit.
+Weights are exp2 with a compensated exponent: within about 2 units in the last place of PyTorch's exp. So results can differ from
+the eager sampler's in three cases: a sum of masses comes this close to top_p, a weight comes this close to min_p, or two tokens
+come this close in the race. All else is equal bit for bit.
 """
 
 from itertools import product
@@ -44,7 +45,7 @@ from minirt.kernels.sampling.filters import (
 
 CASES = [{"B": B, "V": V} for B, V in ((1, 17), (3, 1), (5, 1031), (2, 4099), (7, 2048))]
 
-MAX_VOCAB = 2**22  # of which a sum of masses, 2⁴⁰ at most each, fits in an int64
+MAX_VOCAB = 2**22  # the sum of this many masses, at most 2⁴⁰ each, fits in an int64
 
 
 
@@ -62,7 +63,7 @@ VARIANTS = (Variant(True, False, False, False), *(Variant(False, *flags) for fla
 
 @triton.jit
 def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of each part of each row; and zero sums for the kernels that follow."""
+    """Stores the largest logit of each block of each row. CLEAR: also zeroes the sums for the kernels that follow."""
     b, split = tl.program_id(1), tl.program_id(0)
     v, _, x = row_block(logits_ptr, b, V, BLOCK)
     tl.store(row_maxima_ptr + b * tl.num_programs(0) + split, tl.max(pack(sortable(x), v), 0))
@@ -77,8 +78,10 @@ def _race_kernel(
     limits_ptr, V, SHORT: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """The largest weight / E of each part of each row, of the tokens that the filters keep; SHORT: of the rows that try the short
-    way, top-p aside. Else of the rows that are not settled by then."""
+    """Stores the largest weight / E of each block of each row, over the tokens that the filters keep.
+
+    SHORT: only in rows that try the short way, and without top-p. Otherwise: only in rows that the short way has not settled.
+    """
     b = tl.program_id(1)
     temperature = tl.load(temperature_ptr + b)
     if temperature <= 0:
@@ -99,7 +102,7 @@ def _race_kernel(
         weights = tl.where(key <= tl.load(limits_ptr + 2 * b + 1), weights, 0.0)
     if ANY_MIN_P:
         weights = tl.where(weights < tl.load(min_p_ptr + b), 0.0, weights)
-    best = tl.zeros((), tl.int64)  # less than any token's
+    best = tl.zeros((), tl.int64)  # less than any token's value
     if tl.max(weights, 0) > 0:
         counter = (tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
         zero = counter * 0
@@ -107,7 +110,7 @@ def _race_kernel(
         word0, word1, word2, word3 = tl.philox(tl.load(seed_ptr + b), counter, step, zero, zero)
         word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
         u = tl.minimum(word.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
-        t = 1.0 - u  # -log1p(-u) by Kahan's identity; log(t) is libdevice's, accurate also near 1
+        t = 1.0 - u  # -log1p(-u) by Kahan's identity; libdevice's log(t) is accurate near 1, too
         noise = tl.where(t == 1.0, u, tl.div_rn(tl.log(t) * u, tl.where(t == 1.0, 1.0, t - 1.0)))
         best = tl.max(pack(tl.div_rn(weights, noise).to(tl.int32, bitcast=True), v), 0)
     tl.store(races_ptr + b * tl.num_programs(0) + tl.program_id(0), best)
@@ -118,7 +121,7 @@ def _check_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, races_ptr, checks_ptr, V, BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """Adds up the mass of the tokens that are heavier than the winner of the short way, and of all tokens."""
+    """Adds up two masses: of the tokens that are heavier than the short way's winner, and of all tokens."""
     b, splits = tl.program_id(1), tl.num_programs(0)
     temperature = tl.load(temperature_ptr + b)
     top, _ = row_maximum(row_maxima_ptr, splits, BLOCK_S)
@@ -142,7 +145,7 @@ def _check_kernel(
 def _token_kernel(
     temperature_ptr, row_maxima_ptr, races_ptr, out_ptr, SPLITS, stride, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """A row's token from the maxima of its parts, -1 if the largest logit is NaN or -inf."""
+    """Stores a row's token from the maxima of its tiles; -1 if the largest logit is NaN or -inf."""
     b = tl.program_id(1)
     at, valid = b * stride + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_S) < SPLITS
     best = tl.max(tl.load(row_maxima_ptr + at, mask=valid, other=LOWEST), 0)
@@ -171,15 +174,21 @@ def sample(
     row_maxima: Tensor | None = None,
     check: bool = True,
 ) -> Tensor:
-    """One token for each row of `logits` [B, V] fp32 → [B] int64, -1 for a row with NaN or nothing but -inf.
+    """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or only -inf.
 
-    The settings are tensors [B] as in `minirt.engine.sampler.SamplingBatch`, and so are the flags; filters without their flag
-    are not looked at. 2 launches if all are greedy, else 3, 4 more for top_k and 6 for top_p. Nothing syncs.
-    `row_maxima` [B, P] int64: the largest logit in each of P tiles of a row, as an LM head stores them (`RowMaxima`); any row
-    stride. If all rows are greedy, nothing else is read then, and 1 launch is enough.
+    Takes 2 launches if all rows are greedy; otherwise 3, plus 4 for top-k and 6 for top-p. Does not synchronize with the host.
+
+    Args:
+        temperature, top_k, top_p, min_p, seed, step: tensors [B], as in `minirt.engine.sampler.SamplingBatch`.
+        all_greedy, any_top_k, any_top_p, any_min_p: as in `SamplingBatch`. A filter whose flag is False is not applied.
+        workspace: scratch memory; allocated for this call if None.
+        out: [B] int64, for the result.
+        row_maxima: [B, P] int64 with any row stride: the largest logit in each of P tiles of a row, as an LM head stores them
+            (`RowMaxima`). If all rows are greedy, the kernel reads only these, in 1 launch.
+        check: False skips the checks of arguments.
 
     Raises:
-        InputError: a wrong shape, dtype, device or stride; no vocabulary or one over 2²²; a workspace too small.
+        InputError: a wrong shape, dtype, device or stride; an empty vocabulary or one above 2²²; a workspace that is too small.
     """
     if check:
         check_tensor("logits", logits, (None, None), torch.float32, logits.device)
@@ -194,15 +203,15 @@ def sample(
             expected = f"int64 [{len(logits)}, any], rows contiguous"
             raise InputError("wrong shape", where="row_maxima", expected=expected, found=found)
         if not 0 < logits.shape[1] <= MAX_VOCAB:
-            raise InputError("wrong vocabulary", where="logits", expected="1 to 2**22", found=logits.shape[1])
+            raise InputError("wrong vocabulary size", where="logits", expected="1 to 2**22", found=logits.shape[1])
     B, V = logits.shape
     if out is None:
         out = torch.empty(B, dtype=torch.int64, device=logits.device)
     if workspace is None:
         workspace = SamplingWorkspace(B, V, logits.device, greedy_only=all_greedy)
     elif check and (workspace.max_batch < B or workspace.vocab < V or (workspace.greedy_only and not all_greedy)):
-        expected = f"at least {B} rows of {V} logits" + ("" if all_greedy else ", sampled")
-        found = f"{workspace.max_batch} of {workspace.vocab}" + (", greedy only" if workspace.greedy_only else "")
+        expected = f"at least {B} rows of {V} logits" + ("" if all_greedy else " with buffers for sampling")
+        found = f"{workspace.max_batch} rows of {workspace.vocab} logits" + (", greedy only" if workspace.greedy_only else "")
         raise InputError("too small", where="workspace", expected=expected, found=found)
     if not B:
         return out
@@ -237,5 +246,5 @@ def _tokens(temperature: Tensor, row_maxima: Tensor, races: Tensor, out: Tensor,
 
 
 def cost(B: int, V: int) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of a greedy batch; sampled ones read logits 2 … 8 times."""
+    """(bytes read and written, floating-point operations) of a greedy batch. A sampled batch reads the logits 2 to 8 times."""
     return 4 * B * V + 8 * B, 0

@@ -1,4 +1,4 @@
-"""From raw stories to a training set: what is kept, near duplicates, and the parts held out."""
+"""Filters raw stories for training: by length, repetition, rare words and near duplicates."""
 
 import gzip
 import hashlib
@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 
 MIN_WORDS, MAX_WORDS = 60, 200
-MIN_WRITTEN = 8  # words that SmolLM2 wrote
-MIN_COUNT = 12  # a story with a word that is rarer than this in all stories is dropped
-MAX_REPEATED = 0.12  # share of a story's word trigrams that occurred in it before
+MIN_WRITTEN = 8  # words of a story by SmolLM2
+MIN_COUNT = 12  # a story with a word that fewer stories have is dropped
+MAX_REPEATED = 0.12  # share of a story's word trigrams that repeat an earlier one
 SHINGLE = 6  # words
-BANDS, ROWS = 5, 4  # of minhash: two stories that share 80% of their shingles meet in a band with probability 0.93
+BANDS, ROWS = 5, 4  # MinHash: two stories that share 80% of their shingles agree in a band with probability 0.93
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
 
 def read(folder: Path) -> list[dict]:
-    """The records of every stories-*.jsonl.gz; a file whose writer was stopped counts up to where it breaks off."""
+    """The records of every stories-*.jsonl.gz. A truncated file is read up to the break."""
     records = []
     for path in sorted(folder.glob("stories-*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -32,12 +32,12 @@ def read(folder: Path) -> list[dict]:
                     if record["written"] >= MIN_WRITTEN:
                         records.append(record)
             except (EOFError, json.JSONDecodeError) as error:
-                print(f"{path.name}: {error}; the rest is left out", flush=True)
+                print(f"{path.name}: {error}; the rest of the file is skipped", flush=True)
     return records
 
 
 def repeated_trigrams(words: Sequence[str]) -> float:
-    """The share of a text's word trigrams that occurred in it before."""
+    """The share of a text's word trigrams that repeat an earlier one."""
     trigrams = list(zip(words, words[1:], words[2:], strict=False))
     return 1 - len(set(trigrams)) / max(len(trigrams), 1)
 
@@ -47,7 +47,7 @@ def split_words(text: str) -> list[str]:
 
 
 def _profile(text: str) -> tuple[bool, frozenset[str], list[bytes]]:
-    """(whether length and repetition are fine, the words, a key for each minhash band)."""
+    """(whether length and repetition are fine, the words, a key for each MinHash band)."""
     words = split_words(text)
     fine = MIN_WORDS <= len(words) <= MAX_WORDS and repeated_trigrams(words) <= MAX_REPEATED
     if not fine:
@@ -61,7 +61,7 @@ def _profile(text: str) -> tuple[bool, frozenset[str], list[bytes]]:
 
 
 def clean(texts: Sequence[str], workers: int = 16, min_count: int = MIN_COUNT) -> tuple[list[str], dict[str, int]]:
-    """The stories worth training on, in an order that depends on their texts alone, and how many each filter dropped."""
+    """The stories that pass all filters, in an order that depends only on their texts, and how many each filter dropped."""
     with ProcessPoolExecutor(workers) as pool:
         profiles = list(pool.map(_profile, texts, chunksize=512))
     counts = Counter(word for _, words, _ in profiles for word in words)

@@ -1,4 +1,4 @@
-"""Qwen2 in plain PyTorch, for training: parameter names as Hugging Face's, so that its state dict is the checkpoint."""
+"""Qwen2 in plain PyTorch, for training. Parameters have Hugging Face's names, so the state dict is the checkpoint."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """7 query heads of 64 on one KV head: the grouping of Qwen2.5-7B (28 on 4)."""
+    """The model's shape. 7 query heads of 64 share one KV head, the ratio of Qwen2.5-7B (28 on 4)."""
 
     vocab_size: int = 2048
     hidden_size: int = 448
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         q = rotate(split(self.q_proj(x), self.heads), cos, sin)
         k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin)
         v = split(self.v_proj(x), self.kv_heads)
-        # Expanded rather than enable_gqa, which not every fused kernel takes.
+        # Expanded, because not every fused kernel supports enable_gqa.
         k, v = (t.expand(-1, self.heads, -1, -1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class Qwen2(nn.Module):
-    """`forward(tokens [B, T])` → logits [B, T, V]. One KV head only: k and v are expanded to all query heads."""
+    """`forward(tokens [B, T])` → logits [B, T, V]. Needs a single KV head, because k and v are expanded to all query heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Qwen2(nn.Module):
         return self.lm_head(self.model["norm"](x))
 
     def _initialize(self, layers: int) -> None:
-        """Normal with a deviation of 0.02; less where a block adds to the residual stream (GPT-2). Biases begin at 0."""
+        """Draw weights with a standard deviation of 0.02, less for projections into the residual stream (GPT-2); zero biases."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

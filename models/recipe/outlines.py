@@ -1,6 +1,6 @@
-"""An outline: a plot with its names filled in, as sentences and slots; and what is accepted in a slot.
+"""Story outlines: plots with names filled in, as fixed sentences and slots, and the rules for text that fills a slot.
 
-The plots are in plots.txt, and the names, places and things in words.txt.
+The plots are in plots.txt; the names, places and things are in words.txt.
 """
 
 import random
@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 
 SLOT = ">"
-SLOT_SHARE = 0.9  # of a plot's slots; the others are left out, for variety
-ATTEMPTS = 2  # a slot whose continuation is refused is tried once more, then left out
-MAX_WORDS = 24  # in a continuation
+SLOT_SHARE = 0.9  # share of a plot's slots that are kept; the others are left out, for variety
+ATTEMPTS = 2  # to fill a slot; then it is left out
+MAX_WORDS = 24  # of a continuation
 PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her", "herself")}
-# Signs of the wrong kind of text: talk about the story, new characters, things that are not for small children.
+# Words of unwanted text: talk about the story, new characters, things that are not for small children.
 UNWANTED = re.compile(
     r"\b(story|stories|paragraph|character|example|title|chapter|moral|special|named|called|kids?|child|adults?|fur|skin|"
     r"died?|dead|death|kill(ed)?|blood|guns?|drunk|beer|wine|sexy?|naked|belly|butt|stupid|hated?|devil|god|jesus|war)\b",
@@ -26,27 +26,27 @@ ALLOWED = re.compile(r"[A-Za-z ,.!?'\"-]+")
 
 @dataclass
 class Outline:
-    """One story to be: what to ask for, the sentences and slots in order, and who is in it. Grows as slots are filled."""
+    """A story in progress: its request, its sentences and slots in order, its characters, and the text so far."""
 
     plot: str
     request: str
     parts: list[str]  # a sentence, "\n\n", or a stem that ends with SLOT
     names: frozenset[str]
-    absent: frozenset[str]  # pronouns that nobody in the story has
+    absent: frozenset[str]  # pronouns of no character in the story
     text: str = ""
     written: int = 0  # words of the text that the model wrote
     position: int = 0
-    attempts: int = 0  # at the slot that is open
+    attempts: int = 0  # to fill the open slot
 
     def advance(self) -> str | None:
-        """Take over the sentences up to the next slot; the text to be continued there, or None at the story's end."""
+        """Append the sentences up to the next slot. Returns the text to continue there, or None at the story's end."""
         while self.position < len(self.parts) and not self.parts[self.position].endswith(SLOT):
             self.text = self._with(self.parts[self.position])
             self.position += 1
         return self._with(self._stem) if self.position < len(self.parts) else None
 
     def fill(self, continuation: str) -> bool:
-        """Put a continuation into the open slot; False if it will not do. After ATTEMPTS the slot is left out."""
+        """Put a continuation into the open slot. Returns False if it is rejected; after ATTEMPTS the slot is left out."""
         stem = self._stem
         sentence = accepted(continuation, stem, self)
         self.attempts += 1
@@ -68,7 +68,7 @@ class Outline:
 
 @cache
 def plots() -> dict[str, list[str]]:
-    """plots.txt: the lines of each section."""
+    """The lines of each section of plots.txt."""
     sections: dict[str, list[str]] = {}
     for line in _lines("plots.txt"):
         if line.startswith("["):
@@ -80,7 +80,7 @@ def plots() -> dict[str, list[str]]:
 
 @cache
 def words() -> dict[str, list[str]]:
-    """words.txt: each list by its name."""
+    """The lists of words.txt by name."""
     named = (line.partition(": ") for line in _lines("words.txt"))
     return {name: entries.split("; ") for name, _, entries in named}
 
@@ -109,9 +109,10 @@ def draw(rng: random.Random) -> Outline:
 
 
 def accepted(continuation: str, stem: str, outline: Outline) -> str | None:
-    """The sentence that `continuation` begins with, going on after `stem`; None if there is none or it will not do.
+    """The first sentence of `continuation`, as a continuation of `stem`; None if there is none or it is rejected.
 
-    It has to be short and plain, about those who are in the story by now, and it must not repeat itself or the text.
+    The sentence must be short and plain, name only characters who are already in the story, and repeat neither itself nor the
+    text.
     """
     plain = continuation.replace("’", "'").replace("“", '"').replace("”", '"')
     sentence = first_sentence(plain, quoted=stem.count('"') % 2 == 1)
@@ -133,9 +134,9 @@ def accepted(continuation: str, stem: str, outline: Outline) -> str | None:
 
 
 def first_sentence(text: str, quoted: bool) -> str | None:
-    """Up to where the first sentence is complete, with its closing quotation mark; None if it is not.
+    """The first sentence of `text`, with its closing quotation mark; None if it is incomplete.
 
-    `quoted`: the text begins inside a quotation, which may hold two sentences.
+    `quoted`: whether the text begins inside a quotation. A quotation may hold up to two sentences.
     """
     text = text.split("\n")[0].strip()
     ends = 0
@@ -154,7 +155,7 @@ def first_sentence(text: str, quoted: bool) -> str | None:
 
 
 def _echoes(tokens: list[str], before: str) -> bool:
-    """Whether most of the sentence's word pairs stand in the text before: it says the same again."""
+    """Whether most of the sentence's word pairs occur in the text before it, so the sentence repeats the text."""
     earlier = re.findall(r"[a-z']+", before.lower())
     known = set(pairwise(earlier))
     pairs = list(pairwise(tokens))
@@ -162,7 +163,7 @@ def _echoes(tokens: list[str], before: str) -> bool:
 
 
 def _values(rng: random.Random) -> dict[str, str]:
-    """What the names in braces stand for: {a} is the hero, {A} the hero introduced, {b} the friend, and so on."""
+    """Values of the names in braces: {a} is the hero's name, {A} introduces the hero, {b} is the friend's name, and so on."""
     v: dict[str, str] = {}
     kinds = rng.sample(words()["animals"], 2)
     for key, prefix in (("a", ""), ("b", "b")):

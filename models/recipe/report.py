@@ -1,6 +1,6 @@
 """Compare the trained model with transformers, sample from it, and write its card.
 
-`python models/recipe/report.py --stories DIR --out FOLDER` reads what train.py and stories.py have written; it writes
+`python models/recipe/report.py --stories DIR --out FOLDER` reads the output of stories.py and train.py and writes
 FOLDER/figures.json and FOLDER/embedded/README.md.
 """
 
@@ -25,10 +25,10 @@ OPENINGS = ["Once upon a time", "One sunny day, a", "There once was a", "The", "
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stories", type=Path, required=True, help="folder that stories.py has written")
-    parser.add_argument("--out", type=Path, required=True, help="folder that train.py has written")
+    parser.add_argument("--stories", type=Path, required=True, help="output folder of stories.py")
+    parser.add_argument("--out", type=Path, required=True, help="output folder of train.py")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--count", type=int, default=STORIES, help="stories to take the figures from")
+    parser.add_argument("--count", type=int, default=STORIES, help="number of stories to measure")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     folder, text = options.out / "embedded", (options.out / "heldout.txt").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def parity(folder: Path, text: str, device: str) -> dict[str, Any]:
-    """The held-out text's perplexity in fp32 and in the checkpoint's own dtype, ours and transformers'; greedy tokens."""
+    """Perplexity of the held-out text (minirt in fp32 and bf16, transformers in fp32), and prompts with equal greedy tokens."""
     import transformers
 
     from minirt import Generator, SamplingParams
@@ -78,13 +78,13 @@ def parity(folder: Path, text: str, device: str) -> dict[str, Any]:
 
 
 def greedy_prompts() -> list[str]:
-    """20 beginnings: openings alone, and with a name that the stories know or do not know."""
+    """20 prompts: each opening alone, and with heroes that the training stories have or lack."""
     return [*OPENINGS] + [f"{opening} {rest}" for opening in OPENINGS for rest in ("little cat", "boy named Zed", "dragon")]
 
 
 @torch.no_grad()
 def reference_perplexity(model: Any, tokens: list[int], window: int, stride: int, device: str) -> float:
-    """As `minirt.bench.perplexity.perplexity` defines it, with transformers' own loss."""
+    """Perplexity as `minirt.bench.perplexity.perplexity` defines it, by transformers' own loss."""
     total, done = 0.0, 1
     for start in range(0, max(len(tokens) - window, 0) + stride, stride):
         stop = min(start + window, len(tokens))
@@ -99,7 +99,7 @@ def reference_perplexity(model: Any, tokens: list[int], window: int, stride: int
 
 
 def sample(folder: Path, device: str, count: int) -> tuple[list[str], list[tuple[str, bool]]]:
-    """(the stories of the first seeds, (text, ended by itself) of `count` stories), with the model's own settings."""
+    """Stories with the model's own settings: (the texts of the first SAMPLES, (text, ended by itself) of all)."""
     from minirt import Generator, SamplingParams
 
     with Generator.from_pretrained(folder, device=device, warmup=False) as generator:
@@ -121,7 +121,7 @@ def training_stories(folder: Path, count: int) -> list[tuple[str, bool]]:
 
 
 def describe(stories: list[tuple[str, bool]]) -> dict[str, float]:
-    """Figures of the stories' first STORY_WORDS words: all alike in length, or the shares could not be compared."""
+    """Figures about stories. Trigrams are counted in the first STORY_WORDS words, because their shares depend on the length."""
     parts = [clean.split_words(text)[:STORY_WORDS] for text, _ in stories]
     trigrams = [t for p in parts for t in zip(p, p[1:], p[2:], strict=False)]
     return {
@@ -134,7 +134,7 @@ def describe(stories: list[tuple[str, bool]]) -> dict[str, float]:
 
 
 def card(curve: dict[str, Any], figures: dict[str, Any], samples: list[str]) -> str:
-    """The model card, from card.md."""
+    """The model card: card.md with the figures and samples filled in."""
     parity, run = figures["parity"], curve["runs"][curve["chosen"]]
     names = ["ended by themselves", "mean words", "distinct trigrams", "repeated trigrams in a story"]
     rows = [

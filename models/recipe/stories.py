@@ -1,9 +1,8 @@
 """Sample stories from SmolLM2-135M-Instruct with minirt: `python models/recipe/stories.py --model FOLDER --out DIR`.
 
-Several processes share the GPU. Each keeps `--batch` outlines going, and in every round asks for the next sentence of all of them
-at once, in one batch. Finished stories go to DIR/stories-RUN-PROCESS.jsonl.gz as they are done; a second run adds other stories,
-under its own number and with its own seeds. The first process also writes free.jsonl.gz: whole stories that SmolLM2 writes
-without an outline, for comparison.
+Several processes share the GPU. Each works on `--batch` outlines and samples the next sentence of all of them in one batch.
+Finished stories go to DIR/stories-RUN-PROCESS.jsonl.gz. A second run adds other stories, with its own number and its own seeds.
+For comparison, the first process of the first run also writes free.jsonl.gz: whole stories by SmolLM2 without an outline.
 """
 
 import argparse
@@ -26,22 +25,22 @@ TEMPERATURE, TOP_P = 0.8, 0.9
 SENTENCE_TOKENS = 32
 FREE_TOKENS = 300
 CONTEXT = 768  # tokens of the request and the longest story
-ENDS = ['."', '!"', '?"', "\n"]  # where a sentence is over; ". " too, outside of a quotation
+ENDS = ['."', '!"', '?"', "\n"]  # stop strings at the end of a sentence; outside a quotation also ". "
 SEEDS_PER_PROCESS = 1 << 32
-WARM_UP_S = 240  # for the kernels to compile, before the other processes start
+WARM_UP_S = 240  # the longest time the other processes wait for the first to compile kernels
 
 
 class Writer:
-    """Keeps a batch of outlines going on one generator."""
+    """Writes a batch of outlines at a time with one generator."""
 
     def __init__(self, generator: Any, seed: int, batch: int) -> None:
         self.generator, self.batch, self.next_seed = generator, batch, seed
         self.rng = random.Random(seed)
-        self.open: list[tuple[outlines.Outline, list[int]]] = []  # with the tokens of its request
+        self.open: list[tuple[outlines.Outline, list[int]]] = []  # each with the tokens of its request
         self.tokens = self.prompt_tokens = self.tried = self.accepted = 0
 
     def round(self) -> list[outlines.Outline]:
-        """One sentence for every open outline; returns the stories that are done."""
+        """Write one sentence for every open outline. Returns the finished stories."""
         done, stems = [], []
         self.open += [self._fresh() for _ in range(self.batch - len(self.open))]
         for outline, request in self.open:
@@ -54,13 +53,13 @@ class Writer:
         prompts = [request + self.generator.encode(stem) for _, request, stem in stems]
         settings = [self._params(SENTENCE_TOKENS, ENDS if s.count('"') % 2 else [*ENDS, ". "]) for _, _, s in stems]
         for (outline, _, _), completion in zip(stems, self._generate(prompts, settings), strict=True):
-            text = self.generator.tokenizer.decode(completion.token_ids)  # with the stop string, which `text` lacks
+            text = self.generator.tokenizer.decode(completion.token_ids)  # with the stop string, unlike completion.text
             self.tried += 1
             self.accepted += outline.fill(text)
         return done
 
     def free(self, count: int) -> list[dict]:
-        """Whole stories without an outline's sentences, as they come."""
+        """Write whole stories from the requests alone, without an outline's sentences."""
         requests = [self._fresh() for _ in range(count)]
         settings = [self._params(FREE_TOKENS, None) for _ in requests]
         completions = self._generate([tokens for _, tokens in requests], settings)
@@ -88,7 +87,7 @@ class Writer:
 
 
 def work(options: argparse.Namespace, run: int, process: int, warm: Any) -> None:
-    """One process: stories until the time is up."""
+    """Body of one process: write stories until the time is up."""
     import torch
 
     from minirt import Generator
@@ -128,7 +127,7 @@ def work(options: argparse.Namespace, run: int, process: int, warm: Any) -> None
 def _report(process: int, writer: Writer, stories: int, words: int, seconds: float) -> None:
     print(
         f"process {process}: {seconds:.0f} s, {stories} stories of {words / max(stories, 1):.0f} words, "
-        f"{writer.tokens / seconds:,.0f} tokens/s sampled, {writer.prompt_tokens / seconds:,.0f} read, "
+        f"{writer.tokens / seconds:,.0f} tokens/s sampled, {writer.prompt_tokens / seconds:,.0f} tokens/s of prompts, "
         f"{writer.accepted / max(writer.tried, 1):.1%} of {writer.tried} sentences accepted",
         flush=True,
     )
@@ -142,20 +141,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--batch", type=int, default=512, help="stories that a process writes at once")
-    parser.add_argument("--kv-memory", type=int, default=8, help="GiB for each process")
+    parser.add_argument("--kv-memory", type=int, default=8, help="GiB of KV cache for each process")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     runs = [int(path.name.split("-")[1]) for path in options.out.glob("stories-*.jsonl.gz")]
     run = max(runs, default=-1) + 1
     context = multiprocessing.get_context("spawn")
-    processes, events = [], []  # an event that nobody here holds is gone before its process has started
+    processes, events = [], []  # an event must stay referenced until its process has started
     for process in range(options.processes):
         warm = context.Event()
         events.append(warm)
         processes.append(context.Process(target=work, args=(options, run, process, warm)))
         processes[-1].start()
         waited = time.perf_counter()
-        # The first compiles the kernels; the others find them compiled.
+        # The first process compiles the kernels; the others find them in Triton's cache.
         while process == 0 and not warm.wait(1) and processes[0].is_alive() and time.perf_counter() - waited < WARM_UP_S:
             pass
     for process in processes:

@@ -1,8 +1,8 @@
-"""Make the embedded model of the stories: `python models/recipe/train.py --stories DIR --out FOLDER`.
+"""Train the embedded model on the stories: `python models/recipe/train.py --stories DIR --out FOLDER`.
 
-Filters the stories, holds some out, trains a byte-level BPE tokenizer and a Qwen2 model of 11.8 M parameters, and writes
-FOLDER/embedded (the model in Hugging Face's form), FOLDER/heldout.txt and FOLDER/curve.json; then `report.py` compares it with
-transformers and writes samples and the model card.
+Filters the stories, holds some out, and trains a byte-level BPE tokenizer and a Qwen2 model of 11.8 M parameters. Writes
+FOLDER/embedded (the model in Hugging Face's format), FOLDER/heldout.txt and FOLDER/curve.json. `report.py` then compares the
+model with transformers and writes samples and the model card.
 """
 
 import argparse
@@ -31,9 +31,9 @@ IGNORE = -100
 
 
 def train_tokenizer(texts: list[str], size: int, folder: Path) -> int:
-    """Byte-level BPE as Qwen2's, with one special token, written as tokenizer.json and tokenizer_config.json.
+    """Train a byte-level BPE tokenizer like Qwen2's, with one special token; write tokenizer.json and tokenizer_config.json.
 
-    Returns how many entries it has: `size`, or fewer if all words of the texts have become one token before.
+    Returns its number of entries: `size`, or fewer if every word of the texts is a single token before that.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -56,7 +56,7 @@ def train_tokenizer(texts: list[str], size: int, folder: Path) -> int:
 
 
 def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of each story with the end token; stories longer than the context are left out."""
+    """Token ids of each story, with the end token. Stories longer than the context are left out."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -65,10 +65,10 @@ def encode(folder: Path, texts: list[str]) -> list[np.ndarray]:
 
 
 def pack(stories: list[np.ndarray], order: np.ndarray, fill: bool = True) -> np.ndarray:
-    """Rows [N, context + 1] that begin with a story, whole stories but for the last.
+    """Pack stories into rows [N, context + 1]. Each row starts at the beginning of a story.
 
-    With `fill` a row ends with the beginning of a story that did not fit, which then begins the next row; without, with -1.
-    Attention may look back to a row's earlier stories, as it may in a held-out text of many stories.
+    With `fill`, a row ends with the beginning of the story that did not fit, and the next row starts with that story. Without, it
+    ends with -1. Attention reaches a row's earlier stories, as it does in a held-out text of many stories.
     """
     width = Shape.max_position_embeddings + 1
     rows, parts, room = [], [], width
@@ -87,7 +87,7 @@ def pack(stories: list[np.ndarray], order: np.ndarray, fill: bool = True) -> np.
 
 
 def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
-    """Mean loss in nats over the tokens of `rows` [B, T + 1] int64 after each row's first."""
+    """Mean loss in nats over the tokens of `rows` [B, T + 1] int64, except each row's first. Negative tokens are ignored."""
     targets = rows[:, 1:].masked_fill(rows[:, 1:] < 0, IGNORE)
     logits = model(rows[:, :-1].clamp(min=0))
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
@@ -105,14 +105,14 @@ def evaluate(model: torch.nn.Module, rows: Tensor, size: int) -> float:
 
 
 def rate(progress: float) -> float:
-    """Linear warm-up, then a cosine down to a hundredth."""
+    """Learning rate at `progress`, 0 to 1: linear warm-up, then a cosine down to a hundredth of the peak."""
     if progress < WARM_UP:
         return PEAK_RATE * (progress + 1e-3) / WARM_UP
     return PEAK_RATE * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))))
 
 
 def padded(rows: np.ndarray, multiple: int) -> np.ndarray:
-    """With rows of -1, so that all parts of `multiple` rows have one shape and are compiled once."""
+    """`rows` with rows of -1 added, so that all batches of `multiple` rows have one shape and compile once."""
     return np.pad(rows, ((0, -len(rows) % multiple), (0, 0)), constant_values=-1)
 
 
@@ -120,9 +120,9 @@ def fit(
     model: Qwen2, stories: list[np.ndarray], validation: list[np.ndarray], epochs: float, minutes: float,
     options: argparse.Namespace,
 ) -> dict:
-    """Train for `epochs` or until `minutes` are over, whichever comes first; returns the curve.
+    """Train for `epochs` or `minutes`, whichever ends first. Returns steps, epochs, tokens/s and the loss curve.
 
-    The learning rate follows the larger of the two shares, so that it ends low either way.
+    Progress is the larger of the two shares, so the learning rate ends low either way.
     """
     device, rng = options.device, np.random.default_rng(SEED)
     check = padded(pack(validation, np.arange(len(validation)), fill=False), options.rows)
@@ -134,7 +134,7 @@ def fit(
     compiled = torch.compile(model) if device != "cpu" else model
     steps_per_epoch = len(pack(stories, np.arange(len(stories)))) // options.rows
     if steps_per_epoch == 0:
-        raise SystemExit(f"{len(stories)} stories are less than one step of {options.rows} rows")
+        raise SystemExit(f"{len(stories)} stories do not fill one step of {options.rows} rows")
     curve: list[dict] = []
     recent: list[Tensor] = []
     rows, started, step = torch.empty(0), 0.0, 0
@@ -165,7 +165,7 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         recent.append(loss.detach())
         step += 1
-        if step == 3:  # what compiles has compiled
+        if step == 3:  # compilation has ended
             if device != "cpu":
                 torch.cuda.synchronize()
             started = time.perf_counter()
@@ -174,7 +174,7 @@ def fit(
 
 
 def write_model(model: Qwen2, shape: Shape, folder: Path) -> None:
-    """config.json, generation_config.json and the weights in bf16, in two safetensors files with an index."""
+    """Write config.json, generation_config.json, and the weights as bf16 in two safetensors files with an index."""
     from safetensors.torch import save_file
 
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **asdict(shape)}
@@ -204,14 +204,14 @@ def write_model(model: Qwen2, shape: Shape, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stories", type=Path, required=True, help="folder that stories.py has written")
+    parser.add_argument("--stories", type=Path, required=True, help="output folder of stories.py")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--minutes", type=float, default=4, help="of training at most, all runs together")
-    parser.add_argument("--epochs", type=float, nargs="+", default=[4, 8, 16], help="a run for each; the best is kept")
-    parser.add_argument("--rows", type=int, default=64, help="of 512 tokens, in a step")
+    parser.add_argument("--minutes", type=float, default=4, help="most minutes of training, all runs together")
+    parser.add_argument("--epochs", type=float, nargs="+", default=[4, 8, 16], help="one run for each; the best model is kept")
+    parser.add_argument("--rows", type=int, default=64, help="rows of 512 tokens in a step")
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
-    parser.add_argument("--workers", type=int, default=16, help="processes that filter")
+    parser.add_argument("--workers", type=int, default=16, help="number of processes that filter stories")
     parser.add_argument("--min-count", type=int, default=clean.MIN_COUNT)
     options = parser.parse_args()
     folder = options.out / "embedded"
@@ -224,7 +224,7 @@ def main() -> None:
     parts = min(HELD_OUT_STORIES, len(texts) // 8), min(VALIDATION_STORIES, len(texts) // 8)
     held, validation, training = texts[: parts[0]], texts[parts[0] : sum(parts)], texts[sum(parts) :]
     print(f"{len(raw)} stories, {len(training)} to train on; dropped {dropped}; {time.perf_counter() - begun:.0f} s", flush=True)
-    # The end token, spelled out, is read as one: the held-out text is a text of many stories, each with its end.
+    # A tokenizer reads the written-out end token as one token, so each story of the held-out text keeps its end.
     (options.out / "heldout.txt").write_text("".join(text + END for text in held), encoding="utf-8")
     share = sum(r["written"] for r in raw) / sum(len(r["text"].split()) for r in raw)
     shape = Shape(vocab_size=train_tokenizer(training, Shape.vocab_size, folder))

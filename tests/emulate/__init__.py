@@ -1,8 +1,10 @@
-"""Kernels on a CPU as they are compiled for Hopper: their PTX as C++, on the tensors of the call, and the order of their accesses
-to shared memory checked. Triton's interpreter cannot run what is written in Gluon, and compute-sanitizer needs a GPU.
+"""Runs kernels compiled for Hopper on a CPU, and checks the order of their accesses to shared memory.
 
-`MINIRT_EMULATE=SEED pytest tests/kernels/attention/test_decode_fp8.py …` runs tests so; the seed decides how warps and copies
-take turns. With `MINIRT_EMULATE_WITHOUT=fence.proxy,…` instructions are left out, which shows what is found where they lack.
-`launch` compiles and calls, `translate` reads PTX, `block.h` is what a kernel runs on. It knows the instructions that attention
-needs, and stops at any other. The results are a GPU's but for roundings; a time says nothing.
+The kernels' PTX becomes C++, which runs on the tensors of the call. Triton's interpreter cannot run Gluon kernels, and
+compute-sanitizer needs a GPU.
+
+`MINIRT_EMULATE=SEED pytest tests/kernels/attention/test_decode_fp8.py …` runs tests this way. The seed determines how warps and
+copies take turns. `MINIRT_EMULATE_WITHOUT=fence.proxy,…` leaves out instructions, which shows whether their absence is found.
+`launch` compiles and calls kernels, `translate` translates PTX, and `block.h` is the runtime of a translated kernel. They support
+the instructions of the attention kernels and stop at any other. Results equal a GPU's up to rounding. Times mean nothing.
 """

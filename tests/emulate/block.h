@@ -1,12 +1,12 @@
-// What a translated kernel (translate.py) runs on: one block of threads after the other. Warps are fibres that are switched at
-// random; copies by cp.async and TMA are done at a random time before something waits for them. Numbers are as on the GPU but
-// for the order of sums within an MMA and the last bits of approximate functions.
+// The runtime of a translated kernel (translate.py). It runs one block of threads after the other. Warps are fibres that are
+// switched at random. Copies by cp.async and TMA are done at a random time before something waits for them. Numbers are as on a
+// GPU, except for the order of sums within an MMA and the last bits of approximate functions.
 //
-// Accesses to shared memory are ordered by vector clocks (Fidge 1988, Mattern 1989) of all threads and of what copies or
-// multiplies for them: an access that is not ordered behind an earlier one that conflicts with it is a finding, whatever order
-// they happened to have. Barriers, mbarriers and __syncwarp order; `fence.proxy.async` orders a thread's accesses before those of
-// TMA and wgmma (PTX ISA, "Proxies"; cp.async counts as the thread's own). Two writes of one instruction do not conflict: threads
-// that hold the same value all store it.
+// Vector clocks (Fidge 1988, Mattern 1989) of all threads, and of the units that copy or multiply for them, order the accesses to
+// shared memory. Two accesses that conflict and are not ordered are a finding, in whatever order they happen to run. Barriers,
+// mbarriers and __syncwarp order accesses. `fence.proxy.async` orders a thread's accesses before those of TMA and wgmma (PTX ISA,
+// "Proxies"); cp.async counts as an access of its thread. Two writes of one instruction do not conflict, because all threads that
+// hold a value store the same one.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -40,7 +40,7 @@ static float from_e4m3(u8 x) {
   float v = e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9);
   return x & 0x80 ? -v : v;
 }
-static u8 to_e4m3(float x) {  // to nearest even; beyond the range its end
+static u8 to_e4m3(float x) {  // rounds to nearest even and saturates
   if (std::isnan(x)) return 0x7f;
   int e;
   frexpf(fabsf(x), &e);
@@ -67,17 +67,17 @@ static u32 permute(u32 a, u32 b, u32 how) {
 // The block
 
 const u32 SHARED = 232448, MOST_THREADS = 512, BARRIERS = 64, WARPS = 16;
-const u32 COPY = MOST_THREADS, TMA = 2 * MOST_THREADS, MMA = TMA + BARRIERS, ACTORS = MMA + WARPS;  // behind the threads
+const u32 COPY = MOST_THREADS, TMA = 2 * MOST_THREADS, MMA = TMA + BARRIERS, ACTORS = MMA + WARPS;  // numbered after the threads
 
 struct Warp { int id; ucontext_t context; std::vector<char> stack, registers; bool done, waits; int barrier, line; };
-struct Range { u64 low, high; };  // of global memory that the kernel was given
+struct Range { u64 low, high; };  // of global memory that the kernel may access
 
 static u8* shared;
 static const u8* parameters;
 static u32 threads, block[3], blocks[3];
 static size_t registers_size;
 static std::vector<Warp> warps;
-static Warp* warp;  // that runs
+static Warp* warp;  // the running one
 static ucontext_t scheduler;
 static const Range* ranges;
 static int num_ranges;
@@ -87,7 +87,7 @@ static std::map<std::string, int> known;
 
 static u32 draw(u32 n) { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return (state >> 11) % n; }
 static int thread(int lane) { return warp->id * 32 + lane; }
-static void find(const char* what, u32 at, int line) {  // each kind of finding once a line
+static void find(const char* what, u32 at, int line) {  // reports each kind of finding once for each PTX line
   char text[300];
   snprintf(text, sizeof text, "PTX line %d: %s", line, what);
   if (known[text]++) return;
@@ -101,9 +101,9 @@ static void maybe_give_way() { if (draw(128) == 0) give_way(); }
 typedef std::vector<u32> Clocks;
 struct Word { u32 writer, clock; int line; };  // the last write to two bytes
 
-static std::vector<Clocks> seen, fenced;  // of each thread: what is ordered before its next access, and before TMA's
+static std::vector<Clocks> seen, fenced;  // by thread: accesses ordered before its next one, and before TMA's
 static std::vector<Word> words;
-static std::vector<u32> reads;  // [words, threads + warps]: when each thread, or warp's wgmma, read since the write
+static std::vector<u32> reads;  // [words, threads + warps]: clock of the last read since the write, by thread or warp's wgmma
 static std::vector<int> read_lines;
 
 static void join(Clocks& a, const Clocks& b) { for (u32 i = 0; i < ACTORS; i++) a[i] = std::max(a[i], b[i]); }
@@ -136,7 +136,7 @@ static void write(u32 writer, u32 owner, u32 clock, const Clocks& before, u32 ad
   if (outside(address, n, line)) return;
   for (u32 g = address / 2; g <= (address + n - 1) / 2; g++) {
     Word& word = words[g];
-    bool plain = writer < COPY && word.writer < COPY;  // both are threads' own
+    bool plain = writer < COPY && word.writer < COPY;  // both by threads themselves
     bool same = word.writer == writer ? plain || clock == word.clock : plain && word.line == line;
     if (!same && word.writer != owner && word.clock > before[word.writer])
       conflict("write after write", writer, "overwrites", word.writer, word.line, g * 2, line);
@@ -194,7 +194,7 @@ static void sync_block(int id, u32 count, int line) {
   for (int lane = 0; lane < 32; lane++) barrier.members.push_back(thread(lane));
   barrier.arrived += 32;
   warp->line = line;
-  if (barrier.arrived > count) find("more threads at a barrier than it has", id, line);
+  if (barrier.arrived > count) find("more threads at a barrier than it expects", id, line);
   if (barrier.arrived < count) { warp->barrier = id; give_way(); return; }
   synchronize(barrier.members);
   for (int t : barrier.members) warps[t / 32].barrier = -1;
@@ -218,7 +218,7 @@ static void complete(MBarrier& b) {
 }
 static void arrive(u32 address, int t, u32 count, int line) {
   MBarrier& b = mbarrier(address, line);
-  if (b.pending < count) find("more arrivals at an mbarrier than it has", address, line);
+  if (b.pending < count) find("more arrivals at an mbarrier than it expects", address, line);
   b.pending -= count;
   join(b.seen, seen[t]); join(b.fenced, fenced[t]); seen[t][t]++;
   complete(b);
@@ -231,14 +231,14 @@ static void wait(u32 address, u32 parity, int line) {
   maybe_give_way();
 }
 
-// Copies. Those of a thread by cp.async are done one after the other; TMA's in any order.
+// Copies. A thread's cp.async copies are done in order, TMA's in any order.
 
 struct Copy { bool arrives; u32 to, n, given, bar; u64 from; Clocks before; u32 clock; int line; };
 struct Descriptor { u64 base; s64 rows, columns, stride; s32 box_rows, box_columns, itemsize, swizzle; };
 struct Fetch { u32 to, bar, clock; Descriptor of; s32 column, row; Clocks before; int line; };
 
 static std::vector<std::deque<Copy>> copies;
-static std::vector<u32> copied;  // how many of each thread have been asked for
+static std::vector<u32> copied;  // number of copies that each thread has issued
 static std::vector<Fetch> fetches;
 static int num_copies;
 
@@ -256,7 +256,7 @@ static void do_copy(int t) {
   num_copies--;
   if (c.arrives) {
     MBarrier& b = mbarrier(c.bar, c.line);
-    if (!b.pending) find("more arrivals at an mbarrier than it has", c.bar, c.line);
+    if (!b.pending) find("more arrivals at an mbarrier than it expects", c.bar, c.line);
     b.pending--;
     join(b.seen, c.before);
     b.seen[COPY + t] = std::max(b.seen[COPY + t], c.clock);
@@ -268,11 +268,11 @@ static void do_copy(int t) {
   if (c.given) memcpy(shared + c.to, global_at(c.from, c.given, c.line), c.given);
   memset(shared + c.to + c.given, 0, c.n - c.given);
 }
-static void wait_for_copies(int t) {  // for all, which is no later than asked for
+static void wait_for_copies(int t) {  // waits for all copies, possibly earlier than requested
   while (!copies[t].empty()) do_copy(t);
   seen[t][COPY + t] = copied[t];
 }
-static u32 swizzled(u32 address, int width) { return address ^ (address >> 3 & (width - 16)); }  // chunks of 16 bytes move
+static u32 swizzled(u32 address, int width) { return address ^ (address >> 3 & (width - 16)); }  // permutes chunks of 16 bytes
 static void fetch(int t, u32 to, u64 descriptor, s32 column, s32 row, u32 bar, int line) {
   fetches.push_back({to, bar, mbarrier(bar, line).phase + 1, *(Descriptor*)descriptor, column, row, fenced[t], line});
 }
@@ -297,11 +297,11 @@ static void do_fetch(size_t i) {
   complete(b);
 }
 
-// Matrices. F16, BF16 and E4M3 are kinds of operands.
+// Matrices. A Kind is the type of an operand's values.
 
 enum Kind { F16, BF16, E4M3 };
 static float from(Kind kind, u32 x) { return kind == E4M3 ? from_e4m3(x) : kind == BF16 ? from_bf16(x) : from_f16(x); }
-typedef u32* const Registers;  // of a warp: 32 lanes' values of each
+typedef u32* const Registers;  // of a warp: the values of 32 lanes for each
 
 static void mma(Kind kind, Registers* d, Registers* a, Registers* b, Registers* c) {  // m16n8k16
   float x[16][16], y[16][8], z[16][8];
@@ -316,7 +316,7 @@ static void mma(Kind kind, Registers* d, Registers* a, Registers* b, Registers* 
   for (auto& row : z) { int i = &row - z; for (int j = 0; j < 8; j++) for (int k = 0; k < 16; k++) row[j] += x[i][k] * y[k][j]; }
   for (int l = 0; l < 32; l++) for (int i = 0; i < 4; i++) d[i][l] = bits<u32>(z[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2]);
 }
-static void move_matrices(Registers* r, const u32* rows, int n, bool transposed, bool stores, int line) {  // of 8 × 8, 16 bits
+static void move_matrices(Registers* r, const u32* rows, int n, bool transposed, bool stores, int line) {  // 8 × 8, of 16 bits
   for (int i = 0; i < n; i++) {
     u16* at[8];
     for (int k = 0; k < 8; k++) at[k] = (u16*)shared_at(i * 8 + k, rows[i * 8 + k], 16, stores, line);
@@ -328,7 +328,7 @@ static void move_matrices(Registers* r, const u32* rows, int n, bool transposed,
   }
   maybe_give_way();
 }
-// wgmma is computed at once; what it read counts as read until its group has been waited for.
+// wgmma computes at once. Its reads last until its group has been waited for.
 static std::vector<u32> products;
 static std::vector<std::deque<u32>> groups;
 static float element(Kind kind, u64 descriptor, int row, int k, bool rows_first, int line) {  // PTX ISA, "Matrix descriptor"
@@ -337,7 +337,7 @@ static float element(Kind kind, u64 descriptor, int row, int k, bool rows_first,
   if (width == 256) find("wgmma without swizzle is not emulated", base, line);
   u32 of_rows = base + row / span * leading + row % span * size + k % 8 * width + k / 8 * stride;
   u32 at = swizzled(rows_first ? of_rows : base + row / 8 * stride + row % 8 * width + k * size, width);
-  // By cp.async and a barrier, as libraries do it, values reach wgmma without a fence.
+  // Values copied by cp.async reach wgmma after a barrier, without a fence, as libraries use it.
   int t = thread(0);
   Word& word = words[std::min(at, SHARED - 2) / 2];
   bool copied = word.writer >= COPY && word.writer < TMA;
@@ -389,7 +389,7 @@ static void start_block() {
     makecontext(&w.context, enter, 0);
   }
 }
-static bool run_block() {  // → whether it came to its end
+static bool run_block() {  // returns whether all warps ended
   start_block();
   for (int idle = 0; idle < 200000;) {
     bool live = false, ready = false, copying = !fetches.empty() || num_copies;

@@ -1,4 +1,4 @@
-"""Triton's launches, emulated: `install` puts them in the place of a GPU's."""
+"""Emulated kernel launches: `install` replaces Triton's launches by them."""
 
 import ctypes
 import itertools
@@ -28,11 +28,11 @@ _count = itertools.count()
 
 
 class EmulationError(AssertionError):
-    """What a kernel must not do: each finding with the PTX line, in the file that the message names."""
+    """A kernel did what it must not do. The message lists the findings with their PTX lines, and names the PTX file."""
 
 
 class _Hopper:
-    """As much of a Triton driver as a compilation asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", HOPPER, 32)
@@ -45,7 +45,7 @@ class _Hopper:
 
 
 def install(seed: int, without: Sequence[str] = ()) -> None:
-    """From now on kernels are compiled for Hopper and emulated. `without`: instructions, by how they begin, to leave out."""
+    """Compile all kernels for Hopper and emulate them from now on. `without`: prefixes of instructions to leave out."""
     if shutil.which(COMPILER[0]) is None:
         raise RuntimeError(f"{COMPILER[0]} is needed to emulate kernels")
     driver.set_active(_Hopper())
@@ -53,7 +53,7 @@ def install(seed: int, without: Sequence[str] = ()) -> None:
     for module in modules:
         if hasattr(module, "capability"):
             module.capability = lambda device: HOPPER  # type: ignore[attr-defined]
-    launch.capability = lambda device: HOPPER  # type: ignore[assignment]  # for those that are imported later
+    launch.capability = lambda device: HOPPER  # type: ignore[assignment]  # for modules imported later
     compile_ = jit.JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
@@ -87,13 +87,13 @@ def _launch(compiled: Any, values: dict[str, Any], grid: tuple[int, ...], seed: 
             bytes_, tensor = _packed(values[name], kind)
             packed += bytes_
             memory += [tensor.untyped_storage()] if tensor is not None else []
-    packed += [bytes(size) for _, size in kernel.parameters[len(packed) :]]  # scratch that no kernel asks for
+    packed += [bytes(size) for _, size in kernel.parameters[len(packed) :]]  # Triton's scratch pointers, which no kernel uses
     end = sum(kernel.parameters[-1])
     buffer = ctypes.create_string_buffer(end + 64)
     start = -ctypes.addressof(buffer) % 64
     for (offset, size), value in zip(kernel.parameters, packed, strict=True):
         if len(value) != size:
-            raise EmulationError(f"{compiled.name}: a parameter of {size} bytes, not {len(value)}")
+            raise EmulationError(f"{compiled.name}: wrong size of a parameter; expected {size} bytes; found {len(value)}")
         buffer[start + offset : start + offset + size] = value
     ranges = [edge for storage in memory for edge in (storage.data_ptr(), storage.data_ptr() + storage.nbytes())]
     findings = function(
@@ -107,7 +107,7 @@ def _launch(compiled: Any, values: dict[str, Any], grid: tuple[int, ...], seed: 
 
 
 def _packed(value: Any, kind: str) -> tuple[list[bytes], torch.Tensor | None]:
-    """An argument as the kernel's parameters, and the tensor behind it."""
+    """An argument as bytes of the kernel's parameters, and the tensor it refers to."""
     if kind.startswith("tensordesc"):  # block.h's Descriptor, then shape and strides
         tensor, (rows, columns) = value.base, value.shape
         size, swizzle = tensor.element_size(), value.layout.swizzle_byte_width

@@ -1,5 +1,7 @@
-"""PTX of one kernel → a C++ program on `block.h`. An instruction becomes a statement for all 32 lanes of a warp, a label a label.
-Where the lanes of a warp would part, which no kernel here needs, the program ends with an error. What is not known is one, too.
+"""Translates the PTX of one kernel to a C++ program on `block.h`.
+
+An instruction becomes a statement for all 32 lanes of a warp; a label becomes a label. If the lanes of a warp diverge, which no
+kernel here needs, the program ends with an error. Unknown instructions are errors, too.
 """
 
 import re
@@ -8,10 +10,10 @@ from pathlib import Path
 
 BITS = (8, 16, 32, 64)
 TYPES = {"pred": "u8", "f32": "float"} | {f"{kind}{n}": f"{'s' if kind == 's' else 'u'}{n}" for kind in "bus" for n in BITS}
-FLOATS = {"f16": "from_f16", "bf16": "from_bf16"}  # of 16 bits
+FLOATS = {"f16": "from_f16", "bf16": "from_bf16"}  # 16-bit floats
 SIZES = {name: 4 if name == "f32" else int(name[1:]) // 8 for name in TYPES if name != "pred"} | dict.fromkeys(FLOATS, 2)
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
-OPERATIONS = {  # of operands of the instruction's type
+OPERATIONS = {  # on operands of the instruction's type
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "rem": "{0} % {1}", "and": "{0} & {1}",
     "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "neg": "-{0}", "abs": "std::abs({0})", "fma": "fmaf({0}, {1}, {2})",
     "rcp": "1.f / {0}", "ex2": "exp2f({0})", "lg2": "log2f({0})", "sqrt": "sqrtf({0})", "rsqrt": "1.f / sqrtf({0})",
@@ -29,7 +31,7 @@ class UnknownPTXError(Exception):
 
 
 def split(text: str) -> list[str]:
-    """Operands: what commas part outside of brackets."""
+    """The operands in `text`: split at commas outside of brackets."""
     depth, found = 0, [""]
     for character in text:
         depth += (character in "{[") - (character in "}]")
@@ -41,18 +43,20 @@ def split(text: str) -> list[str]:
 
 
 def parts(operand: str) -> list[str]:
-    """Registers of a vector {a, b}, or the one."""
+    """The registers of a vector {a, b}, or the single register."""
     return split(operand[1:-1]) if operand.startswith("{") else [operand]
 
 
 class Kernel:
-    """A translated kernel: `source`, `threads` of a block, and `parameters`, (offset, bytes) of each. `without`: how instructions
-    begin that are left out."""
+    """A translated kernel: its C++ `source`, the `threads` of a block, and its `parameters` as (offset, bytes).
+
+    `without`: prefixes of instructions to leave out.
+    """
 
     def __init__(self, ptx: str, without: tuple[str, ...] = ()) -> None:
         found = re.search(r"\.visible \.entry (\w+)\((.*?)\)(.*?)\n\{", ptx, re.DOTALL)
         if found is None:
-            raise UnknownPTXError("no kernel")
+            raise UnknownPTXError("no kernel in the PTX")
         self.threads = int(re.search(r"\.reqntid (\d+)", found[3])[1])
         self._offsets: dict[str, int] = {}
         self.parameters: list[tuple[int, int]] = []
@@ -65,7 +69,7 @@ class Kernel:
             self.parameters.append((self._offsets[name], size))
         self._nothing = (*NOTHING, *without)
         self._registers: dict[str, str] = {}  # name in C++ → type
-        self._scopes: list[dict[str, str]] = [{}]  # name → name in C++
+        self._scopes: list[dict[str, str]] = [{}]  # PTX name → name in C++
         self._tables: dict[str, list[str]] = {}
         self._num_scopes, self._line = 0, ptx[: found.end()].count("\n") + 1
         self._lines: list[str] = []
@@ -76,7 +80,7 @@ class Kernel:
                 raise UnknownPTXError(f"PTX line {self._line}: {statement}: {error!r}") from error
         registers = "\n".join(f"{TYPES[kind]} {name}[32];" for name, kind in self._registers.items())
         body = "\n".join(self._lines)
-        part = 'if (x[l] != x[0]) { fprintf(stderr, "lanes part, PTX line %d\\n", line); abort(); }'
+        part = 'if (x[l] != x[0]) { fprintf(stderr, "lanes diverge, PTX line %d\\n", line); abort(); }'
         self.source = f"""#include "{Path(__file__).with_name("block.h")}"
 #define LANES for (int l = 0; l < 32; l++)
 struct Registers_ {{
@@ -91,7 +95,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
 """
 
     def _statements(self, body: str) -> Iterator[str]:
-        """Instructions, labels (with a colon) and declarations; braces open and close scopes of names."""
+        """Yields instructions, labels (with a colon) and declarations. Braces open and close scopes of names."""
         body = re.sub(r"//.*|^[ \t]*\.loc\b.*", "", body, flags=re.MULTILINE)
         token = re.compile(r"\s*(?:(?P<label>[$\w]+):(?!:)|(?P<brace>[{}])|(?P<text>[^;{}][^;]*);)")
         at = 0
@@ -110,7 +114,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
             self._line += body.count("\n", found.start(kind), found.end())
             at = found.end()
         if self._scopes:
-            raise UnknownPTXError(f"what follows PTX line {self._line} cannot be read")
+            raise UnknownPTXError(f"cannot read the PTX after line {self._line}")
 
     # Names and operands
 
@@ -128,7 +132,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
         return next((scope[name] for scope in reversed(self._scopes) if name in scope), None)
 
     def _value(self, operand: str, kind: str) -> str:
-        """An operand of one lane as an expression of a PTX type."""
+        """A C++ expression for an operand of one lane, as a PTX type."""
         wanted = TYPES.get(kind, "u16")
         if own := self._register(operand):
             return self._read_as(f"r.{own}[l]", kind)
@@ -191,7 +195,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
                 text = self._compute(name.split("."), operands)
             if text.startswith("warp:"):
                 if guard:
-                    raise UnknownPTXError("a whole warp's instruction under a condition")
+                    raise UnknownPTXError("an instruction of the whole warp under a condition")
                 self._lines.append(text.removeprefix("warp:"))
             else:
                 self._lines.append(f"LANES {condition}{{ {text} }}")
@@ -210,10 +214,10 @@ Registers_& r = *(Registers_*)warp->registers.data();
         self._lines.append(jump)
 
     def _compute(self, words: list[str], operands: list[str]) -> str:
-        """What has one result and looks at no memory."""
+        """Instructions with one result and no access to memory."""
         name, kind = words[0], words[-1]
         if kind in FLOATS and name != "cvt":
-            raise UnknownPTXError("arithmetic of 16 bits")
+            raise UnknownPTXError("16-bit arithmetic")
         if name in ("max", "min"):
             x, y = (self._value(operand, kind) for operand in operands[1:])
             text = f"f{name}f({x}, {y})" if kind == "f32" else f"std::{name}<{TYPES[kind]}>({x}, {y})"
@@ -281,7 +285,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if to in FLOATS:
             return self._assign(operands[0], f"to_{to}({value})", "u16")
         if to != "f32" and (of == "f32" or of in FLOATS):
-            raise UnknownPTXError("a float to an integer")
+            raise UnknownPTXError("conversion of a float to an integer")
         return self._assign(operands[0], value, to)
 
     def _bits(self, words: list[str], operands: list[str]) -> str:
@@ -296,13 +300,13 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if "param" in words:
             where = f"parameters + {self._offsets[place.strip('[] ').partition('+')[0]]}"
         elif "shared" in words and place.startswith("[global_smem") and not loads:
-            where = f"shared + {self._address(place)}"  # of the warps' roles: all threads store the same
+            where = f"shared + {self._address(place)}"  # the warps' partitions: all threads store the same values
         elif "shared" in words:
             where = f"shared_at(l, {self._address(place)}, {n}, {str(not loads).lower()}, {self._line})"
         elif "global" in words:
             where = f"global_at({self._address(place)}, {n}, {self._line})"
         else:
-            raise UnknownPTXError("memory of another kind")
+            raise UnknownPTXError("unknown kind of memory")
         bits = f"u{8 * SIZES[kind]}"
         each = f"{bits}* at = ({bits}*)({where}); "
         if loads:
@@ -354,7 +358,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
 
     def _fetch(self, words: list[str], operands: list[str]) -> str:
         if "2d" not in words or words[-1] != "mbarrier::complete_tx::bytes":
-            raise UnknownPTXError("TMA of another kind")
+            raise UnknownPTXError("unknown kind of TMA")
         descriptor, place = re.fullmatch(r"\[(\S+), \{(.*)\}\]", operands[1]).groups()
         to, bar = self._address(operands[0]), self._address(operands[2])
         at = ", ".join(self._value(x, "s32") for x in split(place))
@@ -368,7 +372,7 @@ Registers_& r = *(Registers_*)warp->registers.data();
 
     def _mma(self, words: list[str], operands: list[str]) -> str:
         if "m16n8k16" not in words or words[-1] != "f32":
-            raise UnknownPTXError("an MMA of another shape")
+            raise UnknownPTXError("unknown shape of MMA")
         arrays = " ".join(map(self._array, "dabc", operands))
         return f"warp:{{ {arrays} mma({KINDS[words[-2]]}, d, a, b, c); }}"
 
@@ -379,9 +383,9 @@ Registers_& r = *(Registers_*)warp->registers.data();
             return f"warp:wait_for_groups({operands[0]});"
         n = int(re.search(r"m64n(\d+)k", ".".join(words))[1])
         if operands[4:6] != ["1", "1"]:
-            raise UnknownPTXError("a negative operand")
+            raise UnknownPTXError("negated operand")
         in_registers = operands[1].startswith("{")
-        turned = (["0"] * in_registers + operands[6:] + ["0", "0"])[:2]  # whether rows come first in memory, not K
+        turned = (["0"] * in_registers + operands[6:] + ["0", "0"])[:2]  # whether rows, not K, are contiguous in memory
         a = self._array("a", operands[1]) if in_registers else "u32* const* a = nullptr;"
         kinds = zip(["0" if in_registers else operands[1], *operands[2:4]], ("u64", "u64", "pred"), strict=True)
         from_a, from_b, adds = (self._value(operand, kind).replace("[l]", "[0]") for operand, kind in kinds)

@@ -1,4 +1,4 @@
-"""Kernel tests: on a GPU where there is one, else in Triton's interpreter on the CPU. Tolerances: minirt.bench.bounds."""
+"""Fixtures of the kernel tests, which run on a GPU or else in Triton's interpreter. Tolerances: minirt.bench.bounds."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from minirt.kernels import reference
 HAS_GPU = torch.cuda.is_available()
 EMULATES = "MINIRT_EMULATE" in os.environ  # see tests/emulate
 if EMULATES:
-    import emulate.launch  # noqa: F401 (takes the place of Triton's launches)
+    import emulate.launch  # noqa: F401 (replaces Triton's launches)
 elif not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported, so before any kernel is
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when first imported, so set it before kernels are imported
 
-# The interpreter's bf16 tl.dot gives garbage (3.6 and 3.9): bf16 is for the GPU.
+# bf16 only on a GPU: bf16 tl.dot gives wrong results in the interpreter (Triton 3.6 and 3.9).
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU or EMULATES else [])
 
 
@@ -32,14 +32,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def pytest_runtest_setup() -> None:
-    """Ends the process in good order when its time is over, so that what has run counts (`tests/tools/sanitize.py`)."""
+    """Exits cleanly once MINIRT_TEST_END has passed, so that the tests that have run count (`tests/tools/sanitize.py`)."""
     if time.time() > float(os.environ.get("MINIRT_TEST_END", "inf")):
         pytest.exit("MINIRT_TEST_END has passed", returncode=0)
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """probe(name): what a script in tests/kernels/compile prints as JSON; it compiles kernels, into a cache of its own."""
+    """probe(name): runs a script of tests/kernels/compile with its own Triton cache and returns the JSON that it prints."""
 
     def run(name: str) -> Any:
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -59,7 +59,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=_name)
 def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """For large shapes, on the GPU only."""
+    """The 16-bit dtypes, for GPU tests of large shapes."""
     return request.param
 
 
@@ -70,14 +70,14 @@ def device() -> torch.device:
 
 @pytest.fixture
 def repeats() -> Callable[[int], int]:
-    """repeats(n): n, or 1 with MINIRT_TEST_REPEATS=few, for tools that follow every launch and take minutes for many."""
+    """repeats(n): n, or 1 if MINIRT_TEST_REPEATS=few, for tools that trace every launch and take minutes for many."""
     few = os.environ.get("MINIRT_TEST_REPEATS") == "few"
     return lambda n: 1 if few else n
 
 
 @pytest.fixture
 def make(device: torch.device) -> Callable[..., Tensor]:
-    """make(shape…, dtype, scale=1): seeded normal values; every call gives others."""
+    """make(shape…, dtype, scale=1): seeded normal values, different in each call."""
     generator = torch.Generator(device).manual_seed(1)
 
     def values(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -88,7 +88,7 @@ def make(device: torch.device) -> Callable[..., Tensor]:
 
 @pytest.fixture
 def nan(device: torch.device) -> Callable[..., Tensor]:
-    """nan(shape…, dtype): a buffer that shows what a kernel did not write, or should not have read."""
+    """nan(shape…, dtype): a buffer of NaN, which shows values that a kernel did not write or should not have read."""
 
     def filled(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -97,7 +97,7 @@ def nan(device: torch.device) -> Callable[..., Tensor]:
 
 
 class Cache(NamedTuple):
-    """Pages [P, page_size, Nkv, D] of sequences, NaN wherever none has a token, and the same with zeros there."""
+    """KV pages [P, page_size, Nkv, D] with NaN in slots without a token, and copies with zeros in these slots."""
 
     k: Tensor
     v: Tensor
@@ -105,13 +105,13 @@ class Cache(NamedTuple):
     clean_v: Tensor
     tables: Tensor  # [B, pages] int32
     lens: Tensor  # [B] int32
-    keys: list[Tensor]  # of each sequence, [length, Nkv, D]
+    keys: list[Tensor]  # for each sequence, [length, Nkv, D]
     values: list[Tensor]
 
 
 @pytest.fixture
 def cache(make: Callable[..., Tensor], nan: Callable[..., Tensor], device: torch.device) -> Callable[..., Cache]:
-    """cache(lengths, Nkv, D, page_size, dtype): sequences in pages dealt out at random; one page belongs to nobody."""
+    """cache(lengths, Nkv, D, page_size, dtype): sequences on pages in random order; one page is unused."""
 
     def build(lengths: list[int], Nkv: int, D: int, page_size: int, dtype: torch.dtype) -> Cache:
         counts = [-(-n // page_size) for n in lengths]
@@ -135,7 +135,7 @@ def cache(make: Callable[..., Tensor], nan: Callable[..., Tensor], device: torch
 
 
 class Cache8(NamedTuple):
-    """Pages of fp8 and their scales, NaN wherever no sequence has a token, and the same with zeros there."""
+    """FP8 pages and their scales with NaN in slots without a token, and copies with zeros in these slots."""
 
     pages: dict[str, Tensor]  # k_pages, v_pages, k_scales, v_scales
     clean: tuple[Tensor, Tensor, Tensor, Tensor]  # in the same order
@@ -147,8 +147,11 @@ class Cache8(NamedTuple):
 
 @pytest.fixture
 def cache8(cache: Callable[..., Cache]) -> Callable[..., Cache8]:
-    """cache8(lengths, Nkv, D, page_size): like `cache`, in fp8. A rotary pair of K is 64 times as large as the others; of
-    five tokens one has a V of zeros and one a V a thousand times as large as the others'."""
+    """cache8(lengths, Nkv, D, page_size): like `cache`, with FP8 pages.
+
+    One rotary pair of K is multiplied by 64. In each page, every fifth slot has a V of zeros, and the next slot's V is multiplied
+    by 1000.
+    """
 
     def build(lengths: list[int], Nkv: int, D: int, page_size: int) -> Cache8:
         wide = cache(lengths, Nkv, D, page_size, torch.float32)
@@ -179,10 +182,10 @@ def cache8(cache: Callable[..., Cache]) -> Callable[..., Cache8]:
 
 @pytest.fixture
 def agrees() -> Callable[[Tensor, Tensor, Tensor], None]:
-    """agrees(out, reference, truth): out errs at most twice as much as PyTorch in the same dtype, plus a floor: see `bounds`.
+    """agrees(out, reference, truth): out's error is at most twice that of PyTorch in the same dtype, plus a floor (`bounds`).
 
-    `truth` is the same mathematics in fp64 on the same inputs. The whole tensor and its worst row (last dimension) must
-    both hold, so that neither a small bias everywhere nor one wrong token among many passes.
+    `truth` is the fp64 result for the same inputs. Both the whole tensor and its worst row (last dimension) must pass, so neither
+    a small bias everywhere nor one wrong token among many goes unnoticed.
     """
 
     def check(out: Tensor, reference: Tensor, truth: Tensor) -> None:

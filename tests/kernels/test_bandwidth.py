@@ -1,4 +1,4 @@
-"""Catches: elements left out or read twice (the speed would be a lie), a tail read past the end, a 32-bit offset."""
+"""Catches: elements left out or read twice (the measured bandwidth would be wrong), a tail read past the end, a 32-bit offset."""
 
 import pytest
 import torch
@@ -14,17 +14,17 @@ def truth(x):
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_against_reference(case, dtype, make, nan, agrees):
     n = case["n"]
-    beyond = nan(n + 64, dtype=dtype)  # NaN behind the end
+    beyond = nan(n + 64, dtype=dtype)  # NaN past the end
     x = beyond[:n].copy_(make(n, dtype=dtype))
     out = nan(-(-n // kernel.chunk(x.element_size())), dtype=torch.float32)
     assert kernel.read_sums(x, out) is out
-    # Of signed values a sum may vanish, and with it the scale of the error; those of |x| cannot.
+    # The error is relative to the sum. A sum of signed values may be near zero; a sum of |x| is not.
     agrees(kernel.read_sums(x.abs()).unsqueeze(1), kernel.reference(x.abs()).unsqueeze(1), truth(x.abs()).unsqueeze(1))
     assert (out.double() - truth(x)).abs().max() <= 1e-5 * truth(x.abs()).max()
 
 
 def test_every_element_counts_once(device):
-    """In whole numbers, which fp32 sums exactly: a lone 1 shows wherever it lies."""
+    """fp32 sums whole numbers exactly, so a single 1 must show in its chunk's sum, wherever it lies."""
     size = kernel.chunk(4)
     n = 2 * size + 5
     for place in (0, size // 8 - 1, size // 8, size - 1, size, 2 * size, n - 1):

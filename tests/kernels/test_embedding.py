@@ -19,7 +19,7 @@ def test_rows_are_copied_exactly(case, dtype, device, make, nan):
 
 
 def test_tokens_of_the_step_before(dtype, device, make, nan):
-    """~r stands for row r of `previous`; a row that failed (−1) reads row 0 instead of what lies before the table."""
+    """~r stands for row r of `previous`. A failed row (-1) gives row 0 of the table, not the memory before the table."""
     table, previous = make(30, 40, dtype=dtype), torch.tensor([7, 29, -1], device=device)
     tokens = torch.tensor([~1, 3, ~0, ~2, 0], device=device)
     out = kernel.embedding(tokens, table, nan(5, 40, dtype=dtype), previous)

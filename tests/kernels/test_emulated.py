@@ -1,5 +1,5 @@
-"""Kernels for Hopper without a GPU, see `tests/emulate`. Catches what only they do wrong, barriers and fences that are missing,
-accesses outside of tensors, deadlocks; and an emulation that would not notice."""
+"""Kernels for Hopper without a GPU, see `tests/emulate`. Catches errors of these kernels alone: missing barriers and fences,
+accesses outside of tensors, deadlocks. Also catches an emulation that would not notice them."""
 
 import os
 import shutil
@@ -13,8 +13,8 @@ import pytest
 HERE = Path(__file__).parent / "attention"
 DECODE = ("test_decode_fp8.py", "test_decode.py")
 FP16 = "float16 and not bfloat16"
-# On pages of FP8 narrow items, and wide ones with heads beside the last; more blocks than there are slots for their scales; wide
-# items whose slots are overwritten. On pages of 16 bits one tile of channels, and two.
+# FP8 pages: narrow work items; wide ones that reach past the last head; more blocks than slots for their scales; wide work items
+# whose slots are overwritten. 16-bit pages: one tile of channels, and two.
 FUSED = f"{FP16} and fused and True"
 CASES = f"{FUSED} and ((fp8_pages and (130 or (513 and 255 and not 21) or (513 and 1300))) or (write and (1100 or 129)))"
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
-    """What pytest says of the tests so selected."""
+    """pytest's output for the selected tests under emulation."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"MINIRT_EMULATE": "1", "MINIRT_EMULATE_WITHOUT": without}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in files)]

@@ -1,5 +1,5 @@
-"""Catches: mean over the padded block instead of H, a missing eps or weight, rows mixed up; quantized, the scale of padding or of
-the values before the norm."""
+"""Catches: a mean over the padded block instead of H, a missing eps or weight, mixed-up rows; with quantization, a scale from
+padding or from the values before the norm."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_wrong_arguments_are_named(make):
 
 
 def check_quantized(T, H, dtype, make, nan):
-    """As in two steps; their norms may differ in a last bit, which takes a value to the next code now and then."""
+    """Equals norm, then quantization. The two norms may differ in the last bit, which can move a value to the next code."""
     x, weight = make(T, H, dtype=dtype, scale=3.0), make(H, dtype=dtype)
     x[0], x[-1, 0] = 0, torch.nan if T > 2 else 1.0
     out = torch.full((T, H), 0x7F, dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)

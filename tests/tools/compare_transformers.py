@@ -1,7 +1,7 @@
-"""Measure the eager layers on a CPU beside transformers: `python tests/tools/compare_transformers.py FOLDER`, results as JSON.
+"""Compare the eager layers with transformers on a CPU, and print JSON: `python tests/tools/compare_transformers.py FOLDER`.
 
-Not a test: nothing here asserts a time. Decode tokens/s are interleaved in one process; memory and the time to the first token
-come from a fresh process each.
+This is not a test, and it asserts no time. One process measures the decode speed of both in turn. Memory and the time to the
+first token come from a new process each.
 """
 
 import json
@@ -25,7 +25,7 @@ with Generator.from_pretrained(sys.argv[1], device="cpu", kv_cache_memory=64 << 
 
 
 def decode_speeds(folder: Path) -> dict:
-    """Tokens a second after the first token, medians of interleaved repeats, and whether the tokens agree."""
+    """Tokens/s after the first token (medians of interleaved repeats), and whether the tokens agree."""
     import torch
     import transformers
 

@@ -1,16 +1,17 @@
-"""Programs without a race: of which racecheck reports one, and so which of its reports on kernels with roles are no faults.
+"""Programs without a race, some of which racecheck reports. They show which of its reports on warp-specialized kernels are false.
 
 compute-sanitizer --tool racecheck python tests/tools/racecheck_probe.py [dispatch|copies FORM …]
 
-`dispatch` is what Triton makes of `warp_specialize`, by hand: four warps write a table of roles to shared memory, the others read
-it, and barriers of all warps lie between each write and each read. Without the first four warps' own barrier and the mbarrier,
-which have nothing to do with that table, there is no report.
+`dispatch` does by hand what Triton compiles `warp_specialize` to. Four warps write a table of roles to shared memory, the others
+read it, and barriers of all warps lie between each write and each read. Form 1 also has a barrier of the first four warps and an
+mbarrier, both unrelated to the table. Form 0 has neither, and racecheck does not report it.
 
-`copies` is what the roles of `attention/sm90/decode_fp8.py` do with scales: one warp copies values to two slots by turns, four
-read them, and an mbarrier for each slot and direction lies between. Its forms differ in how values arrive (first digit: 0 stored,
-1 by cp.async that the warp waits for, 2 by cp.async whose end the mbarrier awaits), in who says that a slot may be overwritten
-(second: 0 one thread behind a barrier of all readers, as in Triton, 1 each reader) and in rounds (third: 0 as many as there are
-slots, which are not overwritten then, 1 a hundred).
+`copies` does what the warps of `kernels/attention/decode_fp8_sm90.py` do with scales. One warp copies values to two slots in
+turn, four warps read them, and each slot has an mbarrier for each direction. The three digits of a form are:
+
+- how values arrive: 0 stored, 1 by cp.async that the warp waits for, 2 by cp.async whose end the mbarrier awaits;
+- who says that a slot may be overwritten: 0 one thread behind a barrier of all readers, as in Triton, 1 each reader;
+- the number of rounds: 0 one for each slot, so that no slot is overwritten, 1 a hundred.
 """
 
 import sys
@@ -28,13 +29,13 @@ extern "C" __global__ void dispatch(int* out) {
       asm volatile("barrier.sync 2, 128;" ::: "memory");
     }
     if (threadIdx.x == 0) *(volatile unsigned long long*)&roles = 0x0202020201010101ull;
-    asm volatile("barrier.sync 1;" ::: "memory");  // the roles are there
+    asm volatile("barrier.sync 1;" ::: "memory");  // the roles are written
     asm volatile("barrier.sync 1;" ::: "memory");  // the roles have been read
     if (OTHERS)
       asm volatile("{ .reg .pred p; W: mbarrier.try_wait.parity.shared.b64 p, [%0], 0; @!p bra W; }"
                    :: "r"(address) : "memory");
     out[threadIdx.x] = 0;
-    asm volatile("barrier.sync 1;" ::: "memory");  // all have done their work
+    asm volatile("barrier.sync 1;" ::: "memory");  // all have finished their work
     if (threadIdx.x == 0) *(volatile unsigned long long*)&roles = ~0ull;  // the end
     asm volatile("barrier.sync 1;" ::: "memory");
   } else {
@@ -71,7 +72,7 @@ extern "C" __global__ void copies(const int* in, int* out, int rounds) {
   __shared__ unsigned long long full[2], empty[2];
   int lane = threadIdx.x % 32;
   if (threadIdx.x < 2) {
-    init(&full[threadIdx.x], 33);  // one arrival for all, as of TMA, and one of each lane
+    init(&full[threadIdx.x], 33);  // one arrival for all lanes, as with TMA, and one by each lane
     init(&empty[threadIdx.x], EACH ? 128 : 1);
   }
   __syncthreads();
@@ -108,14 +109,14 @@ extern "C" __global__ void copies(const int* in, int* out, int rounds) {
 
 
 def dispatch(form: str) -> list[int]:
-    """Form 1 has barriers that have nothing to do with the table, 0 has not."""
+    """Run form 1 (with barriers unrelated to the table) or form 0 (without). Returns the output of each warp."""
     out = torch.full((384,), -1, dtype=torch.int32, device="cuda")
     torch.cuda._compile_kernel(DISPATCH.replace("OTHERS", form), "dispatch")((2, 1, 1), (384, 1, 1), (out,))
     return out.view(12, 32)[:, 0].tolist()
 
 
 def copies(form: str) -> bool:
-    """→ whether the sums are right."""
+    """Run one form. Returns whether the sums are right."""
     arrival, each, many = form
     rounds = 100 if many == "1" else 2
     values = torch.randint(2**20, (rounds, 32), dtype=torch.int32, device="cuda")

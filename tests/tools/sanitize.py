@@ -1,17 +1,17 @@
-"""compute-sanitizer's memcheck and racecheck over the kernel tests, in processes side by side. Needs a GPU and that tool.
+"""Run compute-sanitizer's memcheck and racecheck over the kernel tests, in parallel processes. Needs a GPU and compute-sanitizer.
 
 python tests/tools/sanitize.py FOLDER [--tools memcheck racecheck] [--jobs N] [--limit SECONDS] [--tests PYTEST ARGUMENT …]
 
-Logs go to FOLDER, and so do the names of tests that ended in a process without a finding: these are not run again there, so that
-the work can be spread over several calls. The tools first have to find planted faults. Each tensor is an allocation of its own:
-in PyTorch's pools memcheck would miss an access just past the end of one. The tools follow our kernels only, and racecheck those
-of cuBLAS that have clusters of blocks, too: where these run and are not followed, it ends in hardware exceptions. racecheck takes
-up to 90 GB of GPU memory for a large test: those that had none are run again by a call with fewer --jobs.
+FOLDER gets the logs and the names of the tests that ended in a process without a finding. Later calls skip these tests, so the
+work can be spread over several calls. First, each tool must find a planted fault. PyTorch's caching allocator is off, because in
+its pools memcheck would miss an access just past the end of a tensor. The tools follow only our kernels. racecheck also follows
+the cuBLAS kernels that have clusters of blocks: if they run without being followed, it ends in hardware exceptions. A large test
+under racecheck takes up to 90 GB of GPU memory. A call with fewer --jobs runs the tests again that did not get enough.
 
-racecheck reports each dispatch of roles in kernels with `warp_specialize`, and reads of what a `cp.async` overwrites later, where
-one thread says at an mbarrier, for all readers, that it may. `tools/racecheck_probe.py` shows both to be no races. It reports
-kernels of cuBLAS, too. Reports whose accesses all lie there are counted apart. Exit status 1: any other, a failed test, or one
-that has not ended.
+racecheck reports two kinds of accesses that `racecheck_probe.py` shows to be no races. One is the dispatch of warps in kernels
+with `warp_specialize`. The other is reads of data that a `cp.async` overwrites later, where one thread's arrival at an mbarrier
+allows that for all readers. It also reports cuBLAS kernels. Reports with all accesses in one of these places are counted
+separately. The exit status is 1 if there is any other report, a failed test, or a test that has not ended.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_GPU = re.compile(r"kernels/compile/|test_sm90_config|test_sanitize")
-KINDS = {"huge": re.compile(r"2_31|two_to_the_31"), "large": re.compile(r"large"), "small": re.compile("")}  # the first that fits
-IN_A_PROCESS = {"huge": 1, "large": 4, "small": 24}  # tests: few, since none counts in a process that has a finding
-AT_ONCE = {"huge": 0, "large": 1 / 3, "small": 2 / 3}  # processes on a GPU, a share of all there, but one at least
-TO_END = 45  # seconds before the limit, after which no process begins a test
+KINDS = {"huge": re.compile(r"2_31|two_to_the_31"), "large": re.compile(r"large"), "small": re.compile("")}  # the first match
+IN_A_PROCESS = {"huge": 1, "large": 4, "small": 24}  # tests: few, because none counts in a process with a finding
+AT_ONCE = {"huge": 0, "large": 1 / 3, "small": 2 / 3}  # processes on a GPU, as a share of all its processes; at least one
+TO_END = 45  # seconds before the limit; from then on no process begins a test
 FOLLOWED = {"memcheck": "_kernel$", "racecheck": "_kernel$|^nvjet"}  # our kernels' names end in _kernel, libraries' do not
 PROBE = ROOT / "tests" / "tools" / "sanitizer_probe.py"
 ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
@@ -42,9 +42,16 @@ BLIND = re.compile(r"out of memory|Internal Sanitizer Error")
 
 
 class Findings(NamedTuple):
-    """What a log says. `roles`: races reported in the dispatch of roles; `copies`: between reads and copies that overwrite;
-    `libraries`: in kernels that are not ours; `others`: first lines of all other reports; `ended`: the tool came to its summary;
-    `blind`: it failed or ran out of memory, after which it may miss things."""
+    """The findings of a log.
+
+    Args:
+        roles: number of races reported in the dispatch of warps.
+        copies: number of races reported between reads and later asynchronous copies.
+        libraries: number of races reported in kernels that are not ours.
+        others: first lines of all other reports.
+        ended: whether the tool printed its summary.
+        blind: whether the tool failed or ran out of memory, after which it may miss faults.
+    """
 
     roles: int
     copies: int
@@ -55,6 +62,7 @@ class Findings(NamedTuple):
 
 
 def findings(log: str) -> Findings:
+    """Sort the reports of a tool's log."""
     roles, copies, libraries, others, blind = 0, 0, 0, [], False
     for block in re.split(r"^=========\s*$", log, flags=re.MULTILINE):
         lines = [line.removeprefix("=========").strip() for line in block.splitlines() if line.startswith("=========")]
@@ -86,40 +94,40 @@ def _all_in_libraries(lines: Sequence[str]) -> bool:
 
 
 def _kernel_file(name: str) -> Path:
-    """Where the kernel source file of this name lies; the tools print no folder."""
+    """The path of the kernel source file with this name. The tools print no folder."""
     return next((ROOT / "kernels").rglob(name), ROOT / "kernels" / name)
 
 
 def _dispatches_roles(access: str, kernel: str, file: str, line: str) -> bool:
-    """Whether a place in a kernel's source is what becomes of `warp_specialize`: the call, the condition that it stands under, or
-    the line of the kernel's name."""
+    """Whether a source line stands for code of `warp_specialize`: its call, the condition above, or the kernel's `def`."""
     text, following = [*_lines(_kernel_file(file))[int(line) - 1 :][:2], "", ""][:2]
     under = text.strip().startswith(("if ", "elif ", "else:")) and "warp_specialize(" in following
     return text.startswith(f"def {kernel}(") or "warp_specialize(" in text or under
 
 
 def _copies_or_reads(access: str, kernel: str, file: str, line: str) -> bool:
-    """Whether a place in a kernel's source writes by an asynchronous copy, or reads shared memory."""
+    """Whether a source line writes by an asynchronous copy or reads shared memory, as the access says."""
     text = [*_lines(_kernel_file(file))[int(line) - 1 :][:1], ""][0].strip()
     return text.startswith("cp_async(") if access == "Write" else ".load(" in text
 
 
 def outcomes(output: str) -> dict[str, str]:
-    """Test → PASSED, FAILED, ERROR or SKIPPED, of what `pytest -v` has printed so far."""
+    """The outcomes by test (PASSED, FAILED, ERROR or SKIPPED) in what `pytest -v` has printed so far."""
     return dict(re.findall(r"^(tests/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", output, flags=re.MULTILINE))
 
 
 def collect(arguments: Sequence[str]) -> list[str]:
+    """The names of the tests that pytest collects and that need a GPU."""
     words = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", *arguments]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     tests = [line for line in done.stdout.splitlines() if "::" in line and not WITHOUT_GPU.search(line)]
     if done.returncode or not tests:
-        sys.exit(f"no tests: pytest --collect-only {' '.join(arguments)}\n{(done.stdout + done.stderr)[-800:]}")
+        sys.exit(f"found no tests: pytest --collect-only {' '.join(arguments)}\n{(done.stdout + done.stderr)[-800:]}")
     return tests
 
 
 class Job(NamedTuple):
-    """A process over some tests."""
+    """Tests that one process runs under one tool."""
 
     name: str
     tool: str
@@ -127,8 +135,11 @@ class Job(NamedTuple):
 
 
 def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str, at_once: int) -> list[Job]:
-    """Processes over the tests that have not ended well in `folder`; each has neighbours, which share kernels, since a tool takes
-    seconds to prepare one. Few tests are spread over all the processes that run `at_once`."""
+    """Jobs for the tests that have not passed in `folder` yet.
+
+    A job gets neighbouring tests. They share kernels, and a tool takes seconds to prepare a kernel. If tests are few, they are
+    spread over all processes that run `at_once`.
+    """
     result = []
     for tool in tools:
         done = set(_lines(folder / f"{tool}-passed.txt"))
@@ -140,12 +151,13 @@ def jobs_of(tests: Sequence[str], tools: Sequence[str], folder: Path, kind: str,
 
 
 def command(tool: str, log: Path) -> list[str]:
+    """The command line of Python under a tool, without Python's arguments."""
     options = ["--tool", tool, "--log-file", str(log), "--print-limit", "100000"]
     return ["compute-sanitizer", *options, "--kernel-name", f"regex={FOLLOWED[tool]}", sys.executable, "-P"]
 
 
 def environment(gpu: str) -> dict[str, str]:
-    """Without PyTorch's pools, so that no process holds memory which it does not use."""
+    """The environment of a job. It turns off PyTorch's caching allocator, so no process holds memory that it does not use."""
     own = {"MINIRT_TEST_REPEATS": "few", "OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return os.environ | own | {"CUDA_VISIBLE_DEVICES": gpu}
 
@@ -182,17 +194,17 @@ def _lines(path: Path) -> list[str]:
 
 
 def summary(tool: str, tests: Sequence[str], done: Sequence[tuple[Job, Findings, dict[str, str]]], folder: Path) -> bool:
-    """Print what a tool found; → whether all is well."""
+    """Print what a tool found. Returns True if all tests ended without a finding."""
     own = [(found, ended) for job, found, ended in done if job.tool == tool]
     left = set(tests) - set(_lines(folder / f"{tool}-passed.txt"))
     failed = sorted(test for _, ended in own for test, outcome in ended.items() if outcome in ("FAILED", "ERROR"))
     others = sorted({line for found, _ in own for line in found.others})
     blind = sum(found.blind for found, _ in own)
     print(f"{tool}: {len(tests) - len(left)} of {len(tests)} tests ended without a finding, {len(left)} have not; ", end="")
-    print(f"{sum(found.roles for found, _ in own)} reports on the dispatch of roles, ", end="")
+    print(f"{sum(found.roles for found, _ in own)} reports on the dispatch of warps, ", end="")
     print(f"{sum(found.copies for found, _ in own)} on asynchronous copies, ", end="")
     print(f"{sum(found.libraries for found, _ in own)} in libraries' kernels, {len(others)} others, ", end="")
-    print(f"{len(failed)} failed tests, in {blind} of {len(own)} processes the tool failed or had no memory")
+    print(f"{len(failed)} failed tests; the tool failed or ran out of memory in {blind} of {len(own)} processes")
     for line in [*others[:20], *failed[:20]]:
         print(f"  {line}")
     return not (left or failed or others)
@@ -202,9 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tools", nargs="+", choices=("memcheck", "racecheck"), default=["memcheck", "racecheck"])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time, on all GPUs together")
-    parser.add_argument("--limit", type=float, default=1e6, help="seconds after which everything has ended")
-    parser.add_argument("--tests", nargs="+", default=["tests/kernels"], help="what pytest is to collect")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of processes at a time, on all GPUs together")
+    parser.add_argument("--limit", type=float, default=1e6, help="seconds after which all processes are ended")
+    parser.add_argument("--tests", nargs="+", default=["tests/kernels"], help="arguments of pytest that select the tests")
     args = parser.parse_args()
     deadline = time.time() + args.limit
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +228,7 @@ def main() -> None:
         sys.exit("no CUDA GPU")
     for tool in args.tools:
         if not finds_planted_fault(tool, gpus[0], args.folder):
-            sys.exit(f"{tool} does not find the fault of {PROBE.name}: see {args.folder}/{tool}-probe.log.txt")
+            sys.exit(f"{tool} does not find the planted fault of {PROBE.name}: see {args.folder}/{tool}-probe.log.txt")
     tests = collect(args.tests)
     with ExitStack() as stack:
         waiting = []

@@ -1,4 +1,7 @@
-"""Kernels with the fault that a tool of compute-sanitizer is to find, named like ours: sanitizer_probe.py memcheck|racecheck."""
+"""Runs a kernel with a fault that the compute-sanitizer tool must find: sanitizer_probe.py memcheck|racecheck.
+
+The kernel's name ends in _kernel like ours, so that the tool follows it.
+"""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""What `sanitize.py` makes of the tools' logs. Catches: a real race taken for a dispatch of roles, a report of another form that
-is passed over, tests counted that ended after the tool ran out of memory, or in a process that did not end, a tool that finds
-nothing whatever is wrong."""
+"""How `sanitize.py` reads the tools' logs. Catches: a real race taken for a dispatch report, a report in another format that is
+overlooked, tests that count although the tool ran out of memory or their process did not end, a tool that never finds
+anything."""
 
 import os
 import subprocess

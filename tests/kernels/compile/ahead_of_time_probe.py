@@ -1,6 +1,6 @@
-"""Launch kernels in `compile_ahead`, on a driver that only counts, and print what came of it as JSON.
+"""Launch kernels in `compile_ahead` on a fake driver that only counts, and print the counts as JSON.
 
-Run by test_ahead_of_time.py as a process of its own, without TRITON_INTERPRET.
+test_ahead_of_time.py runs this in its own process, without TRITON_INTERPRET.
 """
 
 import json
@@ -36,7 +36,7 @@ def large(x, out):
 
 
 class Counting(CompileOnly):
-    """A GPU with little shared memory, on which threads load kernels and nothing runs."""
+    """A fake GPU with little shared memory. It records loads and launches and runs nothing."""
 
     def __init__(self) -> None:
         super().__init__(90)
@@ -61,7 +61,7 @@ def current(device: torch.device):
 
 
 def import_again(name: str, path: str) -> ModuleType:
-    """Like Python with extensions of one name: all share what was imported last."""
+    """Like Python's import of extension modules of one name: all share the contents of the last import."""
     shared.launch = path
     return shared
 
@@ -85,15 +85,18 @@ def ahead(*actions, **options) -> None:
 
 
 def elsewhere(action) -> None:
-    """Run it in another thread and wait."""
+    """Run `action` in another thread and wait for it."""
     thread = threading.Thread(target=action)
     thread.start()
     thread.join()
 
 
 def overlapping(action) -> list[int]:
-    """Launches that ran: of the other thread while this one compiles ahead; of this one after that, while the other still does;
-    of both when neither does."""
+    """Numbers of launches that ran in four situations.
+
+    In another thread while this one compiles ahead; in this thread while another compiles ahead; then in this and in another
+    thread while no thread compiles ahead.
+    """
     counts, left, entered = [], threading.Event(), threading.Event()
 
     def count(where=lambda work: work()) -> None:

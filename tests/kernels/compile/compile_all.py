@@ -1,8 +1,8 @@
-"""Compile every kernel for a GPU that need not be here, through its own host wrapper, and print what came out as JSON.
+"""Compile every kernel for a GPU that need not be present, through its own host wrapper, and print the results as JSON.
 
-Run by test_targets.py as a process of its own, without TRITON_INTERPRET: `compile_all.py CAPABILITY DTYPE`. Triton's
-driver is replaced by one that names the target, and launches by compilations, so that the configurations,
-specializations and argument types are the ones that the wrapper would launch with there.
+test_targets.py runs this in its own process, without TRITON_INTERPRET: `compile_all.py CAPABILITY DTYPE`. A fake Triton driver
+names the target, and launches become compilations. So configurations, specializations and argument types are those with which
+the wrapper would launch on that GPU.
 """
 
 import json
@@ -24,17 +24,17 @@ from minirt.kernels.linear import gemm, gemm_sm90, gemm_small
 from minirt.kernels.linear.product import Product
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
-FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # bytes a thread keeps in memory: cubin's EIATTR_FRAME_SIZE
+FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # stack bytes of a thread: the cubin's EIATTR_FRAME_SIZE
 
 
 def adds_unrounded(ptx: str) -> bool:
-    """Whether a lane adds its own product, unrounded, to a neighbour's rounded one: then the two have different sums."""
+    """Whether a lane adds its own unrounded product to a neighbour's rounded one, so that the two lanes have different sums."""
     brought = re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx)
     return not set(brought).isdisjoint(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
 
 
 class CompileOnly:
-    """As much of a Triton driver as a compilation asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, cc: int) -> None:
         self.target = GPUTarget("cuda", cc, 32)
@@ -89,7 +89,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
 
 
 def every_kernel(cc: int, dtype: torch.dtype) -> None:
-    """One call per kernel and regime, in the shapes of Qwen2.5-7B (empty memory: nothing runs)."""
+    """One call for each kernel and regime, with shapes of Qwen2.5-7B. Tensors are uninitialized, because nothing runs."""
 
     def empty(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=like)
@@ -103,7 +103,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
     qkv, gate_up, down = empty(4608, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER)
     embedding.embedding(ints(3, like=torch.int64), empty(1000, HIDDEN))
     norm.rms_norm(empty(300, HIDDEN), norm_weight, 1e-6)
-    linear.norm_linear(empty(1, 577), empty(577), 1e-6, empty(13, 577))  # rows that no thread can load several values of
+    linear.norm_linear(empty(1, 577), empty(577), 1e-6, empty(13, 577))  # unaligned rows: a thread loads single values
     for T in (1, 5, 100):
         x = empty(T, HIDDEN)
         linear.norm_linear(x, norm_weight, 1e-6, qkv, bias, workspace=workspace, pdl=pdl)
@@ -121,7 +121,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
     linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
     if cc == 90 and dtype.itemsize == 2:
         three_groups(empty)
-    for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # every tile of the tables
+    for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # covers every tile of the tables
         x = empty(T, HIDDEN)
         linear.gemm(x, qkv, bias, empty(T, 4608))
         linear.gemm(x, qkv[:4601])  # rows of outputs that TMA cannot move
@@ -162,7 +162,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
 
 
 def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace) -> None:
-    """Decode attention on pages of fp8 with more heads of 64 than an item has, and with fewer of 128."""
+    """Decode attention on FP8 pages, with more heads of 64 channels than a work item has and with fewer heads of 128."""
     for Nkv, D in ((32, 64), (3, 128)):
         heads, cos_sin = empty(8, 3 * Nkv * D), empty(4096, D, like=torch.float32)
         pages, scale = empty(8, PAGE, Nkv, D, like=torch.float8_e4m3fn), empty(8, PAGE, Nkv, like=torch.float32)

@@ -1,6 +1,6 @@
-"""Compile kernels ahead in other processes, on a driver that only counts, and print what came of it as JSON.
+"""Compile kernels ahead in other processes on a fake driver that only counts, and print the counts as JSON.
 
-Run by test_processes.py as a process of its own, without TRITON_INTERPRET.
+test_processes.py runs this in its own process, without TRITON_INTERPRET.
 """
 
 import json
@@ -30,7 +30,7 @@ def own(x, SCALE: tl.constexpr):
 
 
 class Ready(CompileProcesses):
-    """One process, which is there when the first kernel is missing; `end`: and ends before it is asked."""
+    """One process, which is ready before the first request. With `end`, it is killed before the first request."""
 
     end = False
 
@@ -68,7 +68,7 @@ def main() -> None:
         return make_ir(self, *args, **options)
 
     ASTSource.make_ir = counted
-    ahead_of_time.CompileProcesses, os.cpu_count = Ready, lambda: 1  # one thread, which always finds the process free
+    ahead_of_time.CompileProcesses, os.cpu_count = Ready, lambda: 1  # one thread, so the process is always free
     found = {"elsewhere": ahead(norm(64), norm(200)), "own": ahead(lambda: own[1,](torch.empty(16), 2), norm(600))}
     Ready.end = True
     found["ended"] = ahead(norm(1100), norm(3000))

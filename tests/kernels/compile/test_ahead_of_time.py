@@ -1,6 +1,6 @@
-"""Compiling ahead of the first launch. Catches: a kernel that runs all the same, is compiled once for each launch or loaded by
-its launch, on another device or not at all; an error that is lost, or one that is not to end what is tried; launches of other
-threads that do not run; launchers of one name that get each other's contents; a Triton left changed."""
+"""Compiling ahead of the first launch. Catches: a kernel that runs anyway, is compiled once for each launch, or is loaded only by
+its launch, on another device or not at all; an error that is lost, or is raised in spite of `ignore_errors`; launches of other
+threads that do not run; launchers of one name that get each other's contents; patches of Triton that stay."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Kernels compiled in other processes. Catches: requests that name another kernel than is looked for afterwards (it would be
-compiled twice), a kernel that is lost with its process, processes that are missing without a word, or that are started for
-kernels which are there already."""
+"""Kernels compiled in other processes. Catches: a request whose kernel is not the one looked up afterwards (it would be compiled
+twice), a kernel that is lost with its process, missing processes without a warning, processes that are started for kernels in
+the cache."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_kernels_of_a_script_are_compiled_where_they_are(found):
 
 
 def test_without_its_process_a_kernel_is_compiled_all_the_same(found):
-    """And a warning says so, once."""
+    """One warning says so."""
     for case, word in (("ended", "(exit code -9)"), ("none", "/no/python")):
         assert found[case]["made"] == found[case]["loaded"] == ["_rms_norm_kernel"] * 2
         assert len(found[case]["said"]) == 1

@@ -1,8 +1,8 @@
-"""Every kernel compiles for every target, with the tensor cores and in the shared memory that it is meant to use.
+"""Every kernel compiles for every target, with the intended tensor-core instructions and within its shared memory.
 
-Catches, without a GPU: what only the compiler refuses (types of loop variables, instructions a target lacks), a tile
-too large for a smaller GPU, fp32 products silently done in TF32, loads moved across the wait of a PDL launch, sums that
-differ from lane to lane.
+Catches, without a GPU: errors that only the compiler reports (types of loop variables, instructions that a target lacks), a tile
+too large for a smaller GPU, fp32 products silently computed in TF32, loads moved across the wait of a PDL launch, sums that
+differ between lanes.
 """
 
 import json
@@ -19,13 +19,13 @@ DENSE = (
     "_gemm_small_kernel", "_gemm_kernel", "_gemm_sm90_kernel", "_prefill_kernel", "_chunk_kernel", "_prefill_sm90_kernel",
     "_decode_sm90_kernel",
 )  # fmt: skip
-# Kernels that store sums over lanes from every lane which has them: copies of a sum have to be equal.
+# Kernels in which every lane that holds a sum over lanes stores it: all copies of a sum must be equal.
 COPIES = ("_gemv_kernel", "_decode_kernel", "_prefill_kernel", "_chunk_kernel")
 PDL = (
     "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_gemm_small_kernel", "_kv_write_kernel", "_decode_kernel",
     "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
 )  # fmt: skip
-READ_AHEAD = (  # weights, lengths, older tokens
+READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens
     "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel", "_decode_sm90_kernel",
     "_decode_fp8_sm90_kernel",
 )  # fmt: skip
@@ -51,32 +51,32 @@ def test_compiles_as_meant(target):
         assert not (name in COPIES and r["adds_unrounded"]), r
         if name in DENSE and (r["fp8"] or dtype != "float32"):
             assert r["mma"] == [MMA[cc]], r
-            assert r["fp8_mma"] == (r["fp8"] and cc != 100), r  # sm_100 has the types in a descriptor
+            assert r["fp8_mma"] == (r["fp8"] and cc != 100), r  # sm_100 encodes the types in a descriptor
         elif dtype == "float32":
             assert not r["mma"], r
         elif name == "_decode_kernel":
             assert r["mma"] == ["mma.sync"], r  # 16 rows are too few for the wider instructions
             assert r["pipelined"], r  # also around the wait of a PDL launch
         elif name == "_decode_fp8_sm90_kernel":
-            assert r["mma"] == ["mma.sync"], r  # whose operands in registers no ptxas overwrites
-            assert r["transposed_loads"], r  # of V, by the instruction made for it
+            assert r["mma"] == ["mma.sync"], r  # no ptxas overwrites its register operands
+            assert r["transposed_loads"], r  # of V, by ldmatrix
         if "_sm90" in name:
             assert r["tma"], r
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
-            assert r["stack"] <= most.get(name, 0), r  # nothing is spilled, or not in the loops of products
+            assert r["stack"] <= most.get(name, 0), r  # no spills, or none in the loops of products
         if name in ("_decode_sm90_kernel", "_decode_fp8_sm90_kernel"):
-            programs = 65536 // (256 * r["options"]["maxnreg"])  # as many as the registers let run at once
+            programs = 65536 // (256 * r["options"]["maxnreg"])  # that the registers let run at once
             assert programs * (r["shared"] + 1024) <= 228 * 1024, r
         if name == "_gemm_sm90_kernel" and r["pdl"]:
             groups = r["options"]["GROUPS"]
-            assert r["roles_read_ahead"] == [False] * groups + [True], r  # weights, by the warp that fetches
+            assert r["roles_read_ahead"] == [False] * groups + [True], r  # weights, by the loading warp
         if name == "_gemm_kernel":
             assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
         if name == "_gemm_small_kernel":
             assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
         if name in PDL and r["options"].get("launch_pdl"):
             assert r["pdl"], r
-            # Only what the kernel before does not write may be read before its end, and where there is such, it must be.
+            # Before the wait, a kernel may read only data that the preceding kernel does not write. If it has such data, it must.
             ahead = name in READ_AHEAD or (name == "_gemm_small_kernel" and r["scales_or_bias"])
             assert r["loads_before_wait"] == ahead, r
             assert not (name == "_gemm_small_kernel" and r["tiles_before_wait"]), r

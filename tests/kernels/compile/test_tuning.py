@@ -1,5 +1,5 @@
-"""Where tuned configurations are kept. Catches one of an older source or another kernel that is used, a damaged file that stops a
-model from running, and a file that is half written."""
+"""Stored tuned configurations. Catches: use of a configuration of an older source or of another kernel, a damaged file that stops
+a model from running, a file that is half written."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_what_is_stored_is_found(tunable, file):
 
 
 def test_what_is_tried_comes_first_and_goes_again(tunable):
-    """Also for look-ups that keep their answers."""
+    """This holds for cached lookups, too."""
     lookup = tuning.cached_lookup(lambda bucket: tunable.find(torch.device("cpu"), bucket) or "the rule's")
     assert lookup("a") == "the rule's"
 
@@ -58,7 +58,7 @@ def test_what_is_tried_comes_first_and_goes_again(tunable):
 
 
 def test_what_is_stored_later_is_found(tunable, file, monkeypatch):
-    """A look-up that was asked before must not stay with its answer."""
+    """A cached lookup must not keep its earlier answer."""
     monkeypatch.setattr(tuning, "path", lambda device: file)
     gpu = torch.device("cuda", 0)
     lookup = tuning.cached_lookup(lambda: tunable.find(gpu, "a"))
@@ -99,7 +99,7 @@ WRONG_TYPE = '{"block": [1], "warps": 4, "tma": false, "registers": null}'
 def test_a_damaged_file_is_ignored_with_a_warning(tunable, file, text):
     file.parent.mkdir()
     file.write_text(text.replace("HASH", tuning.source_hash(tunable.sources)))
-    with pytest.warns(RuntimeWarning, match="no tuned configurations that can be used.*minirt tune"):
+    with pytest.warns(RuntimeWarning, match="no usable tuned configurations.*minirt tune"):
         assert tuning.load(tunable, file) == {}
 
 
@@ -113,7 +113,7 @@ def test_storing_replaces_a_damaged_file(tunable, file):
 
 
 def test_who_stores_at_once_loses_nothing(tunable, file):
-    """And others can read it."""
+    """Other users can read the file, too."""
     names = [str(i) for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: tuning.store(tunable, file, {name: Config(64)}), names))

@@ -1,7 +1,7 @@
-"""The kernels draw the eager sampler's tokens and stop their filters at the same token.
+"""The kernels draw the same tokens as the eager sampler, and their filters stop at the same token.
 
-Catches: a bin's edge counted twice or not at all, a total that lacks a part, keys of tied or negative logits out of
-order, wrong Philox words, state left over from the call before, padding of the last block that wins or is counted.
+Catches: a bin's edge counted twice or not at all, a total that lacks a block, keys of tied or negative logits out of order, wrong
+Philox words, state left over from the previous call, padding of the last block that wins or is counted.
 """
 
 import json
@@ -38,7 +38,7 @@ OPTIONS = [
 
 
 def mixed(count: int, device: torch.device, seed: int = 0) -> SamplingBatch:
-    """`count` requests that use every filter, by turns, with large and small seeds and steps."""
+    """`count` requests that cycle through OPTIONS, with large and small seeds and steps."""
     rng = np.random.default_rng(seed)
     requests = []
     for i in range(count):
@@ -54,7 +54,7 @@ def run(logits: Tensor, batch: SamplingBatch, **options) -> Tensor:
 
 
 def garbage(workspace: kernel.SamplingWorkspace, seed: int) -> kernel.SamplingWorkspace:
-    """Every buffer full of large numbers, of any sign."""
+    """Fill every buffer with random numbers of either sign, mostly large ones."""
     generator = torch.Generator().manual_seed(seed)
     for buffer in vars(workspace).values():
         if isinstance(buffer, Tensor):
@@ -67,19 +67,19 @@ def garbage(workspace: kernel.SamplingWorkspace, seed: int) -> kernel.SamplingWo
 def test_tokens_are_the_eager_samplers(case, make, device):
     B, V = max(case["B"], len(OPTIONS)), case["V"]
     logits, batch = make(B, V, dtype=torch.float32, scale=3.0), mixed(B, device, seed=V)
-    logits += make(B, 1, dtype=torch.float32, scale=60.0)  # a row that took its neighbour's maximum would show it
+    logits += make(B, 1, dtype=torch.float32, scale=60.0)  # shows a row that uses its neighbour's maximum
     out = torch.full((B,), -7, device=device)
     workspace = garbage(kernel.SamplingWorkspace(B + 2, V + 5, device), 1)
     assert run(logits, batch, workspace=workspace, out=out) is out
     assert out.tolist() == sample(logits, batch, "eager").tolist()
-    # Half of the rows, on top of what the first call left behind.
+    # Half of the rows, in the workspace as the first call left it.
     half = mixed(B // 2, device, seed=V + 1)
     assert run(logits[: B // 2], half, workspace=workspace).tolist() == sample(logits[: B // 2], half, "eager").tolist()
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8}, {"top_k": 9}, {"top_p": 0.9}], ids=str)
 def test_batches_of_one_kind(options, make, device):
-    """Whole passes are skipped here, and with them what they would have cleared or computed."""
+    """These batches skip whole passes, and everything that those would clear or compute."""
     logits = make(4, 1031, dtype=torch.float32, scale=2.0)
     batch = SamplingBatch.build([(settings(seed=2**63 + 1, **options), i) for i in range(4)], device)
     workspace = kernel.SamplingWorkspace(4, 1031, device, greedy_only=batch.all_greedy)
@@ -93,7 +93,7 @@ ROWS = {
     "one-hot": [-INF] * 6 + [2.0] + [-INF] * 4, "steep": [0, -200, -90, -40, -20, -1e30, -3.4e38],
     "large": [3e38, -3e38, 2.9e38, 0], "negative": -100 - RNG.random(31) * 5, "prime": RNG.normal(size=1031) * 3,
     "fine": 1 + np.arange(257) * 2.0**-23, "tiny": np.arange(-20, 20) * 1e-42, "two infs": [0.0, INF, 1.0, INF, -INF],
-    # Bins that help nothing: more candidates than a block.
+    # Bins do not narrow these down: more candidates than one block.
     "all equal": [1.5] * 4099, "masked parts": [-1e30] * 2100 + [0, 1, 2, 1] + [-1e30] * 2100,
     "far tail": np.r_[0.0, np.full(4500, -22.0) - RNG.random(4500)], "narrow": 5 + RNG.random(4500) * 1e-5,
 }  # fmt: skip
@@ -155,7 +155,7 @@ def test_a_row_with_nan_in_a_later_part(make, device):
 
 
 def test_greedy_from_an_lm_heads_row_maxima(make, device):
-    """Of parts of unequal length: ties across them, NaN and -inf; garbage behind them; logits that would give another token."""
+    """Tiles of unequal length, ties across tiles, NaN and -inf, garbage after the last tile; logits that give other tokens."""
     B, V, parts = 5, 700, 37
     logits = (make(B, V, dtype=torch.float32) * 4).round()  # ties
     logits[1, 555], logits[2], logits[3, 20:] = NAN, -INF, -INF
@@ -258,7 +258,7 @@ def test_compiles(cc):
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 64, 256])
 def test_large(B, make, device, repeats):
-    """Of some 10⁴ draws in a real vocabulary hardly one may differ: exp and log round otherwise than PyTorch's."""
+    """With a real vocabulary, at most one of 10⁴ draws may differ, because exp and log round differently from PyTorch's."""
     V, different, total = 152064, 0, 0
     rounds, each = max(len(OPTIONS) if B == 1 else 3, min(200, repeats(10240) // B)), repeats(8)
     workspace = garbage(kernel.SamplingWorkspace(B, V, device), 5)
