@@ -29,7 +29,7 @@ from minirt.kernels.attention.rope_write import check_pages
 from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.launch import Workspace, capability
-from minirt.kernels.linear.dispatch import starts_early
+from minirt.kernels.linear.dispatch import fetches_early
 from minirt.kernels.regimes import Regime
 
 _SPLITS = (64, 128, 256, 512, 1024)
@@ -193,7 +193,7 @@ def rope_paged_attention_decode(
     pages, scratch = KVPages(k_pages, v_pages, k_scales, v_scales), Scratch.of(workspace, max_splits * Nq, D)
     operands = Decode(
         qkv, Rope(cos_sin, q_norm, k_norm, eps), pages, block_tables, seq_lens, split_starts, None, out, *scratch, max_splits,
-        scale, split, pdl, starts_early(B, out.device),
+        scale, split, pdl, fetches_early(B, out.device),
     )  # fmt: skip
     return _decode(operands, max_seq_len, config)
 

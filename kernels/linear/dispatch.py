@@ -44,11 +44,13 @@ class LinearRegime(Regime):
         launch: runs the kernel on operands that `accepts` does not refuse.
         accepts: whether the kernel can compute this product.
         row_maxima_tiles: how many row maxima the kernel stores for a row of an LM head's logits; 0: none.
+        fetches_early: whether the kernel profits from starting before its input is there, since it fetches weights until then.
     """
 
     launch: Callable[[Product], None] = vector.gemv
     accepts: Callable[[Product], bool] = _any
     row_maxima_tiles: Callable[[Product], int] = _none
+    fetches_early: bool = False
 
 
 # The first regime that covers the tokens and accepts the product computes it.
@@ -57,7 +59,7 @@ REGIMES = (
     LinearRegime("gemv", "tokens", 1, 1, launch=vector.gemv),
     LinearRegime(
         "gemm_sm90", "tokens", _SM90, variant=sm90.token_regime, padded=sm90.padded_tokens, capability=90, launch=sm90.gemm_sm90,
-        accepts=sm90.accepts, row_maxima_tiles=sm90.row_maxima_tiles,
+        accepts=sm90.accepts, row_maxima_tiles=sm90.row_maxima_tiles, fetches_early=True,
     ),
     LinearRegime(
         "gemm_small", "tokens", 2, small.MAX_TOKENS, variant=small.token_block, padded=small.token_block,
@@ -200,9 +202,9 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
     return regime(product).row_maxima_tiles(product)
 
 
-def starts_early(tokens: int, device: torch.device) -> bool:
-    """Whether the kernel before a product of `tokens` tokens lets it start as soon as possible (see `EARLY`)."""
-    return any(own.covers(tokens, capability(device)) for own in EARLY)
+def fetches_early(tokens: int, device: torch.device) -> bool:
+    """Whether the kernel of a product fetches weights while the kernel before it runs, if that lets it start."""
+    return any(own.fetches_early and own.covers(tokens, capability(device)) for own in REGIMES)
 
 
 def _output(x: Tensor, weight: Tensor, out: Tensor | None, dtype: torch.dtype | None, gated: bool) -> Tensor:
@@ -222,7 +224,7 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
             raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
         vector.gemv(product, norm_weight, eps)
         return out
-    early = starts_early(T, x.device)
+    early = any(own.covers(T, capability(x.device)) for own in EARLY)
     if product.scale is None:
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))

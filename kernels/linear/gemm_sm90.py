@@ -333,12 +333,15 @@ def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.cons
 
 @gluon.jit
 def _multiply_tiles(
-    x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out, more_out, staging,
-    more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr, stride, T, N, tiles,
-    tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
+    ring, epilogue, pointers, sizes, K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
     PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
+    """One group of four warps, which computes 64 rows of each of the program's tiles. Arguments as in `_gemm_sm90_kernel`."""
+    x_tiles, w_tiles, more_tiles, full, empty = ring
+    residual, more_residual, residual_full, out, more_out, staging, more_staging = epilogue
+    x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr = pointers
+    stride, T, N, tiles, tiles_n = sizes
     WIDTH: gl.constexpr = w_tiles.shape[1]
     FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
     STEPS: gl.constexpr = (K + x_tiles.shape[2] - 1) // x_tiles.shape[2]
@@ -452,19 +455,19 @@ def _gemm_sm90_kernel(
     for i in gl.static_range(GROUPS):
         mbarrier.init(residual_full.index(i), count=1)
     fence_async_shared()
+    ring = (x_tiles, w_tiles, more_tiles, full, empty)
+    epilogue = (residual, more_residual, residual_full, out, more_out, staging, more_staging)
+    pointers = (x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr)
+    sizes = (stride, T, N, tiles, tiles_n)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
-                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
-                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 0)),
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
-                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
-                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 1)),
-                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
-                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
+                 GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
+                 GROUPS, 1)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K, ACTIVATION,
+                 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
             [4, 1],
             [240, 24],
@@ -472,20 +475,14 @@ def _gemm_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
-                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
-                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 0)),
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
-                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
-                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 1)),
-                (_multiply_tiles, (x_tiles, w_tiles, more_tiles, full, empty, residual, more_residual, residual_full, out,
-                 more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr,
-                 needed_ptr, stride, T, N, tiles, tiles_n, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 2)),
-                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
-                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
+                 GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
+                 GROUPS, 1)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
+                 GROUPS, 2)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K, ACTIVATION,
+                 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
             [4, 4, 1],
             [160, 160, 32],
