@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minirt.kernels.launch import capability, fit_stages, require_fp8, shared_limit, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.tile_order import place_tile
 
 CASES = [
     {"T": 129, "N": 96, "K": 576},
@@ -49,16 +50,6 @@ class GemmConfig:
     tma: bool = False
     rest: int = 1
     num_sms: int = 1
-
-
-@triton.jit
-def place_tile(tile, T, N, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_T: tl.constexpr):
-    """The first row and the first column of a tile, in groups of GROUP_T tiles of rows."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    group = tile // (GROUP_T * tiles_n)
-    rest = tile % (GROUP_T * tiles_n)
-    group_rows = tl.minimum(tl.cdiv(T, BLOCK_T) - group * GROUP_T, GROUP_T)
-    return (group * GROUP_T + rest % group_rows) * BLOCK_T, rest // group_rows * BLOCK_N
 
 
 @triton.jit
@@ -174,7 +165,6 @@ def _gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     REST: tl.constexpr,
-    GROUP_T: tl.constexpr,
     TMA: tl.constexpr,
     TMA_OUT: tl.constexpr,
     PROMOTE: tl.constexpr,
@@ -186,14 +176,14 @@ def _gemm_kernel(
     """
     pid = tl.program_id(0)
     if REST == 1 or pid < whole:
-        first_t, first_n = place_tile(pid, T, N, BLOCK_T, BLOCK_N, GROUP_T)
+        first_t, first_n = place_tile(pid, T, tl.cdiv(N, BLOCK_N), BLOCK_T, BLOCK_N)
         _compute_tile(
             x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T,
             BLOCK_N, BLOCK_K, TMA, TMA_OUT, PROMOTE,
         )  # fmt: skip
     else:
         PART: tl.constexpr = BLOCK_N // REST
-        first_t, first_n = place_tile(whole + (pid - whole) // REST, T, N, BLOCK_T, BLOCK_N, GROUP_T)
+        first_t, first_n = place_tile(whole + (pid - whole) // REST, T, tl.cdiv(N, BLOCK_N), BLOCK_T, BLOCK_N)
         first_n += (pid - whole) % REST * PART
         _compute_tile(
             x, rest_weight, x_scale_ptr, scale_ptr, bias_ptr, rest_residual, rest_out, first_t, first_n, T, N, K,
@@ -295,7 +285,7 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     ]  # fmt: skip
     _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
         rows, *operands, x_scale, scale, bias, T, N, whole, K=K, ACTIVATION=activation, BLOCK_T=c.block_t,
-        BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, GROUP_T=8, TMA=tma, TMA_OUT=tma_out,
+        BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, TMA=tma, TMA_OUT=tma_out,
         PROMOTE=_PROMOTE // c.block_k if eight else 0, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
 

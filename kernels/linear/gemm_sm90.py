@@ -34,6 +34,8 @@ from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.gluon_sm90 import cta_barrier, tma_descriptor, tma_load, tma_store
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 
 @gluon.jit
@@ -164,9 +166,7 @@ def store_row_maxima(
     if MORE != 0:
         more_top, more_column = _row_maxima(more, x_scale_ptr, scale_ptr, bias_ptr, first_t, n + acc.shape[1], T, N, ROWS)
         top, column = _better(top, column, more_top, more_column)
-    bits = top.to(gl.int32, bitcast=True)
-    key = gl.where(top == 0, 0, gl.where(column < 0, 2147483647, bits ^ ((bits >> 31) & 2147483647)))
-    packed = (key.to(gl.int64) << 32) | (gl.maximum(column, 0) ^ 2147483647).to(gl.int64)
+    packed = pack(gl.where(column < 0, MAX_INT, sortable(top)), gl.maximum(column, 0))
     t = first_t + gl.arange(0, 64, ROWS)
     gl.store(row_maxima_ptr + t.to(gl.int64) * stride + n // COLUMNS, packed, mask=t < T)
 
@@ -178,13 +178,10 @@ def _first(tile, T, tiles_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: g
     With SHIFT the last rows' tile starts early enough to be full, because TMA is slow with rows past the end: some rows are
     computed twice, with the same result.
     """
-    group = tile // (8 * tiles_n)
-    rest = tile % (8 * tiles_n)
-    group_rows = min((T + ROWS - 1) // ROWS - group * 8, 8)
-    t = (group * 8 + rest % group_rows) * ROWS
+    t, n = place_tile(tile, T, tiles_n, ROWS, COLUMNS)
     if SHIFT:
         t = min(t, max(T - ROWS, 0))
-    return t, rest // group_rows * COLUMNS
+    return t, n
 
 
 @gluon.jit
@@ -462,12 +459,12 @@ def _gemm_sm90_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
-                 GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
-                 GROUPS, 1)),
-                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K, ACTIVATION,
-                 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 1)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
+                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
             [4, 1],
             [240, 24],
@@ -475,14 +472,14 @@ def _gemm_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
-                 GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
-                 GROUPS, 1)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT, PDL,
-                 GROUPS, 2)),
-                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K, ACTIVATION,
-                 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 1)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
+                 PDL, GROUPS, 2)),
+                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
+                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
             [4, 4, 1],
             [160, 160, 32],
