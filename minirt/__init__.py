@@ -23,7 +23,7 @@ _HOMES = {
     "SamplingParams": "minirt.sampling_params",
 }
 
-# In a checkout these three are links to folders beside this one; an installed package has them inside.
+# In a checkout these three are symbolic links to folders next to this one. In an installed package they are real folders.
 for _part in ("kernels", "models", "bench"):
     if find_spec(f"minirt.{_part}") is None:
         raise ImportError(

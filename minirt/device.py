@@ -1,4 +1,4 @@
-"""The device and the process: which device, how much memory is free, what has been used, and the environment of a bug report."""
+"""Devices and memory: choice of a device, free and peak memory, and the environment for a bug report."""
 
 import resource
 import sys
@@ -11,9 +11,9 @@ from minirt.errors import DeviceError, OutOfMemoryError
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes: of a GPU's allocator, or of the process (resident set)."""
+    """Peak memory in bytes: of PyTorch's allocator on a GPU, else of the process (resident set)."""
     if device.type == "cuda":
-        return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]  # flat, it takes 0.3 ms
+        return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]  # the flat variant takes 0.3 ms
     return host_peak_memory()
 
 
@@ -24,7 +24,7 @@ def host_peak_memory() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Versions, devices and memory: what a bug report needs."""
+    """Versions, devices and memory, for a bug report."""
     import os
     import platform
     from importlib.metadata import PackageNotFoundError, version
@@ -55,7 +55,7 @@ GIB = 1 << 30
 
 
 def require_memory(needed: int, device: torch.device, what: str, hint: str) -> None:
-    """Raise OutOfMemoryError if `needed` bytes for `what` are more than the device has free."""
+    """Raise OutOfMemoryError if `what` needs more memory (`needed` bytes) than the device has free."""
     free = free_memory(device)
     if needed > free:
         raise OutOfMemoryError(
@@ -68,14 +68,18 @@ def require_memory(needed: int, device: torch.device, what: str, hint: str) -> N
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device`."""
+    """Free memory of `device`, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
 
 
 def pick_device(device: str) -> torch.device:
-    """"auto", "cpu", "cuda" or "cuda:N" → a device that exists; never a silent CPU."""
+    """The device for "auto", "cpu", "cuda" or "cuda:N". Only "auto" falls back to the CPU.
+
+    Raises:
+        DeviceError: the device is unknown, absent or unusable.
+    """
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, number = str(device).partition(":")
@@ -93,5 +97,5 @@ def pick_device(device: str) -> torch.device:
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
-    """Makes a CUDA device the current one, on which Triton launches; of any other there is one alone."""
+    """Context in which `device` is the current CUDA device, on which Triton launches. Other devices need no context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""The exception tree. Every message says what is wrong, where, what was expected and found, and what to do."""
+"""The exception classes. Every message says what is wrong, where, what was expected and found, and what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,11 +31,11 @@ class MinirtError(Exception):
         return text
 
     def at(self, where: object) -> "MinirtError":
-        """The same error at another place, as whoever gave the value calls it."""
+        """The same error with another `where`: the caller's own name for the value."""
         return type(self)(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
 
     def within(self, place: str) -> "MinirtError":
-        """The same error, with its place inside another."""
+        """The same error with `place` in front of its `where`."""
         return self.at(place if self.where is None else f"{place}, {self.where}")
 
     def __reduce__(self) -> tuple:
@@ -51,7 +51,7 @@ class ConfigError(MinirtError):
 
 
 class UnsupportedError(ConfigError):
-    """A valid request for something that minirt does not do: an architecture, rope type, layer implementation…"""
+    """A valid request for something that minirt does not support: an architecture, rope type, layer implementation…"""
 
 
 class CheckpointError(MinirtError):
@@ -59,11 +59,11 @@ class CheckpointError(MinirtError):
 
 
 class TokenizerError(MinirtError):
-    """The tokenizer or the chat template is missing or damaged, or cannot do what was asked."""
+    """The tokenizer or the chat template is missing or damaged, or cannot process the request."""
 
 
 class ModelNotFoundError(MinirtError):
-    """No such folder, preset or Hub repository, or a file of it is missing."""
+    """The folder, preset or Hub repository does not exist, or one of its files is missing."""
 
 
 class InputError(MinirtError, ValueError):
@@ -75,24 +75,24 @@ class ContextLengthError(InputError):
 
 
 class DeviceError(MinirtError):
-    """The device that was asked for is absent or unusable."""
+    """The requested device is absent or unusable."""
 
 
 class DeviceFailedError(DeviceError):
-    """The GPU failed in the middle of the work; only a new process can use it again."""
+    """The GPU failed during the work. Only a new process can use it again."""
 
 
 class OutOfMemoryError(DeviceError):
-    """Device memory does not suffice; the message gives what is needed, what is free and what to change."""
+    """Not enough device memory. The message says how much is needed, how much is free and what to change."""
 
 
 class NumericsError(MinirtError):
-    """The model computed NaN or only infinities where numbers were needed."""
+    """The model computed NaN, or only infinities, instead of finite numbers."""
 
 
 @contextmanager
 def inside(place: str | None) -> Iterator[None]:
-    """Errors that are raised in here name the place, unless it is None."""
+    """Context in which every `MinirtError` gets `place` in front of its `where`, unless `place` is None."""
     try:
         yield
     except MinirtError as error:

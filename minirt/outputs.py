@@ -1,4 +1,4 @@
-"""`Completion` and `Piece`, what a request returns, and `CompletionStream`, which builds them token by token."""
+"""`Completion` and `Piece`: the results of a request. `CompletionStream` builds them token by token."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from minirt.text.stop_strings import StopStrings
 
 
 class Piece(NamedTuple):
-    """A step of a stream: new text (empty while a character or a stop string is incomplete) and its token ids."""
+    """One element of a stream: new text and its token ids. `text` is "" while a character or a stop string is incomplete."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -24,9 +24,10 @@ class Piece(NamedTuple):
 
 @dataclass
 class Completion:
-    """The result of one prompt. `token_times_s`: when each token had reached Python, in seconds from the request on.
+    """The result of one prompt.
 
-    `finish_reason`: "stop" (an EOS token or stop string), "length", "error" (see `error`), or None while it goes on.
+    `finish_reason`: "stop" (an EOS token or a stop string), "length", "error" (see `error`), or None while the request runs.
+    `token_times_s`: when each token reached Python, in seconds since the start of the request.
     """
 
     prompt_token_ids: list[int]
@@ -40,19 +41,19 @@ class Completion:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """0 before there is one."""
+        """0 before the first token."""
         return self.token_times_s[0] if self.token_times_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """The rate of the tokens after the first; 0 before there are any."""
+        """The rate of the tokens after the first; 0 before the second token."""
         times = self.token_times_s
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
 @dataclass
 class CompletionStream:
-    """One request on its way from tokens to text."""
+    """Turns the tokens of one request into text, and fills its `Completion`."""
 
     completion: Completion
     decoder: IncrementalDecoder | None

@@ -1,4 +1,4 @@
-"""Progress bars on stderr: of loading, and of many prompts. Nothing is drawn where stderr is no terminal."""
+"""Progress bars on stderr, for loading and for many prompts. Nothing is drawn if stderr is not a terminal."""
 
 import sys
 import time
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-LoadProgress = Callable[[str, int, int], None]  # (stage, done, in all); "weights" counts bytes, any other stage steps
+LoadProgress = Callable[[str, int, int], None]  # (stage, done, total); stage "weights" counts bytes, other stages steps
 
 
 @contextmanager
 def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
-    """Yield `progress(stage, done, total)`, which draws a bar for each stage, or None where nothing is drawn."""
+    """Yield `progress(stage, done, total)`, which draws one bar per stage; or None if nothing is drawn."""
     if not enabled or not sys.stderr.isatty():
         yield None
         return
@@ -32,10 +32,10 @@ def load_bars(enabled: bool = True) -> Iterator[LoadProgress | None]:
 
 
 class PromptBar:
-    """Counts finished prompts and new tokens, and draws both with the rate and the time that remains."""
+    """Counts finished prompts and new tokens. Draws both, with tokens/s and the remaining time."""
 
     def __init__(self, bars: Any, total: int) -> None:
-        """`bars`: Rich's, or None to draw nothing."""
+        """`bars`: a Rich `Progress`, or None to draw nothing. `total`: number of prompts."""
         self._bars, self._total = bars, total
         self._finished, self._tokens, self._started = 0, 0, time.perf_counter()
         self._task = bars.add_task("prompts", total=total, amount=f"0/{total}") if bars is not None else None
@@ -51,7 +51,7 @@ class PromptBar:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Takes the bar off the terminal while a result is written, if that goes to a terminal too."""
+        """Hide the bar while a result is written, if stdout is a terminal too."""
         drawn = self._bars is not None and sys.stdout.isatty()
         if drawn:
             self._bars.stop()
@@ -64,7 +64,7 @@ class PromptBar:
 
 @contextmanager
 def prompt_bar(total: int, enabled: bool = True) -> Iterator[PromptBar]:
-    """Yield `advance(n_finished=1, n_tokens=k)`: draws prompts done of `total`, tokens/s and the time that remains."""
+    """Yield a `PromptBar` for `total` prompts. Call it as `advance(n_finished=1, n_tokens=k)` when a prompt is finished."""
     if not enabled or not sys.stderr.isatty():
         yield PromptBar(None, total)
         return
@@ -73,7 +73,7 @@ def prompt_bar(total: int, enabled: bool = True) -> Iterator[PromptBar]:
 
 
 def _bars() -> Any:
-    """Rich's bars on stderr. It must not redirect stdout: results would go to stderr."""
+    """A Rich `Progress` on stderr. Rich must not redirect stdout: results would go to stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,6 +1,6 @@
-"""`SamplingParams`, what a user asks for, and `resolve`, which settles it with the model's generation_config.json.
+"""`SamplingParams`: the sampling settings of a request. `resolve` combines them with the model's generation_config.json.
 
-No torch here: `import minirt` loads this file.
+Imports no torch, so that `from minirt import SamplingParams` is fast.
 """
 
 import math
@@ -25,12 +25,12 @@ class _Range:
     open_low: bool = False
 
     def check(self, value: Any, where: str, error: type[MinirtError], hint: str | None = None) -> Any:
-        """`value` as an int or a float; `error` if it is of another type or out of range."""
+        """Return `value` as an int or a float. Raise `error` if its type is wrong or it is out of range."""
         kind = Integral if self.integer else Real
         if not isinstance(value, bool) and isinstance(value, kind):
             try:
                 number: float = int(value) if isinstance(value, Integral) and self.integer else float(value)
-            except OverflowError:  # an int beyond a float's range
+            except OverflowError:  # an int beyond the range of float
                 number = math.inf
             inside = self.low < number if self.open_low else self.low <= number
             if inside and number <= self.high and number != math.inf:
@@ -47,9 +47,9 @@ _RANGES = {
     "max_tokens": _Range(1, math.inf, "an integer >= 1", integer=True),
 }
 _OFF: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # where the file's name differs
+_IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # settings with another name in the file
 
-# Settings of generation_config.json that change what transformers generates and that minirt does not have, with the
+# Settings of generation_config.json that change the output of transformers and that minirt does not support, with the
 # values that mean "off" (null and empty always do). `resolve` reports those that are set.
 _NOT_SUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), (1,)),
@@ -77,17 +77,17 @@ def _stop_strings(value: object, where: str, error: type[MinirtError]) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. None is "not set": generation_config.json or a default decides.
+    """How to choose tokens and when to stop. None means "not set": generation_config.json or a default decides.
 
     Args:
-        temperature: 0 is greedy decoding; else logits are divided by it.
+        temperature: divisor of the logits; 0 is greedy decoding.
         top_k: keep the k most probable tokens; 0 (or -1) is off.
-        top_p: keep the most probable tokens whose share of the probability reaches top_p; 1 is off.
-        min_p: keep tokens with at least min_p times the probability of the most probable one; 0 is off.
-        seed: of the random draws, 0 to 2**64 - 1. The same seed, prompt and settings give the same draws.
-        max_tokens: the most tokens to generate.
-        stop: a string or several; generation ends where one of them appears.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        top_p: keep the most probable tokens whose total probability reaches top_p; 1 is off.
+        min_p: keep tokens with at least min_p times the probability of the most probable token; 0 is off.
+        seed: seed of the random draws, 0 to 2**64 - 1. The same seed, prompt and settings give the same draws.
+        max_tokens: maximum number of new tokens.
+        stop: a string or several strings; generation ends where one of them appears.
+        ignore_eos: continue past the model's end-of-sequence tokens.
 
     Raises:
         InputError: a value has the wrong type or is out of range.
@@ -121,9 +121,9 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EffectiveSampling:
-    """The settings a request runs with. `sources` says for each field where its value came from.
+    """The settings that a request runs with. `sources` names the origin of each field's value.
 
-    `not_applied` lists what generation_config.json asks for and minirt does not do, as "name=value": to be shown.
+    `not_applied` lists the settings of generation_config.json that minirt does not support, as "name=value", for display.
     """
 
     temperature: float
@@ -138,7 +138,7 @@ class EffectiveSampling:
     not_applied: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line with what decides the choice of tokens, each value with its source."""
+        """One line with the settings that decide the choice of tokens, each with its source."""
         if self.temperature == 0:
             return f"greedy ({self.sources['temperature']})"
         names = [n for n in ("temperature", "top_k", "top_p", "min_p", "seed") if getattr(self, n) != _OFF.get(n)]
@@ -146,14 +146,14 @@ class EffectiveSampling:
 
 
 def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] | None) -> EffectiveSampling:
-    """Settle every setting: the user's value, else the model's generation_config.json, else a default.
+    """Determine every setting: the user's value, else that of generation_config.json, else a default.
 
-    The file's temperature, top_k, top_p and min_p count only if its do_sample is true, as in transformers; the default
-    is greedy decoding without filters. A user who sets a filter or a seed, but no temperature, wants draws: where
-    decoding would be greedy, the temperature becomes 1. A seed that nobody set is drawn from the operating system.
+    The file's temperature, top_k, top_p and min_p apply only if its do_sample is true, as in transformers. The default is
+    greedy decoding without filters. A user who sets a filter or a seed, but no temperature, wants random draws: if decoding
+    would be greedy, the temperature becomes 1. A seed that is not set comes from the operating system's random numbers.
 
     Raises:
-        ConfigError: generation_config.json holds a malformed value for a setting that the user leaves to it.
+        ConfigError: generation_config.json holds a malformed value for a setting that the user has not set.
     """
     params = params or SamplingParams()
     config = _checked_file(generation_config)
@@ -169,7 +169,7 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
             values[name], sources[name] = _from_file(name, stated), _FILE
         else:
             if stated is not None:
-                _from_file(name, stated)  # unused, and wrong all the same
+                _from_file(name, stated)  # not used, but a malformed value is an error
             values[name], sources[name] = default, "default"
 
     for name, off in _OFF.items():

@@ -1,4 +1,4 @@
-"""The architectures, one file each, and the one look-up by `model_type` and by preset name. Imports no torch."""
+"""The architectures, one file each, and the lookup by `model_type` and by preset name. Imports no torch."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -35,9 +35,11 @@ def embedded() -> Path:
 
 
 def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
-    """Check the content of a config.json; `where` names the file in messages.
+    """Parse and check the content of a config.json. `where` names the file in messages.
 
-    Raises `ConfigError` for a value that is wrong or missing, `UnsupportedError` for one that minirt does not serve.
+    Raises:
+        ConfigError: a value is wrong or missing.
+        UnsupportedError: minirt does not support a value.
     """
     fields = Fields(raw, where)
     model_type = fields.string("model_type")
@@ -51,12 +53,12 @@ def parse_config(raw: Any, where: str = "config.json") -> ModelConfig:
 
 
 def build(config: ModelConfig) -> "list[Layer]":
-    """The layers of a model, in the order they run, without weights."""
+    """The layers of a model in execution order, without weights."""
     return ARCHITECTURES[config.model_type].layers(config)
 
 
 def preset(name: str) -> Preset | None:
-    """The preset of that name, in any mix of cases; None if there is none."""
+    """The preset with this name (case-insensitive), or None."""
     return next((entry for entry in presets() if entry.name.lower() == name.lower()), None)
 
 

@@ -1,4 +1,4 @@
-"""What Llama-like decoders share: the fields of config.json, the refusal of what no layer computes, and the list of layers."""
+"""Shared by all Llama-like decoders: reading config.json, refusing unsupported features, and the list of layers."""
 
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,11 @@ def decoder_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelConfig:
-    """Read the fields. The sizes are required; other absent ones take the defaults of transformers.
+    """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
-    `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class there; None: the
-    value follows from the other sizes (num_attention_heads; hidden_size // num_attention_heads), as for a null.
+    `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class in transformers. If
+    `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
+    hidden_size // num_attention_heads.
     """
     refuse_unserved(fields)
     hidden = fields.integer("hidden_size", maximum=MAX_HIDDEN)
@@ -45,13 +46,13 @@ def decoder_config(
     kv = fields.integer_or_none("num_key_value_heads", default=kv_heads, maximum=MAX_HEADS) or heads
     if heads % kv:
         raise ConfigError(
-            "the query heads cannot be shared out among the key/value heads",
+            "the query heads cannot be divided evenly among the key/value heads",
             where=fields.place("num_key_value_heads"),
             expected=f"a divisor of num_attention_heads ({heads})",
             found=kv,
         )
     positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
-    # transformers: `dtype` before `torch_dtype`; null counts as absent
+    # As in transformers, `dtype` takes precedence over `torch_dtype`, and null counts as absent.
     dtype = next((name for name in ("dtype", "torch_dtype") if fields.raw.get(name) is not None), None)
     return ModelConfig(
         model_type=model_type,
@@ -76,20 +77,20 @@ def decoder_config(
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
-    if default is not None:  # a class with a default of its own takes no null, in transformers neither
+    if default is not None:  # as in transformers, a config class with its own default does not accept null
         value = fields.integer("head_dim", default=default, maximum=MAX_HEAD_DIM)
     else:
         value = fields.integer_or_none("head_dim", maximum=MAX_HEAD_DIM) or hidden // heads
         if fields.raw.get("head_dim") is None and hidden % heads:
             raise ConfigError(
-                "there is no head_dim, and it does not follow from the other sizes",
+                "head_dim is missing, and it does not follow from the other sizes",
                 where=fields.place("hidden_size"),
                 expected=f"a multiple of num_attention_heads ({heads})",
                 found=hidden,
             )
     if value % 2 or value > MAX_HEAD_DIM:
         raise ConfigError(
-            "the head size is not acceptable: rotary embedding turns pairs of channels",
+            "the head size is not acceptable: rotary embedding rotates pairs of channels",
             where=fields.place("head_dim"),
             expected=f"an even number up to {MAX_HEAD_DIM}",
             found=value,
@@ -98,11 +99,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Refuse quantized checkpoints, mixtures of experts and layers of other kinds, by name."""
+    """Raise UnsupportedError for quantized checkpoints, mixtures of experts and unknown layer types."""
     for name in ("quantization_config", "compression_config"):
         if fields.raw.get(name) is not None:
             raise UnsupportedError(
-                "checkpoints that are quantized already are not supported",
+                "quantized checkpoints are not supported",
                 where=fields.place(name),
                 found=f"quant_method {fields.nested(name).string('quant_method', default='unnamed')[:60]!r}",
                 hint="load the unquantized checkpoint; minirt quantizes while loading",
@@ -121,11 +122,14 @@ def refuse_unserved(fields: Fields) -> None:
 
 
 def refuse_used_window(fields: Fields, num_layers: int) -> None:
-    """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on see `sliding_window` tokens only."""
+    """Raise UnsupportedError if a layer would use sliding-window attention.
+
+    In Qwen models with `use_sliding_window`, these are the layers from `max_window_layers` on.
+    """
     used = fields.boolean("use_sliding_window", default=False)
     window = fields.integer_or_none("sliding_window", default=4096, maximum=MAX_POSITIONS)
     first = fields.integer("max_window_layers", default=28, minimum=0, maximum=MAX_LAYERS)
-    listed = fields.raw.get("layer_types") is not None  # overrules max_window_layers, and is checked above
+    listed = fields.raw.get("layer_types") is not None  # overrides max_window_layers; checked in refuse_unserved
     if used and window is not None and first < num_layers and not listed:
         raise UnsupportedError(
             "sliding-window attention is not supported",
@@ -136,8 +140,8 @@ def refuse_used_window(fields: Fields, num_layers: int) -> None:
 
 
 def decoder_layers(config: ModelConfig) -> "list[Layer]":
-    """Embedding, attention and MLP of each block, head; weights by their checkpoint prefixes, without `.weight`."""
-    from minirt.layers import MLP, Attention, Embedding, Head  # here, for it imports torch
+    """Embedding, attention and MLP of each block, head. Weights are named by their checkpoint prefixes, without `.weight`."""
+    from minirt.layers import MLP, Attention, Embedding, Head  # imported here because it imports torch
 
     layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
     for i in range(config.num_layers):

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2 and what else says `"model_type": "llama"`."""
+"""Llama 2 and 3, SmolLM2 and all other models with `"model_type": "llama"`."""
 
 from minirt.modeling.config import Fields, ModelConfig
 from minirt.models.decoder import decoder_config, decoder_layers
@@ -7,7 +7,7 @@ layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:
-    """`attention_bias` means all four projections of the attention, `mlp_bias` all three of the MLP."""
+    """`attention_bias` adds a bias to all four attention projections, `mlp_bias` to all three MLP projections."""
     bias = fields.boolean("attention_bias", default=False)
     return decoder_config(
         fields,

@@ -1,4 +1,4 @@
-"""Well-known models by name: the shapes of their published config.json files, as rows of a table."""
+"""Well-known models by name, with the shapes of their published config.json files."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# What the models of a family have in common.
+# The fields that all models of a family share.
 QWEN25 = {"model_type": "qwen2", "max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 LLAMA3 = {"model_type": "llama", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
@@ -31,8 +31,8 @@ SMOLLM2 = {"model_type": "llama", "max_position_embeddings": 8192, "rope_theta":
 
 SHORT = {"max_position_embeddings": 32768}
 EPS5, EPS6 = {"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}
-# Name, Hub owner, family, values of COLUMNS, what differs from the family, what differs again in the -Instruct model
-# (None: there is none).
+# Name, Hub owner, family, values of COLUMNS, overrides of the family's fields, further overrides of the -Instruct model (None:
+# there is no such model).
 ROWS: tuple[tuple[str, str, dict[str, Any], tuple[Any, ...], dict[str, Any], dict[str, Any] | None], ...] = (
     ("Qwen2.5-0.5B", "Qwen", QWEN25, (896, 24, 14, 2, 64, 4864, 151936, True), SHORT, SHORT),
     ("Qwen2.5-1.5B", "Qwen", QWEN25, (1536, 28, 12, 2, 128, 8960, 151936, True), {}, SHORT),

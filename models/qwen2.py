@@ -7,7 +7,7 @@ layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:
-    """The biases are not a choice of the file: q, k and v always have one, the output projection never."""
+    """The file has no setting for biases: q, k and v always have one, the output projection never."""
     parsed = decoder_config(fields, model_type="qwen2", max_positions=32768, kv_heads=32, qkv_bias=True)
     refuse_used_window(fields, parsed.num_layers)
     return parsed

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with an RMSNorm on every query and key head, and a head_dim of its own."""
+"""Qwen3 (dense): Llama with an RMSNorm on every query and key head, and a head_dim independent of the hidden size."""
 
 from minirt.modeling.config import Fields, ModelConfig
 from minirt.models.decoder import decoder_config, decoder_layers, refuse_used_window
@@ -7,7 +7,7 @@ layers = decoder_layers
 
 
 def config(fields: Fields) -> ModelConfig:
-    """`attention_bias` means all four projections of the attention; head_dim is 128 where the file has none."""
+    """`attention_bias` adds a bias to all four attention projections. An absent head_dim means 128."""
     bias = fields.boolean("attention_bias", default=False)
     parsed = decoder_config(
         fields,

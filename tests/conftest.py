@@ -1,4 +1,4 @@
-"""Fixtures for all tests: the real model, and tiny random models of every family written by transformers."""
+"""Fixtures for all tests: SmolLM2, and tiny random models of every family, written by transformers."""
 
 import os
 from collections.abc import Callable
@@ -9,16 +9,16 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 if not torch.cuda.is_available() and "MINIRT_EMULATE" not in os.environ:  # see tests/emulate
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it reads this once
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported, which reads it once
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.pluginmanager.hasplugin("xdist"):
-        for item in items:  # with `-n`, one process runs those tests of a file that share what a fixture loads
+        for item in items:  # with `-n`, tests of a file that share a module fixture run in one process
             if any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
                 item.add_marker(pytest.mark.xdist_group(str(item.path)))
-            elif "past_2_31" in item.name:  # each takes gigabytes of a GPU's memory: one after the other
+            elif "past_2_31" in item.name:  # each test takes gigabytes of GPU memory, so they run one after the other
                 item.add_marker(pytest.mark.xdist_group("past_2_31"))
     if not torch.cuda.is_available():
         for item in items:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct (fp32): the folder that MINIRT_TEST_SMOLLM2 names, or made once in .cache."""
+    """SmolLM2-135M-Instruct (fp32): the folder MINIRT_TEST_SMOLLM2, or a folder in .cache that is made once."""
     given = os.environ.get("MINIRT_TEST_SMOLLM2")
     if given:
         return Path(given)
@@ -40,9 +40,9 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that writes a tiny random model: `hf_folder(family, seed=0, **config)` → its folder.
+    """A function that writes a tiny random model and returns its folder: `hf_folder(family, seed=0, **config)`.
 
-    Norm weights are not uniform and biases not zero, or a fault in them would not show.
+    Norm weights are not uniform and biases are not zero. Otherwise errors in them would not show.
     """
     import transformers
 

@@ -1,7 +1,7 @@
-"""The public API on tiny models: forms of input and refusals, streams, stop strings, sampling, limits, closing.
+"""The public API on tiny models: input types and errors, streams, stop strings, sampling, limits, closing.
 
-Catches text that differs between generate and stream, requests that leak or disturb each other, raw Python errors where
-a message is due, and memory that is kept after close.
+Catches text that differs between generate and stream, requests that leak or disturb each other, raw Python errors instead of
+clear messages, and memory that is still held after close.
 """
 
 import gc
@@ -134,7 +134,7 @@ def test_what_are_no_tokens(tokens, generator):
 
 
 def test_logits_of_chunks(folder, generator):
-    """No more tokens at once than a step may have."""
+    """`logits` computes at most `max_num_batched_tokens` tokens at once."""
     tokens = list(range(3, 60))
     with load(folder, max_num_batched_tokens=7) as small:
         torch.testing.assert_close(small.logits(tokens), generator.logits(tokens), rtol=0, atol=2e-4)
@@ -195,7 +195,7 @@ def test_streams_may_be_interleaved_or_left(generator):
     streams = [generator.stream(p, params(n)) for p, n in zip(PROMPTS, (5, 24, 9, 16), strict=True)]
     found = [[] for _ in streams]
     left = list(range(len(streams)))
-    next(generator.stream("left at once", params()))  # dropped: its request must go, or it disturbs the others
+    next(generator.stream("left at once", params()))  # dropped: its request must end, or it disturbs the others
     while left:
         for i in list(left):
             piece = next(streams[i], None)
@@ -215,7 +215,7 @@ def test_streams_may_be_interleaved_or_left(generator):
 
 
 def test_a_paused_stream_finishes_behind_another(generator):
-    """The engine ends the first request while only the second is read: its outputs must wait, not vanish."""
+    """The engine ends the first request while only the second stream is read: the outputs of the first must not get lost."""
     expected = generator.generate(PROMPTS[0], params(6)).token_ids
     paused = generator.stream(PROMPTS[0], params(6))
     found = list(next(paused).token_ids)
@@ -309,7 +309,7 @@ def test_a_tokenizer_of_another_model(hf_folder):
 
 
 def test_text_that_gives_no_tokens(copy):
-    """The tiny alphabet has no Chinese, and this tokenizer no BOS: nothing is left of the prompt."""
+    """The tiny vocabulary has no Chinese and this tokenizer adds no BOS, so the prompt has no tokens."""
     path = copy / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
     with load(copy) as loaded, pytest.raises(InputError, match="empty"):
@@ -360,15 +360,15 @@ def test_options_that_would_be_ignored(folder, options):
 
 
 def test_peak_memory_is_that_of_the_generators_device(folder, monkeypatch):
-    """Not of a GPU that the process uses beside it."""
+    """It does not ask a GPU that the process uses for something else."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda *_: pytest.fail("it asks a GPU"))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda *_: pytest.fail("it asked a GPU"))
     with load(folder) as generator:
         assert generator.generate("hello", params(2)).peak_memory_bytes > 1 << 20
 
 
 def test_close_frees_the_weights_and_the_cache(folder):
-    gc.disable()  # so that a cycle that close leaves alone stays
+    gc.disable()  # so that a reference cycle left by close stays alive
     try:
         with load(folder) as loaded:
             held = [weakref.ref(p) for p in loaded._model.parameters()]

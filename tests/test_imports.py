@@ -1,4 +1,4 @@
-"""Who may import whom, read from the syntax trees. Catches an import that points up, a cycle, and slow or stray imports."""
+"""Which module may import which, checked on the syntax trees. Catches upward imports, cycles, and slow or forbidden imports."""
 
 import ast
 import subprocess
@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 import pytest
 from support.package import ROOT
 
-# From the bottom up. A module may import from lower tiers and from its own, and no chain of imports leads back to its start. A
-# folder may be spread over tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
+# From bottom to top. A module may import from lower tiers and from its own tier, without cycles. A folder may be spread over
+# tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
     ["minirt.errors", "minirt.progress"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
@@ -29,7 +29,7 @@ FORBIDDEN = {"transformers", "gguf", "scipy", "hypothesis", "pytest", "numpy", "
 
 
 def modules():
-    """(path, dotted name) of every module that is installed, and of bench/tools."""
+    """(path, dotted name) of every installed module and of bench/tools."""
     for folder in ("minirt", "models", "kernels", "bench"):
         package = "minirt" if folder == "minirt" else f"minirt.{folder}"
         for path in (ROOT / folder).rglob("*.py"):
@@ -43,7 +43,7 @@ NAMES = {name for _, name in modules()}
 
 
 def imports(path, module, *, everywhere=True):
-    """The modules that a file imports, outside `if TYPE_CHECKING`; `everywhere`: also within functions."""
+    """The modules that a file imports, except under `if TYPE_CHECKING`. `everywhere`: include imports inside functions."""
     tree = ast.parse(path.read_text())
     skipped = {
         id(n)
@@ -65,10 +65,10 @@ def imports(path, module, *, everywhere=True):
 
 
 def tier(module):
-    """The first tier with a pattern that fits; names before patterns, so that a file may stand below its room."""
+    """The first tier that lists the module by name, else the first with a matching pattern. So a file may be below its folder."""
     exact = [i for i, patterns in enumerate(TIERS) if module in patterns]
     fitting = [i for i, patterns in enumerate(TIERS) if any(fnmatchcase(module, pattern) for pattern in patterns)]
-    assert exact or fitting, f"{module} stands on no tier"
+    assert exact or fitting, f"{module} is in no tier"
     return (exact or fitting)[0]
 
 
@@ -78,11 +78,11 @@ def test_nothing_imports_upwards():
             continue
         for target in imports(path, module):
             if target.split(".")[0] == "minirt" and target != "minirt":
-                assert tier(target) <= tier(module), f"{module} imports {target}, which stands above it"
+                assert tier(target) <= tier(module), f"{module} imports {target} from a higher tier"
 
 
 def test_there_is_no_cycle():
-    """Counted over imports at the top of files: those within functions are there to be late."""
+    """Only imports at the top of a file count. Imports inside functions are late on purpose."""
     edges = {
         module: {target for target in imports(path, module, everywhere=False) if target in NAMES and target != module}
         for path, module in modules()
@@ -119,7 +119,7 @@ def test_outsiders():
 
 
 def test_no_guard_is_an_assert():
-    """Under python -O an assert is gone; kernels may use tl.static_assert."""
+    """python -O removes assert statements. Kernels may use tl.static_assert."""
     for path, _ in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             assert not isinstance(node, ast.Assert), f"{path}:{node.lineno}"
@@ -127,7 +127,7 @@ def test_no_guard_is_an_assert():
 
 @pytest.mark.parametrize("code", ["import minirt", "import minirt.models", "from minirt.cli.app import cli"])
 def test_light_imports(code):
-    """The import and --help must not pay for torch, Triton, tokenizers or the Hub client."""
+    """`import minirt` and --help must not import torch, Triton, tokenizers or the Hub client."""
     heavy = ["torch", "triton", "tokenizers", "huggingface_hub", "jinja2", "rich", "transformers"]
     script = f"import sys; {code}; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)

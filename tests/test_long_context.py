@@ -1,7 +1,7 @@
-"""A prompt that fills a model's own limit, in chunks, against transformers: 32,768 positions, and 131,072 with scaled RoPE.
+"""A chunked prompt that fills the model's context length, against transformers: 32,768 positions, and 131,072 with scaled RoPE.
 
-Catches positions or scaled frequencies that lose precision far from zero, pages past the first thousand, and parts of a context
-that are dropped or counted twice when it is split.
+Catches positions or scaled frequencies that lose precision far from zero, errors on pages past the first thousand, and KV splits
+that are dropped or counted twice.
 """
 
 import gc
@@ -13,7 +13,7 @@ from support.package import transformers_logits
 from minirt import Generator, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
-NEW = 12  # tokens after the prompt, the last of them at the limit
+NEW = 12  # tokens after the prompt; the last one is at the limit
 LLAMA31 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

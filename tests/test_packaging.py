@@ -1,7 +1,7 @@
-"""What is built and installed, from every form in which the source can come.
+"""Builds and installs from every kind of source: checkout, sdist, zip, wheel, editable install.
 
 Catches files that are missing from the wheel or do not belong there, a package that pyproject.toml does not list, imports that
-only work in the source tree or only outside of it, and an install without kernels because the links were lost.
+work only inside or only outside the source tree, and an install without kernels because the symbolic links were lost.
 """
 
 import os
@@ -23,14 +23,14 @@ MODULES = ("minirt", "minirt.cli.app", "minirt.models", "minirt.kernels.linear",
 
 
 def run(*command, **options):
-    """The finished process, its stdout and stderr as text; a failure shows both."""
+    """Run a command and return the finished process, with stdout and stderr as text. A failure shows both."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def source_files():
-    """Where each Python file of the runtime must lie in the wheel."""
+    """The path in the wheel of each Python file of the runtime."""
     return {
         f"{target}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, target in PACKAGES.items()
@@ -40,14 +40,14 @@ def source_files():
 
 
 def copy_source(target):
-    """The source as git has it, links as links; builds leave folders behind, so each has its own."""
+    """Copy the source as in git, with symbolic links. Each build gets its own copy, because builds leave folders behind."""
     left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, target, ignore=left_out, symlinks=True)
     return target
 
 
 def installed_files(*source, target):
-    """The files that pip installs from a source, by their place in the target folder."""
+    """The files that pip installs from a source, relative to the target folder."""
     options = ["--no-deps", "--no-build-isolation", "--no-compile", "--target", target]
     run(sys.executable, "-m", "pip", "install", "-q", *options, *source)
     found = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
@@ -103,7 +103,7 @@ def test_an_sdist_installs_the_same(content, tmp_path):
 
 @pytest.mark.slow
 def test_a_zip_whose_links_became_text_files_installs_the_same(content, tmp_path):
-    """As git and most unpackers write links where the file system has none."""
+    """git and most unpackers write links as text files if the file system has no links."""
     source = copy_source(tmp_path / "source")
     for name in LINKS:
         (source / "minirt" / name).unlink()
@@ -141,7 +141,7 @@ def test_an_editable_install_sees_new_files(tmp_path):
 
 @pytest.mark.slow
 def test_the_wheel_works_elsewhere(wheel, tmp_path):
-    """-P and another folder: nothing of the source tree is in reach."""
+    """With -P and another working directory, Python cannot import from the source tree."""
     installed = tmp_path / "site"
     installed_files(wheel, target=installed)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
@@ -154,7 +154,7 @@ def test_the_wheel_works_elsewhere(wheel, tmp_path):
     rows = [line.split()[1] for line in out.splitlines() if " eager " in line]
     assert len(rows) == 63
     assert (rows[0], rows[1], *rows[60:]) == ("embedding", "layers.0.attention", "select", "layers.29.mlp", "head")
-    # The embedded model, without a network.
+    # The embedded model must work without a network.
     environment |= {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     story = ("-P", "-m", "minirt", "generate", "--quiet", "--device", "cpu", "--temperature", "0", "Once upon a time")
     text = run(sys.executable, *story, cwd=tmp_path, env=environment).stdout
@@ -163,7 +163,7 @@ def test_the_wheel_works_elsewhere(wheel, tmp_path):
 
 @pytest.mark.slow
 def test_the_console_script(tmp_path):
-    """Of the install that runs these tests; it must be an editable one, or they test something else."""
+    """The script belongs to the install that runs these tests. It must be editable, or the tests run other code."""
     script = Path(sys.executable).with_name("minirt")
     assert run(script, "--version", cwd=tmp_path).stdout == f"minirt, version {version('minirt')}\n"
     assert "generate" in run(script, "--help", cwd=tmp_path).stdout

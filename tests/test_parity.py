@@ -1,6 +1,6 @@
 """Parity with transformers in fp32: tiny random models of every family and option, and SmolLM2-135M.
 
-On a CPU through the eager layers; on a GPU through both, where "auto" takes Triton for all that it supports.
+On a CPU with the eager layers; on a GPU with the eager layers and with "auto", which selects Triton for every supported layer.
 
 Catches any error in a layer's math, packing, rope variant, page handling or batching.
 """
@@ -41,7 +41,7 @@ CASES = {
     "mistral": ("Mistral", {}),
     "mistral-d128": ("Mistral", {"head_dim": 128, "num_key_value_heads": 1}),
 }
-LENGTHS = (1, 7, 64, 65, 130)  # one token; primes; a full page; one past it; three pages
+LENGTHS = (1, 7, 64, 65, 130)  # one token; a prime; a full page; one token more; three pages
 
 
 def reference(folder):
@@ -109,7 +109,7 @@ TEXTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 def test_smollm2(impl, smollm2):
-    """At least 12 prompts: chat, code, Chinese, emoji, one character, one of 2,000 tokens; alone and all in one batch."""
+    """At least 12 prompts (chat, code, Chinese, emoji, one character, 2,000 tokens), one by one and in one batch."""
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
     with Generator.from_pretrained(
         smollm2, device=DEVICE, dtype="float32", impl=impl, kv_cache_memory=1 << 29

@@ -1,4 +1,4 @@
-"""Sampling settings: what is refused, which source wins, what is reported. And the random generator of the draws."""
+"""Sampling settings: refused values, precedence of the sources, reports. Also the random number generator of the draws."""
 
 import math
 import os
@@ -41,7 +41,7 @@ def test_accepted_values_are_kept(name: str, accepted: list) -> None:
     for value in accepted:
         found = getattr(SamplingParams(**{name: value}), name)
         assert found == value
-        assert type(found) is kind  # 1 for a temperature becomes 1.0, a numpy number a plain one
+        assert type(found) is kind  # a temperature of 1 becomes 1.0, a NumPy number becomes a Python number
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_length_and_stop_strings_do_not_need_do_sample() -> None:
 
 
 def test_do_sample_alone_means_temperature_one_and_no_filter() -> None:
-    """transformers would add its own top_k of 50, which the file does not state."""
+    """transformers would add its own default top_k of 50, which is not in the file."""
     e = resolve(None, {"do_sample": True})
     assert (e.temperature, e.top_k, e.sources["temperature"], e.sources["top_k"]) == (1, 0, FILE, "default")
 
@@ -181,7 +181,7 @@ def test_importing_the_settings_does_not_import_torch() -> None:
 
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
-    [  # Random123's known answers, kat_vectors
+    [  # known answers from Random123 (kat_vectors)
         ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),

@@ -330,8 +330,8 @@ def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.cons
 
 @gluon.jit
 def _multiply_tiles(
-    ring, epilogue, pointers, sizes, K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
-    PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
+    ring, epilogue, pointers, sizes, K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr,
+    SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps, which computes 64 rows of each of the program's tiles. Arguments as in `_gemm_sm90_kernel`."""
@@ -459,10 +459,10 @@ def _gemm_sm90_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 1)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
+                 SPLIT, PDL, GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
+                 SPLIT, PDL, GROUPS, 1)),
                 (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
                  ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
@@ -472,12 +472,12 @@ def _gemm_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 1)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE, SPLIT,
-                 PDL, GROUPS, 2)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
+                 SPLIT, PDL, GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
+                 SPLIT, PDL, GROUPS, 1)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
+                 SPLIT, PDL, GROUPS, 2)),
                 (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
                  ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],

@@ -1,4 +1,4 @@
-"""`minirt chat`: a conversation on the terminal, a line a message."""
+"""`minirt chat`: a conversation on the terminal, one message per line."""
 
 import sys
 from typing import Any
@@ -19,16 +19,16 @@ from minirt.errors import InputError
 
 @click.command()
 @load_options
-@click.option("--system", help="A system message to begin with; an empty one replaces the template's own.")
+@click.option("--system", help="The system message; an empty one replaces the template's default.")
 @sampling_options
 @quiet_option
 @debug_option
 def chat(system: str | None, quiet: bool, **options: Any) -> None:
-    """Talk with the model, a line a message. /clear starts anew; /exit or Ctrl-D ends; Ctrl-C stops an answer."""
+    """Chat with the model, one message per line. /clear starts over; /exit or Ctrl-D ends; Ctrl-C stops an answer."""
     params = sampling_params(options)
     opening = [] if system is None else [{"role": "system", "content": system}]
     with open_generator(options, quiet) as generator:
-        generator.encode_chat([*opening, {"role": "user", "content": "?"}])  # no template: say so before anybody types
+        generator.encode_chat([*opening, {"role": "user", "content": "?"}])  # without a template, fail before the user types
         messages = list(opening)
         while (line := _ask()) is not None:
             if line == "/clear":
@@ -38,7 +38,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
             answer, completion = "", None
             try:
                 tokens = generator.encode_chat([*messages, asked])
-                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (the last one counts)
+                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                     answer += piece.text
                     write(piece.text)
             except KeyboardInterrupt:
@@ -48,7 +48,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
             except InputError as error:
                 if not sys.stdin.isatty():
                     raise
-                note(f"minirt: {error}; /clear starts anew")
+                note(f"minirt: {error}; /clear starts over")
                 continue
             write("\n")
             messages += [asked, {"role": "assistant", "content": answer}]

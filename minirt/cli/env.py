@@ -1,4 +1,4 @@
-"""`minirt env`: what a bug report needs."""
+"""`minirt env`: versions, devices and memory, for a bug report."""
 
 import click
 
@@ -7,7 +7,7 @@ from minirt.cli.output import write
 
 @click.command()
 def env() -> None:
-    """Print what a bug report needs: versions, devices, memory."""
+    """Print versions, devices and memory, for a bug report."""
     from minirt.device import environment
 
     for name, value in environment().items():

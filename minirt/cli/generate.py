@@ -22,33 +22,33 @@ from minirt.errors import inside
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
-@click.option("--prompt-file", "files", multiple=True, help="Take a file verbatim as prompt; - is stdin (repeatable).")
+@click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
-@click.option("--chat", is_flag=True, help="Each prompt is a user's message: apply the chat template.")
+@click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
 @sampling_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt, each on its line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, one per line.")
 @quiet_option
 @debug_option
 def generate(
     prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, as_json: bool, quiet: bool,
     **options: Any,
 ) -> None:
-    """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it comes.
+    """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it is generated.
 
-    Every text ends with a newline of its own; the prompt is not repeated. A model without a tokenizer takes token ids
-    ("1 2 3") and prints token ids.
+    Each text is followed by a newline; the prompt is not repeated. A model without a tokenizer takes token ids ("1 2 3")
+    and prints token ids.
 
-    --prompts runs many requests through the engine at once, for throughput. Each line of its FILE is a JSON text, or an
-    object with "prompt", "messages" (a conversation) or "prompt_token_ids", its own max_tokens, temperature, top_k,
-    top_p, min_p, seed, stop and ignore_eos where they differ from the command line's, and an "id" to be copied to the
-    result. Results come in the order of the lines, each text followed by one newline; a text may hold newlines itself,
-    so programs should read --json, whose objects also name their "line". After Ctrl-C all that is finished is printed,
-    and what is unfinished with the finish_reason "abort"; a request that has no token yet is left out. A request that fails
-    has the finish_reason "error"; the others go on, and the exit code is 1.
+    --prompts runs many requests through the engine at once, for throughput. Each line of FILE is a JSON string or a JSON
+    object. An object has one of "prompt", "messages" (a conversation) and "prompt_token_ids". It may override the command
+    line's max_tokens, temperature, top_k, top_p, min_p, seed, stop and ignore_eos. It may have an "id", which is copied to
+    the result. Results are printed in the order of the lines, each text followed by a newline. A text may contain newlines
+    itself, so programs should use --json, whose objects also give their "line". After Ctrl-C, all finished results are
+    printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out. A failed request
+    has the finish_reason "error"; the others continue, and the exit code is 1.
     """
     if many is not None:
         if prompts or files:
-            raise click.UsageError("--prompts goes without PROMPT and --prompt-file")
+            raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")
         generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
         return
     texts = [*prompts, *(read_prompt(name) for name in files)]
@@ -61,10 +61,10 @@ def generate(
         for place, text in zip(places, texts, strict=True):
             with inside(place):
                 inputs.append(encode_prompt(generator, text, chat))
-                generator.check(inputs[-1], params)  # all of them, before the first text is out
+                generator.check(inputs[-1], params)  # check all prompts before any text is printed
         for place, text, tokens in zip(places, texts, inputs, strict=True):
             with inside(place):
-                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (the last one counts)
+                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                     if not as_json:
                         write(piece.text if generator.tokenizer else f"{piece.token_ids[0]} ")
             write(json_line({"prompt": text, **completion_record(completion)}) if as_json else "\n")

@@ -1,4 +1,4 @@
-"""`minirt generate --prompts`: many requests through the engine at once, results in the order of the input."""
+"""`minirt generate --prompts`: runs many requests through the engine at once; prints results in the order of the input."""
 
 import time
 from collections.abc import Sequence
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bool, quiet: bool) -> None:
-    """Run the requests of the JSON-lines file `name` ("-" is stdin); print each result once those before it are out.
+    """Run the requests of the JSON-lines file `name` ("-" is stdin) and print the results in the order of the file.
 
-    All are checked before the first runs. Ctrl-C, or an error that ends the run, prints what there is, unfinished
-    texts too, and goes on up; a request without a token yet is left out.
+    All requests are checked before the first one runs. A result is printed as soon as all results before it are printed. On
+    Ctrl-C, or on an error that ends the run, everything generated so far is printed, including unfinished texts, and the
+    exception propagates. Requests without a token are left out.
 
     Raises:
-        InputError, ContextLengthError, TokenizerError: a request is not acceptable; names file and line.
-        MinirtError: at the end, if requests failed while others went on: the first one's error, with the lines of all.
+        InputError, ContextLengthError, TokenizerError: a request is invalid; the error names file and line.
+        MinirtError: some requests failed. Raised at the end, with the first one's error and the lines of all failed requests.
     """
     from minirt.cli.request_file import read_prompt_lines
 
@@ -59,26 +60,26 @@ def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", q
 
 
 class _Results:
-    """All completions as they stand, printed in the order of the file. Finished is what has a finish_reason."""
+    """The completions in their current state; prints them in the order of the file. Finished ones have a finish_reason."""
 
     def __init__(self, requests: "Sequence[PromptLine]", as_json: bool, texts: bool) -> None:
         self.requests, self._as_json, self._texts = requests, as_json, texts
         self.all: list[Completion] = []
-        self._next = 0  # the first that is not printed
+        self._next = 0  # index of the first completion not printed yet
 
     def print_ready(self) -> None:
-        """Print what is finished, up to the first that is not."""
+        """Print the finished completions up to the first unfinished one."""
         while self._next < len(self.all) and self.all[self._next].finish_reason is not None:
             self._print_next()
 
     def print_rest(self) -> None:
-        """Print everything else that has a token or is finished, when nothing more will come."""
+        """Print all other completions that are finished or have a token. Call when the run is over."""
         while self._next < len(self.all):
             self._print_next()
 
     def _print_next(self) -> None:
         request, completion = self.requests[self._next], self.all[self._next]
-        self._next += 1  # before the writing: a Ctrl-C that answers what it shows comes after it, and nothing is printed twice
+        self._next += 1  # before writing, so that after a Ctrl-C during the write nothing is printed twice
         if completion.finish_reason is None:
             if not completion.token_ids:
                 return
@@ -89,7 +90,7 @@ class _Results:
             write((completion.text if self._texts else " ".join(map(str, completion.token_ids))) + "\n")
 
     def summary(self, seconds: float) -> str:
-        """What came of how many prompts in how long a time; what is unfinished or left out is named by line."""
+        """Totals of prompts, tokens and time, and the lines of unfinished and omitted requests."""
         done = [completion for completion in self.all if completion.token_ids]
         new = sum(len(completion.token_ids) for completion in done)
         text = f"{len(done)} prompts of {sum(len(completion.prompt_token_ids) for completion in done)} tokens"

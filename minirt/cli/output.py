@@ -1,4 +1,4 @@
-"""How the commands print: results to stdout at once, notes to stderr, and a completion as a record or a summary."""
+"""Output of the commands: results on stdout, notes on stderr, and a completion as a record or a summary."""
 
 import json
 import os
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def write(text: str) -> None:
-    """Send results on at once; a reader that has gone away (`| head`) ends the program without a word."""
+    """Write results to stdout and flush. If the reader has closed the pipe (`| head`), exit silently with code 1."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left fails once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
         raise MinirtError(f"cannot write the output: {error.strerror}", where="stdout") from error
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """A record as JSON, with characters as they are where stdout has them all, and escaped where it does not."""
+    """A record as one line of JSON. Non-ASCII characters are escaped if stdout's encoding cannot represent them."""
     text = json.dumps(record, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -38,7 +38,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def emit(text: str, target: str | None, quiet: bool) -> None:
-    """Results to a file, or to stdout without one."""
+    """Write results to the file `target`, or to stdout if it is None."""
     if target is None:
         write(text)
         return
@@ -51,7 +51,7 @@ def emit(text: str, target: str | None, quiet: bool) -> None:
 
 
 def note(text: str) -> None:
-    """A line for the person in front of the terminal, on stderr."""
+    """Print a note for the user on stderr."""
     click.secho(text, err=True, dim=sys.stderr.isatty())
 
 
@@ -65,7 +65,7 @@ def format_bytes(count: float) -> str:
 
 
 def completion_record(completion: "Completion") -> dict[str, Any]:
-    """What --json prints of a completion, beside what its prompt was. A figure that there is none of is None."""
+    """The fields that --json prints for a completion, in addition to its request. Missing values are null."""
     record = {name: getattr(completion, name) for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")}
     for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
         record[name] = getattr(completion, name) or None
@@ -78,7 +78,7 @@ def completion_record(completion: "Completion") -> dict[str, Any]:
 
 
 def load_summary(generator: "Generator") -> str:
-    """How long loading and warming up took, and how fast it read."""
+    """The times of loading and warm-up, and the read rate."""
     text = f"load {generator.load_time_s:.2f} s"
     if generator.bytes_read:
         rate = generator.bytes_read / generator.load_time_s
@@ -89,7 +89,7 @@ def load_summary(generator: "Generator") -> str:
 
 
 def completion_summary(generator: "Generator", completion: "Completion") -> str:
-    """What one run took. The bandwidth counts weight bytes only."""
+    """The times, rates and settings of one completion. The bandwidth counts weight bytes only."""
     first, rate = completion.time_to_first_token_s, completion.decode_tokens_per_s
     lines = [
         f"{load_summary(generator)} · first token {first:.3f} s · prompt {len(completion.prompt_token_ids)} tokens, "
@@ -104,6 +104,6 @@ def completion_summary(generator: "Generator", completion: "Completion") -> str:
 
 
 def not_applied(completion: "Completion") -> str:
-    """What generation_config.json asks for in vain; empty if nothing."""
+    """A line with the settings of generation_config.json that minirt does not support; "" if there are none."""
     ignored = ", ".join(completion.sampling.not_applied)
-    return f"generation_config.json asks for, and minirt does not do: {ignored}" if ignored else ""
+    return f"ignored from generation_config.json, not supported: {ignored}" if ignored else ""

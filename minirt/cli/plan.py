@@ -1,4 +1,4 @@
-"""`minirt plan`: which implementation each layer runs, and why, without reading a weight."""
+"""`minirt plan`: which implementation each layer runs, and why. Reads no weights."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from minirt.cli.output import format_bytes, write
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @debug_option
 def plan(as_json: bool, **options: Any) -> None:
-    """Print the plan: each layer, its implementation and why, its weights. Reads no weights."""
+    """Print the plan: each layer's implementation, the reason for it, and the size of its weights. Reads no weights."""
     name = model_name(options)
     config, model = plan_from_options(options, name)
     if as_json:

@@ -1,7 +1,8 @@
-"""The format of `minirt generate --prompts`: JSON lines, one request each. `read_prompt_lines` checks all that needs no model.
+"""The file format of `minirt generate --prompts`: JSON lines, one request per line.
 
-A line is a text, or an object with one of "prompt" (a text), "messages" (a conversation) and "prompt_token_ids", any of
-`SAMPLING_KEYS`, and an "id" that is copied to the result. null counts as absent; empty lines are skipped.
+A line is a JSON string (a text), or an object. An object has one of "prompt" (a text), "messages" (a conversation) and
+"prompt_token_ids", any of `SAMPLING_KEYS`, and optionally an "id", which is copied to the result. null counts as absent. Empty
+lines are skipped. `read_prompt_lines` checks everything that can be checked without the model.
 """
 
 import json
@@ -26,7 +27,7 @@ _KINDS: dict[str, tuple[type, str]] = {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line. `where` names file and line for messages; `kind` is the key of the prompt and `content` its value."""
+    """One request. `where` names file and line for messages; `kind` is the key of the prompt and `content` its value."""
 
     line: int
     where: str
@@ -36,7 +37,7 @@ class PromptLine:
     id: str | int | None = None
 
     def encode(self, generator: "Generator", chat: bool) -> list[int]:
-        """Token ids, checked against the model; with `chat` a text is a user's message. Errors name file and line."""
+        """Token ids, checked against the model. With `chat`, a text is a user message. Errors name file and line."""
         with inside(self.where):
             if self.kind == "messages":
                 tokens = generator.encode_chat(self.content)
@@ -48,25 +49,26 @@ class PromptLine:
         return tokens
 
     def record(self) -> dict[str, Any]:
-        """What a JSON result says of its request."""
+        """The fields of a JSON result that describe its request."""
         record: dict[str, Any] = {"line": self.line}
         if self.id is not None:
             record["id"] = self.id
-        if self.kind != "prompt_token_ids":  # those are in every result
+        if self.kind != "prompt_token_ids":  # every result has the token ids anyway
             record[self.kind] = self.content
         return record
 
 
 def read_prompt_lines(data: bytes, name: str, params: SamplingParams) -> list[PromptLine]:
-    """Parse a file's bytes; a request's own sampling values take the place of those in `params`.
+    """Parse the bytes of a request file. A request's own sampling values override those in `params`.
 
     Raises:
-        InputError: names file, line and key of what is not valid UTF-8, JSON or request; or the file holds none.
+        InputError: a line is not valid UTF-8, not valid JSON or not a valid request (the error names file, line and key); or
+            the file contains no request.
     """
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: a JSON text may hold U+2028
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: a JSON text may contain U+2028
     requests = [_request(line, n, f"{name} line {n}", params) for n, line in enumerate(lines, 1) if line.strip()]
     if not requests:
-        raise InputError("there is no request in it", where=name, expected="one JSON text or object a line")
+        raise InputError("the file contains no request", where=name, expected="one JSON string or object per line")
     return requests
 
 
@@ -107,17 +109,17 @@ def _parse(line: bytes, where: str) -> Any:
         raise InputError("not valid UTF-8", where=where, found=byte) from error
     except json.JSONDecodeError as error:
         found = f"{error.msg} at column {error.colno}"
-        raise InputError("not valid JSON", where=where, expected="one JSON text or object", found=found) from error
+        raise InputError("not valid JSON", where=where, expected="one JSON string or object", found=found) from error
     except (ValueError, RecursionError) as error:  # a repeated key, a number of thousands of digits, deep nesting
         raise InputError(f"not acceptable JSON: {error}", where=where) from error
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuses a repeated key, of which json would keep the last."""
+    """Refuse a repeated key. The json module would silently keep the last one."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(json.dumps(k) for k in keys if keys.count(k) > 1)} stands there twice")
+        raise ValueError(f"the key {next(json.dumps(k) for k in keys if keys.count(k) > 1)} appears twice")
     return value
 
 

@@ -1,14 +1,14 @@
-"""`CpuGpuBuffer`: values on their way from the host to a static device buffer, without waiting for either."""
+"""`CpuGpuBuffer`: copies the values of each step from the host to a static device buffer, asynchronously."""
 
 import torch
 from torch import Tensor
 
 
 class CpuGpuBuffer:
-    """An int32 buffer on a device that is filled anew for each step; on a CUDA device through pinned memory.
+    """An int32 device buffer that is refilled for each step; on a CUDA device through pinned memory.
 
-    There are two pinned buffers, since the copy of one may still be to come when the next step's values are written; and an event
-    for each, since it may still be to come a step later, when no step between has waited for the device.
+    There are two pinned buffers, because the copy from one may still be queued when the next step's values are written. Each has
+    an event, because its copy may still be queued one step later, if the host has not waited for the device since.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
@@ -18,7 +18,7 @@ class CpuGpuBuffer:
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
 
     def host(self) -> Tensor:
-        """The buffer to write the next step's values to; what it held before has reached the device."""
+        """The host buffer for the next step's values. Waits until its previous values have reached the device."""
         self._host.reverse()
         if self._copied:
             self._copied.reverse()
@@ -26,7 +26,7 @@ class CpuGpuBuffer:
         return self._host[0]
 
     def send(self, count: int | None = None) -> None:
-        """Queue the copy of the buffer that `host` gave last, of its first `count` rows or all."""
+        """Queue the copy of the last buffer returned by `host` to the device: its first `count` rows, or all rows."""
         self.device[:count].copy_(self._host[0][:count], non_blocking=True)
         if self._copied:
             self._copied[0].record()

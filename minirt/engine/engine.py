@@ -1,7 +1,7 @@
-"""`Engine`: the loop. Requests of token ids go in, sampled token ids come out, one step at a time.
+"""`Engine`: the main loop. Requests of token ids go in, sampled token ids come out, one step at a time.
 
-On a GPU the host is one step ahead: a step is queued before the tokens of the one before it are known, so the GPU never waits
-for Python. What it costs is a row computed in vain when a request ends at an EOS token or a stop string.
+On a GPU the host runs one step ahead: it queues a step before the tokens of the previous step are known, so the GPU never waits
+for Python. The cost is one row computed in vain when a request ends at an EOS token or a stop string.
 """
 
 import itertools
@@ -29,12 +29,15 @@ from minirt.errors import (
 )
 from minirt.sampling_params import EffectiveSampling
 
-EVALUATION_CHUNK = 512  # tokens whose logits are computed at once by `Engine.logits`
+EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
 
 
 class TokenOutput(NamedTuple):
-    """One new token of one request. `finish_reason` is None while the request goes on, then "stop", "length" or "error": then
-    there is no token (−1), and `error` says what happened."""
+    """One new token of one request.
+
+    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token
+    (`token` is −1), and `error` says what happened.
+    """
 
     request_id: int
     token: int
@@ -51,17 +54,17 @@ class _RequestState:
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[Sequence]  # whose rows it samples, in their order
+    sampled: list[Sequence]  # the sequences that the step samples a token for, in row order
 
 
 class Engine:
-    """Runs many requests at once on one model and one cache.
+    """Runs many requests at once on one model and one KV cache.
 
     Args:
-        model: `model(batch, cache)` → logits [R, V]; a `Model`, or anything with this signature.
-        vocab_size: ids at or above it are refused.
-        cuda_graphs: run small steps as CUDA graphs (a `Model` on a GPU, all of whose layers can be captured).
-        lookahead: steps that are started before the tokens of an earlier one are read: 0, or 1; None: 1 on a GPU.
+        model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
+        vocab_size: the number of token ids; prompts with other ids are refused.
+        cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
+        lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Engine:
 
     @property
     def max_len(self) -> int:
-        """Prompt and generated tokens that one request can have, together."""
+        """Maximum number of tokens of a request, prompt and generated tokens together."""
         return self._scheduler.max_len
 
     @property
@@ -105,7 +108,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether the GPU has failed, so that nothing can be asked of it any more."""
+        """Whether the GPU has failed. The engine cannot be used any more then."""
         return self._failure is not None
 
     @property
@@ -113,19 +116,19 @@ class Engine:
         return bool(self._requests)
 
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
-        """Compile every kernel and capture every graph that a step can need; without it that happens when one does."""
+        """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         self._runner.warm_up(progress)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Seconds that the bare CUDA graph of a decode step takes, `repeats` times; see `Generator.replay_times`."""
+        """Run the bare CUDA graph of a decode step `repeats` times; returns seconds. See `Generator.replay_times`."""
         return self._runner.replay_times(batch_size, context_len, repeats)
 
     def add(self, prompt: Seq[int], sampling: EffectiveSampling, eos_token_ids: Seq[int] = ()) -> int:
         """Queue a request and return its id.
 
         Raises:
-            InputError: an empty prompt, or an id outside the vocabulary.
-            ContextLengthError: a prompt that can never fit.
+            InputError: the prompt is empty, or an id is outside the vocabulary.
+            ContextLengthError: the prompt can never fit.
         """
         self.check_tokens(prompt)
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
@@ -136,19 +139,19 @@ class Engine:
         return sequence.id
 
     def abort(self, request_id: int) -> None:
-        """Drop a request at any moment; unknown and finished ids are fine, since it may just have ended."""
+        """Drop a request at any time. Unknown ids are ignored, because the request may just have ended."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._scheduler.remove(request.sequence)
 
     def step(self) -> list[TokenOutput]:
-        """Start the next step and return the tokens of one that has ended, if any.
+        """Start the next step, and return the tokens of an earlier step that has ended, if any.
 
-        No token comes of a step that ends in the middle of a prompt. A step that runs out of memory ends the requests it was to
-        compute, with an error in their output.
+        A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, its requests end with an error
+        in their outputs.
 
         Raises:
-            DeviceFailedError: the GPU has failed; the engine cannot be used any more.
+            DeviceFailedError: the GPU has failed. The engine cannot be used any more.
         """
         if self._failure is not None:
             raise self._failure
@@ -159,7 +162,7 @@ class Engine:
                 outputs += self._collect(self._in_flight.popleft())
             return outputs
         except RuntimeError as error:
-            if not any(sign in str(error) for sign in ("CUDA error", "[CUDA]")):  # PyTorch's and Triton's word for it
+            if not any(sign in str(error) for sign in ("CUDA error", "[CUDA]")):  # in messages of PyTorch and Triton
                 raise
             hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
             self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
@@ -170,7 +173,7 @@ class Engine:
         settings = [(self._requests[s.id].sampling, s.num_generated) for s in sampled]
         try:
             step = self._runner.start([chunk for _, chunk in work], settings)
-        except RuntimeError as error:  # PyTorch's, or Triton's where a kernel cannot be loaded
+        except RuntimeError as error:  # from PyTorch, or from Triton when a kernel cannot be loaded
             if "out of memory" not in str(error):
                 raise
             tokens = sum(len(chunk.tokens) for _, chunk in work)
@@ -192,10 +195,10 @@ class Engine:
         outputs = []
         for sequence, token in zip(ended.sampled, ended.step.tokens(), strict=True):
             request = self._requests.get(sequence.id)
-            if request is None:  # it ended, or was aborted, after this step had started
+            if request is None:  # the request ended or was aborted after this step had started
                 continue
             sequence.pending -= 1
-            if token < 0:  # the sampler's mark for logits that hold no number
+            if token < 0:  # the sampler returns -1 for logits with NaN or only -inf
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
                 outputs.append(self._fail(sequence.id, NumericsError("the logits are NaN or infinite", where=where, hint=hint)))
@@ -212,14 +215,19 @@ class Engine:
         return TokenOutput(request_id, -1, "error", error)
 
     def logits(self, tokens: Seq[int]) -> Tensor:
-        """Teacher-forced logits [T, V] fp32 on the CPU, for evaluation. The cache must have room for the tokens."""
+        """Teacher-forced logits [T, V] fp32 on the CPU, for evaluation.
+
+        Raises:
+            InputError: no tokens, or an id is outside the vocabulary.
+            ContextLengthError: the tokens do not fit into the model, or into the free pages of the KV cache.
+        """
         self.check_tokens(tokens)
         if len(tokens) > self.max_len:
             raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
         needed, allocator = self._cache.pages_for(len(tokens)), self._cache.allocator
         if needed > allocator.num_free:
             raise ContextLengthError(
-                "running requests hold the cache's pages", expected=needed, found=allocator.num_free
+                "running requests hold the KV pages", expected=f"{needed} free pages", found=allocator.num_free
             )
         pages = allocator.allocate(needed)
         try:
@@ -233,6 +241,7 @@ class Engine:
         return torch.cat(rows)
 
     def check_tokens(self, tokens: Seq[int]) -> None:
+        """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""
         if len(tokens) == 0:
             raise InputError("the prompt is empty", hint="give at least one token")
         if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < self._vocab_size:

@@ -1,21 +1,22 @@
-"""`freeze_gc`: keeps Python's garbage collector out of the way of a loaded model.
+"""`freeze_gc`: keeps Python's garbage collector away from a loaded model.
 
-A full collection walks every object that PyTorch and a model are made of: 0.1 s, now and then, in which no step is launched, so
-that the GPU waits. What lives as long as the model is frozen (`gc.freeze`, as vLLM does); what comes later is collected as ever.
+A full collection walks every object of PyTorch and of the model. It takes 0.1 s, during which the host launches no step and the
+GPU idles. So objects that live as long as the model are frozen (`gc.freeze`, as in vLLM). Later objects are collected as usual.
 """
 
 import gc
 import threading
 import weakref
 
-_lock = threading.RLock()  # an owner may be collected within `freeze_gc`
+_lock = threading.RLock()  # reentrant: the collection in `freeze_gc` may finalize an owner, which calls `_release`
 _held = 0
 
 
 def freeze_gc(owner: object) -> weakref.finalize:
-    """Freeze all there is until `owner` is collected or the result is called, whichever comes first.
+    """Freeze all existing objects until `owner` is collected or the returned finalizer is called.
 
-    When an owner lets go, the rest is thawed and collected, since it may lie in cycles, and frozen again if others hold it.
+    The release unfreezes all objects and collects, because the owner's objects may form reference cycles. If other owners
+    remain, the surviving objects are frozen again.
     """
     global _held
     with _lock:
@@ -23,7 +24,7 @@ def freeze_gc(owner: object) -> weakref.finalize:
         gc.collect()
         gc.freeze()
     release = weakref.finalize(owner, _release)
-    release.atexit = False  # a process that ends needs no collection
+    release.atexit = False  # an exiting process needs no collection
     return release
 
 

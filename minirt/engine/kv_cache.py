@@ -1,4 +1,4 @@
-"""The paged KV cache: page tensors per attention layer, and the reference-counted allocator of their pages."""
+"""The paged KV cache: the page tensors of each attention layer, and a reference-counted page allocator."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,12 +9,14 @@ from torch import Tensor
 from minirt.errors import MinirtError
 from minirt.modeling.formats import FP8
 
-PAGE_SIZE = 64  # tokens; a multiple of every attention tile's context block
+PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention tile
 
 
 class LayerKV(NamedTuple):
-    """One attention layer's pages: k and v, each [num_pages, page_size, Nkv, D]; those of fp8 have a scale for each token and
-    head, [num_pages, page_size, Nkv] fp32."""
+    """The pages of one attention layer: k and v, each [num_pages, page_size, Nkv, D].
+
+    FP8 pages have one scale per token and head: k_scale and v_scale, each [num_pages, page_size, Nkv] fp32.
+    """
 
     k: Tensor
     v: Tensor
@@ -23,15 +25,15 @@ class LayerKV(NamedTuple):
 
 
 def page_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
-    """Bytes of one page over all attention layers, whose (Nkv, D) are `shapes`."""
+    """Bytes of one page, summed over all attention layers. `shapes`: (Nkv, D) of each layer."""
     scale = 4 if dtype == FP8 else 0
     return sum(2 * page_size * heads * (dim * dtype.itemsize + scale) for heads, dim in shapes)
 
 
 class KVCache:
-    """Pages of every attention layer, one index space for all of them.
+    """The pages of all attention layers. A page number means the same page in every layer.
 
-    Memory is reserved, not written: what a page holds before its first write is undefined, and no layer may read it.
+    Pages start uninitialized: no layer may read a slot before it is written.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit in all pages together."""
+        """Number of tokens that fit in all pages together."""
         return self.num_pages * self.page_size
 
     @property
@@ -65,7 +67,7 @@ class KVCache:
 
 
 class PageAllocator:
-    """Hands out page numbers; a page returns to the free list when its last holder releases it."""
+    """Allocates page numbers. A page returns to the free list when its last holder releases it."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages - 1, -1, -1))
@@ -76,7 +78,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each. The caller has compared `count` with `num_free`."""
+        """Take `count` free pages, with one reference each. The caller must have checked `num_free`."""
         if count > len(self._free):
             raise MinirtError("KV pages exhausted", expected=f"{count} free pages", found=len(self._free))
         pages = [self._free.pop() for _ in range(count)]
@@ -85,14 +87,14 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a reference to pages that are in use (a prefix that two sequences have in common)."""
+        """Add a reference to each of `pages`, which are in use (for example, a prefix that two sequences share)."""
         for page in pages:
             if self._references[page] == 0:
                 raise MinirtError("cannot share a free KV page", where=f"page {page}")
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference to each page; the last one frees it."""
+        """Drop one reference to each page. A page without references becomes free."""
         for page in pages:
             if self._references[page] == 0:
                 raise MinirtError("KV page released twice", where=f"page {page}")

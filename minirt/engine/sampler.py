@@ -1,16 +1,17 @@
 """`sample`: logits to tokens for a batch of requests, on the device and without a host sync.
 
-Greedy rows take the argmax. The others are drawn by an exponential race: token v, of unnormalized probability w_v, wins
-if E_v / w_v is the smallest, E_v = -log(1 - u_v) being independent and exponential. This is Gumbel-max, argmax of
-logit / T - log(E), without the outer logarithm: the ratio keeps fp32's relative precision where the sum of logarithms
-would keep an absolute one. u_v is uniform and finest near 0 (`minirt.kernels.sampling.philox.uniform`), and winners have a small
-E: hence log(1 - u), computed as log1p(-u), and not log(u).
+Greedy rows take the argmax. The other rows draw by an exponential race: the token v with the smallest E_v / w_v wins, where w_v
+is its unnormalized probability and the E_v = -log(1 - u_v) are independent exponential variables. This is Gumbel-max, the argmax
+of logit / T - log(E), without the outer logarithm: the ratio keeps the relative precision of fp32, the sum of logarithms only an
+absolute one. u_v is uniform, and its resolution is finest near 0 (`minirt.kernels.sampling.philox.uniform`). Winners have a small
+E, hence log(1 - u), computed as log1p(-u), and not log(u).
 
-u_v is word v mod 4 of Philox with key = the request's seed and counter = (v // 4, step, 0, 0): a draw depends on seed,
-step and v alone, never on the rest of the batch. For the same reason the filters use only exact integer sums and
-elementwise operations, whose result no batch shape can change.
+u_v is word v mod 4 of Philox with key = the request's seed and counter = (v // 4, step, 0, 0). So a draw depends only on seed,
+step and v, never on the rest of the batch. For the same reason the filters use only exact integer sums and elementwise
+operations: their results do not depend on the shape of the batch.
 
-On a GPU the kernels of `minirt.kernels.sampling.sample` draw the same tokens; what is here runs on any device and defines them.
+This eager implementation runs on any device and defines the result. On a GPU the kernels of `minirt.kernels.sampling.sample`
+draw the same tokens.
 """
 
 import functools
@@ -30,18 +31,18 @@ from minirt.sampling_params import EffectiveSampling
 if TYPE_CHECKING:
     from minirt.kernels.sampling.sample import SamplingWorkspace
 
-# Probability masses are summed as integers: a weight (at most 1) times 2⁴⁰, truncated. Sums hold for V up to 2²², and a
-# vocabulary of 2¹⁸ tokens loses at most 2⁻²² of its most probable token's mass.
+# Probability mass is summed in integers: each weight (at most 1) times 2⁴⁰, truncated. A sum fits in int64 for V up to 2²². With
+# 2¹⁸ tokens, truncation loses at most 2⁻²² of the most probable token's mass.
 _MASS_SCALE = 2.0**40
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """Sampling settings of B requests: built anew when the batch's members change, else only `step` moves on.
+    """The sampling settings of the B requests of one step.
 
     Device tensors [B]: `temperature` fp32 (0 = greedy), `top_k` int32 (0 = off), `top_p` fp32 (1 = off), `min_p` fp32
     (0 = off), `seed` int64 (bit pattern of the uint64), `step` int64 (index of the generated token within its request,
-    from 0). The flags are known on the host, so that no work is launched for filters nobody uses.
+    from 0). The flags are host values, so that unused filters launch no work.
     """
 
     temperature: Tensor
@@ -59,7 +60,7 @@ class SamplingBatch:
     def build(
         cls, requests: Sequence[tuple[EffectiveSampling, int]], device: torch.device | str = "cpu"
     ) -> "SamplingBatch":
-        """`requests`: for each row its settings and the step of its next token."""
+        """Build from `requests`: for each row, its settings and the index of its next token within the request."""
         columns = zip(_columns(requests), _DTYPES, strict=True)
         temperature, top_k, top_p, min_p, seed, step = (torch.tensor(v, dtype=t).to(device) for v, t in columns)
         return cls(temperature, top_k, top_p, min_p, seed, step, *_flags(requests))
@@ -73,7 +74,7 @@ def _columns(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[list, .
     limits = torch.finfo(torch.float32)
     settings = [s for s, _ in requests]
     return (
-        # What fp32 cannot hold: a temperature under its smallest normal number is greedy, one above its range is flat.
+        # A temperature below the smallest normal fp32 number becomes greedy; one above the fp32 range becomes the largest number.
         [0.0 if s.temperature < limits.tiny else min(s.temperature, limits.max) for s in settings],
         [min(s.top_k, 2**31 - 1) for s in settings],
         [s.top_p for s in settings],
@@ -95,18 +96,20 @@ def _flags(requests: Sequence[tuple[EffectiveSampling, int]]) -> tuple[bool, boo
 
 
 class SamplingBuffers:
-    """Static device buffers of up to `max_batch` rows' settings and the kernels' scratch: `fill` allocates and waits for
-    nothing. What it returns holds until the next fill, in the order of the stream."""
+    """Static device buffers for the settings of up to `max_batch` rows, and the scratch memory of the kernels.
+
+    `fill` allocates no device memory. The batch it returns is valid until the next `fill`, in stream order.
+    """
 
     def __init__(self, max_batch: int, vocab: int, device: torch.device) -> None:
         self.workspace = _kernels().SamplingWorkspace(max_batch, vocab, device)
-        rows = -(-max_batch // 4) * 4  # so that every part is aligned to 16 bytes
+        rows = -(-max_batch // 4) * 4  # aligns every tensor to 16 bytes
         self._buffer = CpuGpuBuffer((8, rows), device)
 
     def fill(self, requests: Sequence[tuple[EffectiveSampling, int]]) -> SamplingBatch:
         flags, count = _flags(requests), len(requests)
         all_greedy = flags[0]
-        if not all_greedy:  # else nothing reads them
+        if not all_greedy:  # a greedy batch does not read the settings
             for view, values in zip(_views(self._buffer.host(), count), _columns(requests), strict=True):
                 view.copy_(torch.tensor(values, dtype=view.dtype))
             self._buffer.send()
@@ -115,7 +118,7 @@ class SamplingBuffers:
 
 
 def _views(buffer: Tensor, count: int) -> list[Tensor]:
-    """The tensors of `SamplingBatch` in a buffer [8, rows] int32; an int64 one takes two of its rows."""
+    """The tensors of `SamplingBatch` as views of a buffer [8, rows] int32. An int64 tensor takes two of its rows."""
     narrow = [row[:count].view(dtype) for row, dtype in zip(buffer[:4], _DTYPES, strict=False)]
     return narrow + [buffer[i : i + 2].view(-1).view(torch.int64)[:count] for i in (4, 6)]
 
@@ -138,20 +141,28 @@ def sample(
     out: Tensor | None = None,
     row_maxima: Tensor | None = None,
 ) -> Tensor:
-    """One token for each row of `logits` [B, V] (fp32; fp16 and bf16 are computed in fp32) → [B] int64.
+    """Sample one token for each row of `logits`.
 
-    Greedy: the largest logit, the lowest index among equals. A row with +inf takes one of its +inf tokens: the first if
-    greedy, else a uniform draw among them. A row that contains NaN, or nothing but -inf, gives -1, an id no vocabulary
-    has: raising here would cost a sync, so the caller, who reads the tokens anyway, turns it into an error.
+    A greedy row takes its largest logit, the lowest index among equals. A row with +inf takes one of its +inf tokens: the
+    first if greedy, else a uniform draw among them. A row that contains NaN, or only -inf, gives -1, which is no token id. To
+    raise an error here would cost a sync, so the caller, who reads the tokens anyway, turns -1 into an error.
 
-    `impl`: "eager", "triton", or "auto", which is triton on a CUDA device and eager elsewhere. `workspace`: the scratch
-    of triton, allocated by the call if None. `row_maxima` [B, P]: what an LM head left of each row, which then, if all rows are
-    greedy, is all that triton reads. `out` [B] int64 takes the tokens.
+    Args:
+        logits: [B, V] fp32; fp16 and bf16 are computed in fp32.
+        impl: "eager", "triton" or "auto" ("triton" on a CUDA device, "eager" elsewhere).
+        workspace: scratch memory of the Triton kernels; None: the call allocates it.
+        out: [B] int64; receives the tokens.
+        row_maxima: [B, P] from the LM head (see `RowMaxima`). If all rows are greedy, the Triton kernels read only these.
+    Returns:
+        [B] int64.
+    Raises:
+        InputError: `logits` does not have one row per request, or `impl` is unknown.
+        UnsupportedError: Triton cannot be imported.
     """
     rows = batch.step.shape[0]
     if logits.ndim != 2 or logits.shape[0] != rows:
         raise InputError(
-            "one row of logits per request is needed",
+            "logits must have one row per request",
             where="sample",
             expected=f"logits of shape ({rows}, V)",
             found=f"{tuple(logits.shape)}",
@@ -166,7 +177,7 @@ def sample(
             any_min_p=batch.any_min_p, workspace=workspace, out=out, row_maxima=row_maxima,
         )  # fmt: skip
     token = logits.argmax(-1, keepdim=True)
-    top = logits.gather(1, token)  # NaN if the row has one: argmax ranks NaN above everything
+    top = logits.gather(1, token)  # NaN if the row contains NaN: argmax ranks NaN highest
     if not batch.all_greedy:
         race = filtered_weights(logits, batch).div_(exponential_noise(batch.seed, batch.step, logits.shape[1]))
         token = torch.where(batch.temperature.unsqueeze(1) > 0, race.argmax(-1, keepdim=True), token)
@@ -177,16 +188,16 @@ def sample(
 def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """exp((logit - max) / T) of the tokens that the filters keep, 0 elsewhere: [B, V] → [B, V] fp32.
 
-    Proportional to the distribution that is drawn from; the most probable token has weight 1 and always stays. In
-    order: top_k keeps every logit not below the k-th largest; top_p keeps the fewest most probable of those whose share
-    of their mass reaches p, and all that tie with the last one; min_p keeps weights of at least min_p (relative to the
-    maximum, so that renormalizing changes nothing). Rows of temperature 0 and rows with NaN hold finite values without
-    a meaning.
+    The weights are proportional to the probabilities of the draw. The most probable token has weight 1 and is always kept.
+    The filters apply in this order. top_k keeps every logit that is at least the k-th largest. top_p keeps the fewest most
+    probable of the remaining tokens whose share of the remaining mass reaches p, and all ties of the last one. min_p keeps
+    weights of at least min_p; weights are relative to the maximum, so renormalization changes nothing. Rows with temperature
+    0 and rows with NaN hold finite values without a meaning.
     """
     logits = logits.to(torch.float32)
     top = logits.amax(-1, keepdim=True)
     temperature = torch.where(batch.temperature > 0, batch.temperature, 1).unsqueeze(1)
-    weights = ((logits - top) / temperature).masked_fill_(logits == top, 0).exp_()  # the mask is for inf - inf
+    weights = ((logits - top) / temperature).masked_fill_(logits == top, 0).exp_()  # the mask handles inf - inf
     weights.masked_fill_(top.isnan(), 1)
     if batch.any_top_k:
         vocab = logits.shape[1]
@@ -206,9 +217,9 @@ def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def exponential_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
-    """E = -log(1 - u) for `seed` [B] and `step` [B] → [B, vocab] fp32 in [2⁻³³, 24·log 2], by the counters given above.
+    """E = -log(1 - u) for `seed` [B] and `step` [B] → [B, vocab] fp32 in [2⁻³³, 24·log 2]. The module docstring defines u.
 
-    Where log1p is lacking, with t = 1 - u in fp32: E = u if t = 1, else log(t) · u / (t - 1) (Kahan's identity).
+    Without a log1p function, with t = 1 - u in fp32: E = u if t = 1, else log(t) · u / (t - 1) (Kahan's identity).
     """
     block = torch.arange(-(-vocab // 4), device=seed.device).unsqueeze(0)
     zero = torch.zeros_like(step).unsqueeze(1)
@@ -218,16 +229,20 @@ def exponential_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
 
 
 def _descending_keys(x: Tensor) -> Tensor:
-    """fp32 → int64 in 0 … 2³² - 1, the larger number the smaller key; -0 and 0 share one."""
+    """fp32 → int64 keys in 0 … 2³² - 1. A larger number has a smaller key; -0 and 0 have the same key."""
     bits = (x + 0.0).view(torch.int32)
     return (2**31 - 1) - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 def _reach(keys: Tensor, mass: Tensor, target: Tensor) -> Tensor:
-    """The smallest key t with (mass where keys <= t).sum() >= target, row by row → [B, 1] int64.
+    """The smallest key t with (mass where keys <= t).sum() >= target, per row → [B, 1] int64.
 
-    `keys` [B, V] int64 in 0 … 2³² - 1, `mass` [B, V] int64 >= 0 (overwritten), `target` [B, 1] int64 from 1 to the row's
-    mass. A radix select, 11 bits at a time: no sort, and only integer sums, which come out the same in any order.
+    A radix select, 11 bits at a time. It needs no sort, and only integer sums, which do not depend on the order.
+
+    Args:
+        keys: [B, V] int64 in 0 … 2³² - 1.
+        mass: [B, V] int64 >= 0; overwritten.
+        target: [B, 1] int64, from 1 to the row's total mass.
     """
     found = torch.zeros_like(target)
     for shift in (22, 11, 0):
@@ -236,7 +251,7 @@ def _reach(keys: Tensor, mass: Tensor, target: Tensor) -> Tensor:
         histogram.scatter_add_(1, digits, mass)
         reached = histogram.cumsum(1)
         digit = (reached < target).sum(1, keepdim=True)
-        target = target - (reached - histogram).gather(1, digit)  # what the smaller digits leave to find
+        target = target - (reached - histogram).gather(1, digit)  # minus the mass of the smaller digits
         mass.masked_fill_(digits != digit, 0)
         found = (found << 11) | digit
     return found

@@ -1,8 +1,8 @@
-"""`Scheduler`: which sequences run in the next step, on which KV pages. Knows token ids and pages, no tensors.
+"""`Scheduler`: decides which sequences run in the next step, and on which KV pages. Knows token ids and pages, no tensors.
 
-There is no separate prefill and decode: a sequence has tokens, of which the cache holds the first `num_computed`; a step
-computes the next ones, all that the token budget allows (vLLM's v1 scheduler and Sarathi-Serve's chunked prefill do the same).
-A step may be planned before the tokens of the one before it are known: a token that is still on the device counts as `pending`.
+Prefill and decode are not separate phases. The KV cache holds the first `num_computed` tokens of a sequence, and a step computes
+the next ones, within a token budget (as in vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill). A step may be scheduled
+before the tokens of the previous step are known: a token that is still on the device counts as `pending`.
 """
 
 from array import array
@@ -13,26 +13,26 @@ from minirt.engine.kv_cache import KVCache
 from minirt.engine.step_input import Chunk
 from minirt.errors import ContextLengthError, InputError
 
-MAX_NUM_BATCHED_TOKENS = 8192  # of a step, unless told otherwise
-MOST = 1 << 20  # sequences, or tokens, of a step
+MAX_NUM_BATCHED_TOKENS = 8192  # the default token budget of a step
+MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request on its way. `tokens` is the prompt and what was generated so far; it ends at `final_len` tokens."""
+    """The state of one request. `tokens` holds the prompt and the tokens generated so far, at most `final_len` in total."""
 
     id: int
     tokens: array  # of int64
     prompt_len: int
     final_len: int
     num_computed: int = 0
-    pending: int = 0  # tokens sampled in a step whose results the host has not seen: 0 or 1
-    row: int = 0  # of the last step's sampled tokens: where a pending one lies
+    pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
+    row: int = 0  # the row of the pending token among the last step's sampled tokens
     pages: array = field(default_factory=lambda: array("i"))
 
     @property
     def length(self) -> int:
-        """Tokens, those pending included."""
+        """Number of tokens, including a pending one."""
         return len(self.tokens) + self.pending
 
     @property
@@ -41,19 +41,19 @@ class Sequence:
 
 
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Raise InputError unless a step can have so many sequences and tokens; kernels count both in 32 bits."""
+    """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if type(value) is not int or not 1 <= value <= MOST:
             raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
 
 
 class Scheduler:
-    """First come, first served; running sequences before waiting ones; the youngest is preempted when pages run out.
+    """First come, first served, running sequences before waiting ones. Preempts the youngest when pages run out.
 
     Args:
-        max_num_seqs: sequences in one step at most.
-        max_num_batched_tokens: tokens in one step at most; a longer prompt is computed in chunks.
-        max_model_len: positions that the model has.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is computed in chunks.
+        max_model_len: number of positions that the model serves.
     """
 
     def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
@@ -65,7 +65,11 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; refused with the numbers if its prompt and one more token can never fit."""
+        """Queue a sequence.
+
+        Raises:
+            ContextLengthError: the prompt and one new token can never fit.
+        """
         if len(sequence.tokens) >= self.max_len:
             raise ContextLengthError(
                 "the prompt is too long",
@@ -76,9 +80,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished or aborted sequence out and free its pages.
+        """Remove a finished or aborted sequence and free its pages.
 
-        A step in flight may still write to them: whoever gets them next writes later, in the order of the device's stream.
+        A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
         if sequence in self.running:
             self.running.remove(sequence)
@@ -87,7 +91,7 @@ class Scheduler:
         self._free(sequence)
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
-        """The next step's chunks, with their pages reserved; empty when there is nothing to compute (yet)."""
+        """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self.max_num_batched_tokens
         chosen: list[tuple[Sequence, Chunk]] = []
         index, preempted = 0, False
@@ -98,7 +102,7 @@ class Scheduler:
                 continue
             count = min(sequence.length - sequence.num_computed, budget)
             while not self._reserve(sequence, count):
-                victim = self.running.pop()  # the youngest; it may be this very sequence
+                victim = self.running.pop()  # the youngest, possibly `sequence` itself
                 self._free(victim)
                 self.waiting.appendleft(victim)
                 preempted = True
@@ -110,7 +114,7 @@ class Scheduler:
                 index += 1
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
             sequence = self.waiting[0]
-            # Room for all of it, though chunks take their pages as they come: an early start would only be preempted.
+            # Chunks take pages as they run, but a sequence starts only when all of it fits: otherwise it would be preempted.
             if self._cache.pages_for(sequence.length + 1) > self._cache.allocator.num_free:
                 break
             count = min(sequence.length, budget)

@@ -14,7 +14,7 @@ from minirt.modeling.parameters import PackedLinear, Part
 
 
 class Embedding(Layer):
-    """Gathers rows of the table [V, H] for batch.input_ids [T] → [T, H]. Its input is ignored."""
+    """Gathers the rows of the table [V, H] for batch.input_ids [T] → [T, H]. Ignores its input x."""
 
     kind = "embedding"
 
@@ -23,7 +23,7 @@ class Embedding(Layer):
         self.table = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
 
     def linears(self) -> Iterator[PackedLinear]:
-        """None: the table is looked up, not multiplied."""
+        """Yields nothing: the table is looked up, not multiplied."""
         return iter(())
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:

@@ -1,4 +1,4 @@
-"""`Head`: the final norm and the LM head, of the rows that `Select` has left."""
+"""`Head`: the final norm and the LM head, for the rows that `Select` kept."""
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def eager(layer: Head) -> Forward:
 
 @register("head", "triton", unsupported=triton_unsupported)
 def triton(layer: Head) -> Forward:
-    """Norm + LM head."""
+    """One fused operation: norm + LM head."""
     from minirt.kernels.linear.dispatch import norm_linear
 
     eps, norm, lm_head = layer.config.rms_norm_eps, layer.norm, layer.lm_head

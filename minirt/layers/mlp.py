@@ -11,7 +11,7 @@ from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 
 
 class MLP(Layer):
-    """x + down(act(gate(norm(x))) · up(norm(x))), x [T, H], or [R, H] behind `Select`. Gate and up are packed in one
+    """x + down(act(gate(norm(x))) · up(norm(x))), x [T, H], or [R, H] after `Select`. Gate and up are packed into one
     matrix, gate first."""
 
     kind = "mlp"
@@ -39,7 +39,7 @@ def eager(layer: MLP) -> Forward:
 
 @register("mlp", "triton", unsupported=triton_unsupported)
 def triton(layer: MLP) -> Forward:
-    """Norm + gate/up + activation · down + residual."""
+    """Two fused operations: norm + gate/up + activation, and down + residual."""
     from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up
 
     eps, activation = layer.config.rms_norm_eps, layer.config.hidden_act

@@ -1,4 +1,4 @@
-"""`Select`: of the residual stream the rows that need logits, once no token looks at another."""
+"""`Select`: keeps only the rows of the residual stream that need logits. Placed after the last attention layer."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from minirt.modeling.config import ModelConfig
 
 
 class Select(Layer):
-    """x[batch.logits_indices]: x [T, H] → [R, H]; x itself where that is every row in order. It has no weights."""
+    """x[batch.logits_indices]: x [T, H] → [R, H]; x itself if all rows are kept in order. Has no weights."""
 
     kind = "select"
 
@@ -31,7 +31,7 @@ def eager(layer: Select) -> Forward:
 
 @register("select", "triton", unsupported=triton_unsupported)
 def triton(layer: Select) -> Forward:
-    """The embedding's kernel, with the residual stream for its table."""
+    """Uses the embedding kernel, with the residual stream as the table."""
     from minirt.kernels.embedding import embedding
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fill a model's weights: streamed from safetensors, strictly, or random."""
+"""Fills a model's weights: from safetensors files, strictly checked and streamed, or with random values."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +15,13 @@ from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear, Parameter
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Non-persistent buffers that old transformers releases saved; the runtime computes them from the config.
+# Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
-# A file is mapped anew after this many bytes, so that its pages never count as the process's memory all at once.
+# A file is mapped again after this many bytes, so that its pages never all count as the process's memory at once.
 MAP_BYTES = 64 << 20
 THREADS = 4
 
-ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in all)
+ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading did: bytes read, and the checkpoint's tensors that the model does not use."""
+    """The result of loading: bytes read, and the checkpoint tensors that the model does not use."""
 
     bytes_read: int
     unused: tuple[str, ...]
@@ -60,13 +60,13 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> dict[str, Entry]:
-    """Every tensor of the files by name; no tensor data is read.
+    """Read the headers of safetensors files: name → `Entry` of every tensor. Reads no tensor data.
 
     Args:
         files: safetensors files.
         index: tensor name → file name, from model.safetensors.index.json; it must agree with the files.
     Raises:
-        CheckpointError: an unreadable file, a tensor in two files, or an index that disagrees with its files.
+        CheckpointError: a file is unreadable, a tensor is in two files, or the index disagrees with the files.
     """
     entries: dict[str, Entry] = {}
     for path in files:
@@ -95,12 +95,14 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
 def match(
     model: Model, entries: dict[str, Entry], allow_unused: bool = False
 ) -> tuple[dict[str, list[Parameter]], tuple[str, ...]]:
-    """Pair the checkpoint's tensors with the model's holders (two for a tied head that is quantized); returns them and the
-    unused names.
+    """Match the checkpoint's tensors with the weight holders of the model.
 
+    Args:
+        allow_unused: accept tensors that the model does not use, for a model composed of part of a checkpoint.
+    Returns:
+        Tensor name → its holders (two for a tied head that is quantized), and the names of the unused tensors.
     Raises:
-        CheckpointError: a tensor is missing, misshapen or of a dtype that is no float, or (unless `allow_unused`, for a
-            model composed of part of a checkpoint) unexpected.
+        CheckpointError: a tensor is missing, has a wrong shape or is not a float tensor, or is unexpected.
     """
     wanted: dict[str, tuple[list[Parameter], tuple[int, ...]]] = {}
     for parameter in model.parameters():
@@ -154,12 +156,13 @@ def load(
     check_weights: bool = False,
     progress: ProgressCallback | None = None,
 ) -> LoadReport:
-    """Stream a checkpoint into an allocated model, casting to the model's dtype on the way.
+    """Stream a checkpoint into an allocated model and cast it to the model's dtype.
 
     Args:
-        check_weights: refuse NaN and Inf, naming the tensor.
+        index, allow_unused: see `read_headers` and `match`.
+        check_weights: refuse NaN and Inf; the error names the tensor.
     Raises:
-        CheckpointError: see `read_headers` and `match`; a tied head that differs from the embedding; a NaN or Inf.
+        CheckpointError: see `read_headers` and `match`; or a tied head differs from the embedding; or a NaN or Inf.
     """
     entries = read_headers(files, index)
     targets, unused = match(model, entries, allow_unused)
@@ -191,7 +194,7 @@ def load(
 
 
 def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """The tensors file by file, in runs of about MAP_BYTES: the unit of one mapping, and of one thread's work."""
+    """Split the tensors of each file into groups of about MAP_BYTES. One thread reads a group through one mapping."""
     by_file: dict[Path, list[Entry]] = defaultdict(list)
     for entry in entries:
         by_file[entry.file].append(entry)
@@ -219,21 +222,21 @@ def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
     table = next(p for p in model.parameters() if isinstance(p, PackedLinear)).weight
     if tensor.shape != table.shape or not torch.equal(tensor.to(table.device, table.dtype), table):
         raise CheckpointError(
-            "config.json ties the head to the embedding, but the checkpoint has another head",
+            "config.json ties the head to the embedding, but the checkpoint has a different head",
             where=f"{entry.file}: {entry.name}",
             hint="set tie_word_embeddings to false in config.json",
         )
 
 
 def randomize(model: Model, seed: int = 0) -> None:
-    """Random weights on the model's device, the same for the same seed and device type."""
+    """Fill the model with random weights. They depend only on the seed and the device type."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for parameter in model.parameters():
         parameter.randomize(generator)
 
 
 def _some(names: Sequence[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (f", … ({len(names)} in all)" if len(names) > count else "")
+    return ", ".join(names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
 
 
 def _folder(entries: dict[str, Entry]) -> Path | str:

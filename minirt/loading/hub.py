@@ -1,4 +1,4 @@
-"""From a model's name to its files: a local folder, or a Hub repository fetched into the Hub's cache."""
+"""`resolve`: from a model's name to its files, in a local folder or in a Hub repository (downloaded into the Hub cache)."""
 
 import contextlib
 import glob
@@ -13,7 +13,7 @@ from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError,
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# What is fetched besides weights: no .bin, no .pth, no original/ folder.
+# The files to download besides weights: no .bin, no .pth, no original/ folder.
 _SMALL = ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja")
 _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or the name of a preset"
 
@@ -22,9 +22,9 @@ _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or 
 class ModelFiles:
     """A model's checked files.
 
-    `config` and `generation_config` (None: there is none) are JSON objects, not interpreted. `weight_files` holds
-    model.safetensors, or the shards in order of name, or nothing when weights were not asked for. `weight_index` maps
-    tensor → file name where there are shards. `revision` is the Hub commit that all files are of; None for a folder.
+    `config` and `generation_config` are uninterpreted JSON objects; `generation_config` is None if the file is absent.
+    `weight_files` holds model.safetensors, or the shards sorted by name; it is empty if no weights were requested.
+    `weight_index` maps tensor → file name; None without shards. `revision` is the Hub commit of all files; None for a folder.
     """
 
     name: str
@@ -39,19 +39,22 @@ class ModelFiles:
 def resolve(
     model: str, *, revision: str | None = None, token: str | None = None, weights: bool = True, progress: bool = True
 ) -> ModelFiles:
-    """Find, if need be download, and check a model's files.
+    """Find a model's files, download them if necessary, and check them.
+
+    The environment variables HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE apply.
 
     Args:
-        model: an existing folder, else a Hub id "org/name". What looks like a path is never looked up on the Hub.
+        model: an existing folder, else a Hub id "org/name". A name that looks like a path is never looked up on the Hub.
         revision: a Hub branch, tag or commit; None: the default branch.
-        token: a Hub token; None: HF_TOKEN or the stored login. HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE hold as well.
-        weights: whether weight files are needed. Of model.safetensors and an index, the single file wins, as it does in
-            transformers.
+        token: a Hub token; None: HF_TOKEN or the stored login.
+        weights: whether weight files are needed. If there are both model.safetensors and an index, the single file is
+            used, as in transformers.
         progress: whether huggingface_hub shows its progress bars.
     Raises:
-        ModelNotFoundError: no such folder or repository, it cannot be reached, or config.json is missing.
-        ConfigError: a damaged JSON file. CheckpointError: weight files that are missing or have unusable names.
-        InputError: a revision for a local folder.
+        ModelNotFoundError: the folder or repository does not exist or cannot be reached, or config.json is missing.
+        ConfigError: a JSON file is damaged.
+        CheckpointError: weight files are missing or have invalid names.
+        InputError: there is a revision for a local folder.
     """
     folder = Path(os.path.expanduser(model))
     if model and os.path.isdir(folder):
@@ -80,7 +83,7 @@ def _check(name: str, folder: Path, revision: str | None, weights: bool) -> Mode
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`, or None when there is no such file."""
+    """The JSON object in `path`, or None if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -97,7 +100,7 @@ def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str] | None
         return (folder / _SINGLE,), None
     index = _read_index(folder / _INDEX)
     if index is None and os.path.lexists(folder / _SINGLE):
-        raise CheckpointError("is not a file, or a link to none", where=folder / _SINGLE, hint="get the file again")
+        raise CheckpointError("is not a file, or is a broken link", where=folder / _SINGLE, hint="get the file again")
     if index is None:
         hint = f"only safetensors files are read{_contents(folder)}"
         raise CheckpointError(f"there is neither {_SINGLE} nor {_INDEX}", where=folder, hint=hint)
@@ -109,9 +112,9 @@ def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str] | None
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
-    """tensor → shard, from an index whose shards are plain file names in its folder; None when there is no index.
+    """Read tensor → shard from an index file; None if there is no index. Shards must be file names in the same folder.
 
-    The names are checked, not what they point at: in the Hub's cache each file is a link into a folder of blobs.
+    Only the names are checked, not the files: in the Hub cache each file is a link into a folder of blobs.
     """
     content = _read_object(path)
     if content is None:
@@ -128,7 +131,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def _contents(folder: Path) -> str:
-    """What a folder holds in the way of weights under other names, as the end of a hint."""
+    """The end of a hint that lists the folder's weight files with other names; "" if there are none."""
     files = sorted(os.listdir(folder)) if folder.is_dir() else []
     other = [name for name in files if name.endswith(".safetensors") and name != _SINGLE]
     if len(other) == 1:
@@ -138,7 +141,7 @@ def _contents(folder: Path) -> str:
 
 
 def _download(repo: str, revision: str | None, token: str | None, weights: bool, progress: bool) -> Path:
-    """The cache's snapshots/<commit> folder of `repo`, with the files that are needed, all of that commit."""
+    """Download the needed files of one commit of `repo`. Returns the cache's snapshots/<commit> folder."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -151,7 +154,7 @@ def _download(repo: str, revision: str | None, token: str | None, weights: bool,
         try:
             hf_hub_download(repo, _SINGLE, revision=commit, token=token)
             return folder
-        except EntryNotFoundError as error:  # which also says that the file is neither cached nor within reach
+        except EntryNotFoundError as error:  # also raised if the file is neither cached nor reachable
             index = _read_index(folder / _INDEX)
             if index is None and isinstance(error, LocalEntryNotFoundError):
                 raise
@@ -177,15 +180,15 @@ def _progress_bars(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a ModelNotFoundError with the cause in words and what to do."""
+    """Turn exceptions of huggingface_hub into a ModelNotFoundError that says the cause and what to do."""
     from huggingface_hub import constants, errors
 
-    local = "download it elsewhere and give the folder, or run the shape alone with --random-weights"
+    local = "download it elsewhere and give the folder, or use --random-weights"
     try:
         yield
     except MinirtError:
         raise
-    except Exception as error:  # the network library's exceptions differ between versions of huggingface_hub
+    except Exception as error:  # network exceptions differ between versions of huggingface_hub
         where, detail = f"Hub model {repo}", str(error).strip().partition("\n")[0]
         match error:
             case errors.GatedRepoError():
@@ -197,7 +200,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
             case errors.HFValidationError():
                 what, hint = f"is not a Hub id: {detail}", _ACCEPTED
             case _ if constants.HF_HUB_OFFLINE:
-                what, hint = "is not, or not wholly, in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"
+                what, hint = "is missing or incomplete in the cache, and HF_HUB_OFFLINE is set", f"unset it; or {local}"
             case errors.LocalEntryNotFoundError() | ConnectionError():
                 what, hint = f"is not cached, and the Hub cannot be reached: {detail}", f"check the network; or {local}"
             case errors.HfHubHTTPError():

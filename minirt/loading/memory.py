@@ -1,4 +1,4 @@
-"""Does it fit? The memory that weights, rope tables and KV pages take, compared with what a device has free."""
+"""Checks whether weights, rope tables and KV pages fit into a device's free memory, and sizes the KV cache."""
 
 import torch
 
@@ -12,12 +12,15 @@ def check_memory(
     model: Model, length: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype, kv_cache_memory: int | None,
     max_num_seqs: int,
 ) -> None:  # fmt: skip
-    """Refuse what will not fit, before anything is allocated. Of `kv_cache_memory` counts what `page_count` takes of it."""
-    # The rope tables are made on the CPU, where with what they are made from they take four times their size.
+    """Raise OutOfMemoryError if the model will not fit. To be called before anything is allocated.
+
+    Of `kv_cache_memory`, only the bytes that `page_count` would use are counted.
+    """
+    # The rope tables are computed on the CPU. There, with temporaries, they take four times their size.
     tables = (16 if device.type == "cpu" else 4) * length * model.config.head_dim
     needed = model.weight_bytes(dtype) + tables
-    what = f"{model.num_parameters / 1e9:.2f} G weights and the tables of {length} positions"
-    require_memory(needed, device, what, "take --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
+    what = f"{model.num_parameters / 1e9:.2f} G weights and the rope tables of {length} positions"
+    require_memory(needed, device, what, "use --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
         one = page_bytes(model.kv_shapes, kv_dtype)
         pages = min(_pages_in(kv_cache_memory, one), max_num_seqs * -(-length // PAGE_SIZE)) * one
@@ -25,7 +28,10 @@ def check_memory(
 
 
 def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
-    """KV pages in `memory` bytes (None: as `Generator` says); at most what `max_num_seqs` full sequences need."""
+    """The number of KV pages that fit into `memory` bytes, at most the pages of `max_num_seqs` sequences of full length.
+
+    `memory` None: a share of the free memory; see `Generator`.
+    """
     one = page_bytes(model.kv_shapes, model.kv_dtype)
     full = max_num_seqs * -(-model.max_model_len // PAGE_SIZE)
     if not one:
@@ -35,7 +41,7 @@ def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
     share = 0.9 if model.device.type == "cuda" else 0.25
     pages = min(int(free_memory(model.device) * share) // one, full)
     if pages < 1:
-        require_memory(int(one / share), model.device, "KV pages", "take a smaller model or free memory")
+        require_memory(int(one / share), model.device, "KV pages", "use a smaller model or free memory")
     return pages
 
 

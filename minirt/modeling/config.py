@@ -1,9 +1,9 @@
 """`ModelConfig`: a model's shape, read from config.json and checked once, before anything is allocated.
 
-Both dialects of Hugging Face transformers are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and
-that of version 5 (`rope_parameters`, `dtype`). A value that is wrong is a `ConfigError`, one that minirt does not serve
-an `UnsupportedError`; both name the field, what was expected and what was found. Imports no torch. `Fields` reads
-checked values; which fields make a model is in `minirt.models`.
+Supports both dialects of Hugging Face transformers: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that
+of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a value that minirt does not support raises
+`UnsupportedError`. Both errors name the field, the expected value and the found value. `Fields` reads checked values;
+`minirt.models` knows which fields an architecture has. Imports no torch.
 """
 
 import math
@@ -21,7 +21,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# The keys that each rope type may carry besides its name, rope_theta and a partial_rotary_factor of 1.
+# The keys that each rope type accepts, besides its name, rope_theta and a partial_rotary_factor of 1.
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -31,7 +31,7 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
         | {"mscale", "mscale_all_dim", "truncate"}
     ),
 }
-# The bounds are far above any model there is: they turn a damaged file into an error instead of an allocation.
+# Bounds far above any existing model. They turn a damaged file into an error instead of a huge allocation.
 MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 65536, 1024, 1024, 1024
 MAX_INTERMEDIATE, MAX_VOCAB, MAX_POSITIONS = 1 << 20, 4 << 20, 16 << 20
 MAX_THETA, MAX_FACTOR = 1e15, 1e6
@@ -39,7 +39,7 @@ MAX_THETA, MAX_FACTOR = 1e15, 1e6
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding parameters; `attention_factor` multiplies cos and sin and is resolved (yarn), else 1."""
+    """Rotary embedding parameters. `attention_factor` multiplies cos and sin: the resolved value for yarn, else 1."""
 
     kind: str = "default"  # a key of ROPE_KEYS
     theta: float = 10000.0
@@ -55,7 +55,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder model: Nq query heads and Nkv key/value heads of D channels, H hidden, I intermediate."""
+    """The shape of a decoder model: Nq query heads, Nkv key/value heads, head size D, hidden size H, intermediate size I."""
 
     model_type: str
     hidden_size: int
@@ -73,18 +73,18 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    dtype: str  # one of DTYPES: that of the checkpoint
+    dtype: str  # the checkpoint's dtype, one of DTYPES
     rope: RopeConfig
 
     @property
     def context_len(self) -> int:
-        """Positions that the model has; yarn stretches those that it was trained on to `factor` times as many."""
+        """Number of positions that the model supports. With yarn, at least the original positions times `factor`."""
         stretched = int(self.rope.factor * self.rope.original_max_position) if self.rope.kind == "yarn" else 0
         return max(self.max_position_embeddings, min(stretched, MAX_POSITIONS))
 
     @property
     def num_parameters(self) -> int:
-        """Weights and biases of the whole model; a tied LM head is counted once."""
+        """Number of weights and biases of the whole model. A tied LM head counts once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q + 2 * kv)
         attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
@@ -98,9 +98,9 @@ _REQUIRED: Any = object()
 
 
 class Fields:
-    """Checked reading of one JSON object's fields. Every refusal is a `ConfigError` that names the field.
+    """Reads and checks the fields of one JSON object. An invalid field raises a `ConfigError` that names it.
 
-    An absent field takes `default`, or is an error where there is none; null is refused except by `*_or_none`.
+    An absent field takes `default`; without a default it is an error. Only the `*_or_none` methods accept null.
     """
 
     def __init__(self, raw: Any, where: str = "config.json", prefix: str = "") -> None:
@@ -110,7 +110,7 @@ class Fields:
         self.raw, self.where, self.prefix = raw, where, prefix
 
     def place(self, name: str) -> str:
-        """How error messages name a field."""
+        """The name of a field in error messages."""
         return f"{self.where}, field {self.prefix}{name}"
 
     def integer(self, name: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int) -> int:
@@ -120,20 +120,20 @@ class Fields:
         return value
 
     def integer_or_none(self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int) -> int | None:
-        """As `integer`, but the field may be null, and its default None."""
+        """Like `integer`, but the field may be null and `default` may be None."""
         if self.raw.get(name, default) is None:
             return None
         return self.integer(name, default=_REQUIRED if default is None else default, minimum=minimum, maximum=maximum)
 
     def number(self, name: str, *, default: float = _REQUIRED, minimum: float, maximum: float) -> float:
-        """A finite float; JSON integers are taken, NaN and infinities are not."""
+        """A finite float. JSON integers are accepted; NaN and infinities are not."""
         value = self.raw.get(name, default)
         if type(value) not in (int, float) or not minimum <= value <= maximum:  # false for NaN
             self._refuse(name, f"a number from {minimum:g} to {maximum:g}", value)
         return float(value)
 
     def number_or_none(self, name: str, *, minimum: float, maximum: float) -> float | None:
-        """As `number`, but the field may be null or absent."""
+        """Like `number`, but the field may be null or absent."""
         return None if self.raw.get(name) is None else self.number(name, minimum=minimum, maximum=maximum)
 
     def boolean(self, name: str, *, default: bool = _REQUIRED) -> bool:
@@ -149,7 +149,7 @@ class Fields:
         return value
 
     def choice(self, name: str, known: Iterable[str], *, default: str = _REQUIRED) -> str:
-        """One of the `known` strings; another one is an `UnsupportedError`."""
+        """One of the `known` strings. Any other string raises `UnsupportedError`."""
         value = self.string(name, default=default)
         if value not in known:
             wanted = " or ".join(known)
@@ -164,7 +164,7 @@ class Fields:
         return value
 
     def nested(self, name: str) -> "Fields":
-        """The fields of a nested object; those of an empty one where it is null or absent."""
+        """The fields of a nested object. Null or absent counts as an empty object."""
         value = self.raw.get(name)
         return Fields({} if value is None else value, self.where, f"{self.prefix}{name}.")
 
@@ -175,7 +175,7 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """A JSON value as an error message shows it, in short."""
+    """A short form of a JSON value for error messages."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):
@@ -187,10 +187,10 @@ def shown(value: object) -> str:
 
 
 def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
-    """The rope parameters from either dialect; a file that carries both must mean the same by both.
+    """Read the rope parameters from either dialect. If a file has both, they must agree.
 
-    The formulas and the places of each value follow transformers 5. That library drops `rope_parameters` where there is
-    a `rope_scaling`; here a difference between the two is an error.
+    The formulas and the location of each value follow transformers 5, with one exception: if there is a `rope_scaling`,
+    transformers ignores `rope_parameters`; here a difference between the two is a `ConfigError`.
     """
     dialects = [fields.nested(name) for name in ("rope_scaling", "rope_parameters")]
     given = [rope for rope in dialects if rope.raw] or dialects[:1]
@@ -201,7 +201,7 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
             where=fields.where,
             expected=ropes[-1],
             found=ropes[0],
-            hint="keep the one that is meant; each takes a rope_theta from the top level where it has none",
+            hint="remove the wrong one; one without a rope_theta takes the top-level rope_theta",
         )
     return ropes[0]
 
@@ -212,7 +212,7 @@ def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConf
         partial = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
         if partial not in (None, 1.0):
             place = level.place("partial_rotary_factor")
-            raise UnsupportedError("rotating parts of heads is not supported", where=place, expected=1, found=partial)
+            raise UnsupportedError("partial rotary embedding is not supported", where=place, expected=1, found=partial)
     known = ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for name, value in rope.raw.items():
         if name not in known and value is not None:
@@ -224,7 +224,7 @@ def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConf
     factor = rope.number("factor", minimum=1, maximum=MAX_FACTOR)
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
-    # As transformers: the top level's value wins, and max_position_embeddings stands in for an absent one.
+    # As in transformers, the top-level value takes precedence, and max_position_embeddings is the default.
     name = "original_max_position_embeddings"
     level = fields if name in fields.raw else rope
     original = level.integer(name, default=max_positions, maximum=MAX_POSITIONS)
@@ -254,7 +254,7 @@ def _check_order(rope: Fields, name: str, good: bool, expected: str, found: floa
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """The multiplier of cos and sin (YaRN, Peng et al. 2023, section 3.4), given or computed as transformers does."""
+    """The multiplier of cos and sin (YaRN, Peng et al. 2023, section 3.4): given, or computed as in transformers."""
     given = rope.number_or_none("attention_factor", minimum=1e-6, maximum=MAX_FACTOR)
     mscale = rope.number_or_none("mscale", minimum=0, maximum=MAX_FACTOR)
     mscale_all_dim = rope.number_or_none("mscale_all_dim", minimum=0, maximum=MAX_FACTOR)

@@ -8,8 +8,11 @@ from minirt.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class PlanRow:
-    """How one layer runs. `dtype` is the activations', with the format of quantized weights; `bytes` counts the layer's own
-    weights; a shared holder counts where it stands first."""
+    """How one layer runs.
+
+    `dtype` is the dtype of the activations, followed by the format of quantized weights. `bytes` is the size of the layer's
+    weights; weights that several layers share count for the first of them.
+    """
 
     layer: str
     kind: str
@@ -21,7 +24,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """One row a layer, in the order of execution."""
+    """One row per layer, in execution order."""
 
     rows: tuple[PlanRow, ...]
     device: str
@@ -32,11 +35,13 @@ class Plan:
 
 
 def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Split implementation choices into the default and the (glob, name) rules, later rules winning.
+    """Split implementation choices into (default, [(glob, name), …]). Later rules take precedence.
 
     Args:
-        impl: "auto" | "eager" | "triton" | a registered name, for all layers; or 'glob=name' for the layers whose name
-            matches; or a sequence of these.
+        impl: "auto", "eager", "triton" or a registered name, for all layers; or 'glob=name', for the layers whose names
+            match; or a sequence of these.
+    Raises:
+        UnsupportedError: a choice is malformed, or there are two different defaults.
     """
     default, rules = "auto", []
     chosen = False
@@ -49,7 +54,7 @@ def parse_impl(impl: str | Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
         if equals:
             rules.append((pattern, name))
         elif chosen and name != default:
-            raise UnsupportedError("two defaults", where="--impl", found=f"{default} and {name}", hint="use GLOB=NAME")
+            raise UnsupportedError("two different defaults", where="--impl", found=f"{default} and {name}", hint="use GLOB=NAME")
         else:
             default, chosen = name, True
     return default, rules

@@ -1,4 +1,4 @@
-"""Reading the tokenizer's files: whatever goes wrong with one becomes a TokenizerError that names it."""
+"""Reads tokenizer files. Every failure becomes a `TokenizerError` that names the file."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from minirt.errors import TokenizerError
 
 @contextlib.contextmanager
 def damage_reported(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong with a file, the tokenizers library's panics included, into a TokenizerError."""
+    """Turn any error about the file, including panics of the tokenizers library, into a `TokenizerError`."""
     try:
         yield
     except TokenizerError:
@@ -24,7 +24,7 @@ def damage_reported(path: Path) -> Iterator[None]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; {} when there is no such file (all that are read so are optional)."""
+    """The JSON object in `path`. {} if the file does not exist: all files read by this function are optional."""
     if not path.exists():
         return {}
     with damage_reported(path):

@@ -1,4 +1,4 @@
-"""`StopStrings`: where streamed text ends at one of the user's stop strings."""
+"""`StopStrings`: ends streamed text at the first of the user's stop strings."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from minirt.errors import InputError
 
 
 class StopStrings:
-    """Finds the first stop string in streamed text and keeps it, and all that follows, from being sent.
+    """Finds the first stop string in streamed text. Withholds the stop string and everything after it.
 
-    The first is the one completed first; of several that end at one character, the longest. So the outcome does not
-    depend on how the text is cut into pieces, and nobody waits for a longer match once one is complete.
+    The first stop string is the one that is complete first; if several end at the same character, the longest one.
+    So the result does not depend on how the text is cut into pieces, and a complete match never waits for a longer one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -20,7 +20,7 @@ class StopStrings:
         self._held, self._found = "", False
 
     def push(self, text_piece: str) -> tuple[str, bool]:
-        """(text that is safe to send, whether a stop string was found). After a find: ("", True) for good."""
+        """Add text. Returns (text that is safe to emit, whether a stop string was found); after a match always ("", True)."""
         if self._found:
             return "", True
         text = self._held + text_piece
@@ -33,6 +33,6 @@ class StopStrings:
         return text[: len(text) - len(self._held)], False
 
     def flush(self) -> str:
-        """The text held back, now that no more will come; "" after a find."""
+        """Return the text still held back; "" after a match. Call after the last piece."""
         text, self._held = self._held, ""
         return text

@@ -1,6 +1,6 @@
-"""`minirt bench` on a tiny random model: its tables, records and files can be read, and bad input is refused before the work.
+"""`minirt bench` on a tiny random model: its tables, records and files can be read, and bad input is refused before any work.
 
-Catches: a CPU's figure that passes for a GPU's, formats that disagree, a benchmark of a build that computes something else.
+Catches CPU figures that look like GPU figures, output formats that disagree, and a benchmark of layers with wrong results.
 """
 
 import csv
@@ -32,7 +32,7 @@ def run(capfd, monkeypatch):
 
 
 def table(text):
-    """The Markdown table of an output → a list of {column: cell}."""
+    """Parse the Markdown table of an output → a list of {column: cell}."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert set("".join(cells[1])) <= set("-:")
@@ -138,7 +138,7 @@ def test_a_model_as_random_weights_and_with_draws(run):
 
 @pytest.mark.parametrize(("options", "temperature"), [((), 0), (("--top-p", 0.5), 1), (("--top-p", 0.5, "--temperature", 0), 0)])
 def test_a_filter_alone_means_draws(run, folder, options, temperature, monkeypatch):
-    """As for `generate`: greedy decoding would be faster than what was asked for."""
+    """As in `generate`. Greedy decoding would be faster than the requested sampling."""
     asked, generate = [], Generator.generate
 
     def noted(self, prompts, params):
@@ -154,7 +154,7 @@ def test_a_filter_alone_means_draws(run, folder, options, temperature, monkeypat
 
 
 def test_default_prompts_are_those_that_the_model_takes(run, folder):
-    """It has 256 positions; of 128, 512 and 2048 tokens only the first fit."""
+    """The model has 256 positions, so of the default 128, 512 and 2048 tokens only 128 fit."""
     code, out, _ = run("bench", "prefill", "-m", folder, *CACHE, "--repeats", 1, "--skip-check", "-q", "-o", "json")
     assert code == 0
     assert [row["test"] for row in json.loads(out)["results"]] == ["pp128"]
@@ -194,7 +194,7 @@ def test_a_full_disk_or_a_folder_without_rights(run, folder, tmp_path):
 
 
 def plain(layer, factor=1.0):
-    """The MLP in other words; `factor` is a fault."""
+    """The MLP in plain PyTorch. A `factor` other than 1 makes it wrong."""
 
     def forward(x, batch, kv):
         h = torch.nn.functional.rms_norm(x, x.shape[-1:], layer.norm.weight, layer.config.rms_norm_eps)

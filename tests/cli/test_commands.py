@@ -1,6 +1,6 @@
-"""The command line: what it prints where, conversations, exit codes, signals. Bad input is in test_errors.py.
+"""The command line: output on stdout and stderr, conversations, exit codes, signals. For bad input see test_errors.py.
 
-Most runs in this process, through `main`; what only a process shows (signals, closed pipes, the terminal) starts one.
+Most tests call `main` in this process. Tests of signals, closed pipes and the terminal start a new process.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def copy(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """A function: prompt, number of tokens → the completion that the Python API gives."""
+    """A function (prompt, number of tokens) → the completion of the Python API."""
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
         yield lambda prompt, count: generator.generate(prompt, SamplingParams(max_tokens=count))
 
@@ -93,7 +93,7 @@ def test_json(run, folder, expected):
 
 
 def test_json_is_whole_whatever_the_terminal_shows(folder):
-    """A character that the terminal's encoding lacks is escaped, not replaced."""
+    """A character that is not in the terminal's encoding is escaped, not replaced."""
     arguments = ("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, "日本 ß")
     process = start(*arguments, env={"PYTHONIOENCODING": "ascii"})
     out, _ = process.communicate()
@@ -112,7 +112,7 @@ def test_stop_and_end_of_sequence(run, copy, expected):
     assert json.loads(run(*arguments)[1])["finish_reason"] == "stop"
     assert json.loads(run(*arguments, "--ignore-eos")[1])["token_ids"][: len(done.token_ids)] == done.token_ids
     path.write_text(json.dumps({"stop_strings": [stop]}))
-    assert json.loads(run(*arguments)[1])["text"] == record["text"], "the file's stop strings hold without --stop"
+    assert json.loads(run(*arguments)[1])["text"] == record["text"], "the file's stop strings apply without --stop"
 
 
 def test_prompt_files_are_verbatim(run, folder, expected, tmp_path, monkeypatch):
@@ -236,7 +236,7 @@ def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
     assert len(seen[2]) < 100
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     code, _, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
-    assert code == 1, "a script must learn of it"
+    assert code == 1, "a script must see the failure"
 
 
 def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
@@ -304,7 +304,7 @@ def test_fp8_reaches_the_model(run, folder):
 
 def test_plan_of_a_folder_with_a_strange_name(run, folder, tmp_path):
     strange = shutil.copytree(folder, tmp_path / "[bold]x[/nothing] :smile:")
-    # its table may break the folder's path anywhere
+    # the table may wrap the path anywhere
     assert "[bold]x[/nothing]:smile:" in "".join(run("plan", "-m", strange, "--device", "cpu")[1].split())
 
 
@@ -320,7 +320,7 @@ def test_env(run):
 
 @pytest.fixture(scope="module")
 def endless(hf_folder):
-    """A model with room for far more tokens than a test waits for."""
+    """A model with so many positions that generation does not end during a test."""
     return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
 
 
@@ -354,7 +354,7 @@ def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
     terminal, side = pty.openpty()
     before = termios.tcgetattr(terminal)
     with start("chat", "-m", folder, *CACHE, stdin=side, stdout=side, stderr=side) as process:
-        os.close(side)  # a process that dies ends the reading
+        os.close(side)  # so that reading ends when the process dies
         shown = b""
         while not shown.endswith(b"> "):
             shown += os.read(terminal, 100)
@@ -362,12 +362,12 @@ def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
         while shown.count(b"> ") < 2:
             shown += os.read(terminal, 100)
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-            pass  # a signal between the prompt and the reading would wait for a line (CPython's input)
+            pass  # a signal between the prompt and the read would be handled only after a line (CPython's input)
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
-    with contextlib.suppress(OSError):  # the end of what is left
+    with contextlib.suppress(OSError):  # raised at the end of the output
         while left := os.read(terminal, 1000):
             shown += left
     assert termios.tcgetattr(terminal) == before

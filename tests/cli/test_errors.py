@@ -1,4 +1,4 @@
-"""Bad input on the command line: an exit code, nothing on stdout, and one clear line on stderr for each."""
+"""Bad input on the command line: an exit code, no output on stdout, and one clear line on stderr."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def test_bad_values(flag, value, run, folder):
     refused(run("generate", "-m", folder, "--device", "cpu", flag, value, "hello"), name)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the case without a GPU")
 def test_cuda_without_a_gpu(run, folder):
     refused(run("generate", "-m", folder, "--device", "cuda", "hello"), "--device cuda", "--device cpu")
 
@@ -138,7 +138,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("field", CONFIGS)
 def test_bad_configs(field, run, copy, monkeypatch):
-    """Refused by name, before anything is allocated."""
+    """The error names the field, and comes before anything is allocated."""
     monkeypatch.setattr("minirt.modeling.model.Model.allocate", lambda *_: pytest.fail("allocated"))
     path = copy / "config.json"
     good = json.loads(path.read_text())
@@ -222,7 +222,7 @@ cli.main(["generate", "--device", "cpu", "--max-tokens", "1", "Once"])
 
 
 def test_a_failed_gpu_ends_the_process_at_once():
-    """Freeing what lies on the GPU would fail as well, and change the exit code."""
+    """Freeing GPU memory would fail too, and change the exit code."""
     done = subprocess.run([sys.executable, "-P", "-c", FAILED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stderr[-2000:]
     assert "minirt: the GPU failed; found CUDA error" in done.stderr

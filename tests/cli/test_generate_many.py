@@ -1,7 +1,7 @@
-"""`generate --prompts`: the format of its lines, the order of results, what Ctrl-C and a failure leave of them.
+"""`generate --prompts`: the format of the lines, the order of results, and the results after Ctrl-C or a failure.
 
-Catches: results by order of finishing, a line number off by one (empty lines count), a request's own sampling values lost or
-leaking into the next, a broken line found only after others have run, finished work lost with an error or an interrupt.
+Catches results in the order of finishing, line numbers off by one (empty lines count), sampling values of a request that are lost
+or leak into the next, a malformed line found only after other requests have run, and finished work lost after an error or Ctrl-C.
 """
 
 import io
@@ -32,7 +32,7 @@ def folder(hf_folder):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """A function: prompt, sampling values → the completion that the Python API gives it alone."""
+    """A function (prompt, sampling values) → the completion of the Python API for this prompt alone."""
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
 
         def complete(prompt, **values):
@@ -49,7 +49,7 @@ def run(capfd, monkeypatch):
 
 @pytest.fixture
 def file(tmp_path):
-    """A function that writes lines (JSON values, or bytes as they are) to a file, and returns its path."""
+    """A function that writes lines (JSON values, or raw bytes) to a file and returns its path."""
 
     def write(*lines):
         path = tmp_path / "p.jsonl"
@@ -147,7 +147,7 @@ BAD = {
     "not UTF-8": (b'"caf\xe9"', ["UTF-8", "0xe9 at offset 4"]),
     "deep": (DEEP, ["not acceptable JSON"]),
     "a long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ["not acceptable JSON"]),
-    "twice": (b'{"prompt": "x", "id": 1, "id": 2}', ['"id" stands there twice']),
+    "twice": (b'{"prompt": "x", "id": 1, "id": 2}', ['"id" appears twice']),
     "unknown key": ({"prompt": "x", "max_token": 5}, ['"max_token"', "unknown key", "max_tokens"]),
     "no prompt": ({"max_tokens": 5}, ["not one prompt", "found none"]),
     "two prompts": ({"prompt": "x", "messages": CHAT}, ["not one prompt", "prompt and messages"]),
@@ -181,7 +181,7 @@ NOT_FOR_THIS_MODEL = {
     "too long": ("x" * 400, ["at most 255 tokens"]),
     "surrogate": (b'"lone \\udce9"', ["surrogate"]),
     "messages": ({"messages": [{"role": "user"}]}, ["messages[0]"]),
-    "no messages": ({"messages": []}, ["one or more messages"]),
+    "no messages": ({"messages": []}, ["not a non-empty list of messages"]),
 }
 
 
@@ -235,7 +235,7 @@ def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
 
 
 def test_a_failure_does_not_take_the_others_along(run, folder, file, tmp_path):
-    """A NaN in the embedding of token 9 spoils the request that holds it, and no other, and no line is lost."""
+    """A NaN in the embedding of token 9 fails only the requests with this token, and no line is lost."""
     broken = shutil.copytree(folder, tmp_path / "model")
     weights = load_file(broken / "model.safetensors")
     weights["model.embed_tokens.weight"][9] = float("nan")
@@ -281,7 +281,7 @@ def test_control_c_prints_what_there_is(hf_folder, file):
     path = file({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "id": "long"}, {"prompt": "c", "max_tokens": 3}, "d")
     options = ("--ignore-eos", "--max-tokens", 10**6, "--max-num-seqs", 2, "--json", "--prompts", path)
     with start("generate", "-m", endless, *CACHE, *options) as process:
-        first = json.loads(process.stdout.readline())  # then b runs, and c, behind it; d once c has ended
+        first = json.loads(process.stdout.readline())  # afterwards b and c run, and d after c has ended
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     records = [first, *map(json.loads, out.splitlines())]
@@ -305,7 +305,7 @@ def test_the_bar_is_on_a_terminal_and_results_are_not_in_it(folder, file):
         try:
             while more := os.read(terminal, 10_000):
                 shown += more
-        except OSError:  # the end
+        except OSError:  # raised at the end of the output
             pass
         out = process.stdout.read()
     os.close(terminal)

@@ -1,7 +1,7 @@
 """The scheduler and the engine on a mock model whose next token depends on every cached token.
 
-Catches pages shared by mistake, positions or slots off by one, stale pages after preemption, leaks, lost or reordered
-requests, wrong chunk boundaries.
+Catches pages shared by mistake, positions or slots off by one, stale pages after preemption, leaked pages, lost or reordered
+requests, and wrong chunk boundaries.
 """
 
 import pytest
@@ -19,7 +19,7 @@ PAGE = 4
 
 
 class Mock:
-    """Writes each token to its slot, then reads its sequence back through the block table: next = hash of all of it."""
+    """Writes each token to its slot, then reads the sequence back through the block table. Next token: a hash of the sequence."""
 
     def __init__(self):
         self.tokens_per_step = []
@@ -68,7 +68,7 @@ def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1):
 
 
 def run(it, requests, aborts=()):
-    """requests: (arrival step, prompt, max tokens); aborts: (step, request). → tokens and reasons by request."""
+    """Run `requests` (arrival step, prompt, max tokens) with `aborts` (step, request) → tokens and reasons by request."""
     ids, tokens, reasons = {}, {i: [] for i in range(len(requests))}, {}
     for step in range(10_000):
         for i, (arrival, prompt, count) in enumerate(requests):

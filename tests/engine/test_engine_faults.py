@@ -1,6 +1,6 @@
-"""What goes wrong in a step: memory, a broken GPU, logits without numbers. Nothing hangs, and nobody else is concerned.
+"""Failures in a step: out of memory, a failed GPU, logits with NaN. Nothing hangs, and other requests are not affected.
 
-Catches a request that is lost without an output, pages kept by a failed one, an engine that goes on with a dead device.
+Catches a request that is lost without an output, pages kept by a failed request, an engine that continues on a failed device.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from minirt.sampling_params import resolve
 
 
 def failing(it, error, at):
-    """Let the model of an engine raise `error` in its `at`-th step."""
+    """Make the model of an engine raise `error` in its `at`-th step."""
     model, steps = it._runner._model, iter(range(10_000))
 
     def call(batch, cache):
@@ -33,7 +33,7 @@ def steps(it):
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nmore"),
-     RuntimeError("Triton Error [CUDA]: out of memory, 7.00 GiB")],  # of a kernel that cannot be loaded
+     RuntimeError("Triton Error [CUDA]: out of memory, 7.00 GiB")],  # when a kernel cannot be loaded
     ids=["allocator", "kernel"],
 )  # fmt: skip
 def test_out_of_memory_ends_the_requests_of_that_step(error, at, lookahead):
@@ -86,7 +86,7 @@ def test_other_errors_of_a_layer_come_through():
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_logits_without_numbers(lookahead):
-    """The step after the bad one has started by then, with −1 for a token."""
+    """With lookahead, the next step has already started by then, with −1 as the token."""
     it, cache = engine(lookahead=lookahead)
     model = it._runner._model
     it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(

@@ -1,7 +1,9 @@
-"""The engine under disturbance on a trained model: arrivals, aborts, tiny pools and chunks must not change a token.
+"""The engine on a trained model: arrivals, aborts, few KV pages and small chunks must not change a token.
 
-On a CPU the eager layers in fp32; on a GPU the Triton layers with CUDA graphs, exactly in fp32 and to the first near-tie in bf16.
-Catches what the mock model cannot: stale or foreign KV values, a wrong position in rope, a graph's padding rows that leak.
+On a CPU the eager layers in fp32; on a GPU the Triton layers with CUDA graphs, exactly in fp32 and up to the first near-tie in
+bf16.
+
+Catches what the mock model cannot: stale or foreign KV values, wrong rope positions, leaks from padding rows of CUDA graphs.
 """
 
 import pytest
@@ -15,7 +17,7 @@ from minirt.engine.kv_cache import KVCache
 from minirt.sampling_params import resolve
 
 CPU = torch.device("cpu")
-LENGTHS = (1, 3, 17, 40, 63, 64, 65, 90, 130)  # of prompts, around the page size of 64
+LENGTHS = (1, 3, 17, 40, 63, 64, 65, 90, 130)  # prompt lengths, around the page size of 64
 NEW = 12
 VOCAB = 49152
 
@@ -35,7 +37,7 @@ def make_engine(model, *, pages, seqs, budget, device, page_size=64):
 
 
 def run(engine, cache, requests, aborts):
-    """requests: (arrival step, index of its prompt, tokens); aborts: (step, request). → tokens by request, and who ended."""
+    """Run `requests` (arrival step, prompt index, tokens) with `aborts` (step, request) → tokens and endings by request."""
     pages, ids, tokens, ended = cache.allocator.num_free, {}, [[] for _ in requests], {}
     for step in range(1000):
         for i, (arrival, which, count) in enumerate(requests):
@@ -54,7 +56,7 @@ def run(engine, cache, requests, aborts):
             if output.finish_reason:
                 ended[ids[output.request_id]] = str(output.error or output.finish_reason)
         if not engine.has_work and step > max(r[0] for r in requests):
-            engine.step()  # collects what was in flight for aborted requests
+            engine.step()  # collects the steps in flight of aborted requests
             assert cache.allocator.num_free == pages, "pages leaked"
             return tokens, ended
     raise AssertionError("starved")
@@ -68,7 +70,7 @@ ABORTS = st.lists(st.tuples(st.integers(0, 10), st.integers(0, 6)), max_size=2)
 
 @pytest.fixture(scope="module")
 def cpu(smollm2):
-    """The model in fp32 on a CPU, and what it generates undisturbed."""
+    """The model in fp32 on a CPU, and the tokens it generates for each prompt alone."""
     with Generator.from_pretrained(smollm2, device="cpu", kv_cache_memory=1 << 26, max_model_len=256) as generator:
         params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
         yield generator._model, [generator.generate(prompt(n), params).token_ids for n in LENGTHS]
@@ -96,7 +98,7 @@ def gpu(request, smollm2):
 
 @pytest.fixture(scope="module")
 def noise(smollm2):
-    """noise(tokens): of transformers' next-token logits, the top-2 gap in fp32 and the largest |bf16 − fp32|."""
+    """noise(tokens) → (top-2 gap in fp32, largest |bf16 − fp32|) of transformers' next-token logits."""
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained

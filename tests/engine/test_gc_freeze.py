@@ -1,4 +1,4 @@
-"""What is frozen while a model is loaded, and that it is let go: a cycle of layers would keep a GPU's memory otherwise."""
+"""Objects are frozen while a model is loaded, and released after it. Otherwise a cycle of layers would keep GPU memory."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from minirt.engine.gc_freeze import freeze_gc
 
 
 class Node:
-    """An object that a cycle can be made of."""
+    """An object that can be part of a reference cycle."""
 
     other: "Node"
 
@@ -22,7 +22,7 @@ def _cycle() -> weakref.ref[Node]:
 
 
 def frozen() -> int:
-    """Frozen objects. Python 3.12 freezes some immortal objects of its own at every collection: these do not count."""
+    """Number of frozen objects, without the immortal objects that Python 3.12 itself freezes at every collection."""
     return gc.get_freeze_count() - _always_frozen
 
 
@@ -32,7 +32,7 @@ _always_frozen = 0
 @pytest.fixture(autouse=True)
 def _nothing_else_held():
     global _always_frozen
-    assert gc_freeze._held == 0, "a test before this one left something frozen"
+    assert gc_freeze._held == 0, "an earlier test left objects frozen"
     gc.unfreeze()
     gc.collect()
     _always_frozen = gc.get_freeze_count()
@@ -46,7 +46,7 @@ def test_what_there_is_is_frozen_until_the_owner_lets_go():
     assert frozen() > 1000
     release()
     assert frozen() == 0
-    release()  # a second time it does nothing
+    release()  # a second call does nothing
 
 
 def test_an_owner_that_is_forgotten_lets_go():
@@ -65,7 +65,7 @@ def test_a_frozen_cycle_goes_when_its_owner_does_though_another_holds():
     releases = [freeze_gc(first), freeze_gc(second)]
     first.part = None
     gc.collect()
-    assert part() is not None, "it was not frozen"
+    assert part() is not None, "the cycle was not frozen"
     releases[0]()
     assert part() is None
     assert frozen() > 1000, "the other owner still holds"
@@ -85,7 +85,7 @@ def test_an_owner_in_a_cycle_is_collected_while_another_takes_hold():
     owner = Node()
     owner.other = owner
     freeze_gc(owner)
-    gc.unfreeze()  # so that the next one's collection finds it
+    gc.unfreeze()  # so that the collection in the next freeze_gc finds the owner
     del owner
     other = Node()
     release = freeze_gc(other)

@@ -1,7 +1,7 @@
-"""The loop on a GPU: nothing compiles after warm-up, decode steps neither wait nor allocate, and faults end as they should.
+"""The engine's loop on a GPU: nothing compiles after warm-up, decode steps neither wait nor allocate, failures end cleanly.
 
-Catches a `.item()` or a copy from pageable memory that crept in, kernels specialized on a token count or an alignment, a
-request that hangs on a dead GPU.
+Catches an accidental `.item()` or copy from pageable memory, kernels specialized on a token count or an alignment, and a request
+that hangs on a failed GPU.
 """
 
 import random
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 
 
-FORMS = {  # heads of 64 channels, and steps shorter than the longest prompt; of 128, the latter also with all that fp8 adds
+FORMS = {  # head size 64 with steps shorter than the longest prompt; head size 128; the same with FP8 weights and KV pages
     "Qwen2.5-0.5B": {"max_num_batched_tokens": 1500},
     "Qwen3-4B": {},
     "Qwen3-4B-fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
@@ -58,7 +58,7 @@ def test_nothing_compiles_after_warm_up(warm):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_cuda_graphs_nothing_compiles_after_warm_up_either(form):
-    """The first steps on a long context launch what no short one does."""
+    """The first steps on a long context launch kernels that steps on a short context do not."""
     import triton
 
     name, compiled, draw = form.removesuffix("-fp8"), [], random.Random(1)
@@ -117,7 +117,7 @@ def test_the_sync_check_can_fail():
 
 
 def test_memory_that_runs_out_in_a_step():
-    """A real allocation of 64 TiB, in the one step that computes 77 tokens."""
+    """A real allocation of 64 TiB, in the only step that computes 77 tokens."""
 
     @register("mlp", "greedy_for_memory")
     def factory(layer):
@@ -140,8 +140,10 @@ def test_memory_that_runs_out_in_a_step():
 
 
 def test_a_slow_gpu_changes_no_token(monkeypatch):
-    """Every step finds the GPU busy, so that nothing the host queued has happened yet when it goes on: a buffer that the host
-    overwrites too early, for the next step or while a graph is captured in the middle of work, shows."""
+    """Every step finds the GPU busy, so the host continues before any of its queued work has run.
+
+    This reveals a buffer that the host overwrites too early, for the next step or while it captures a CUDA graph between steps.
+    """
     draw = random.Random(3)
     prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 1, 200, 5, 90, 130, 2)]
     params = [SamplingParams(max_tokens=draw.randrange(3, 25), temperature=0.0, ignore_eos=True) for _ in prompts]
@@ -151,7 +153,7 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
     start = Runner.start
 
     def late(self, chunks, settings):
-        torch.cuda._sleep(40_000_000)  # cycles: some 20 ms
+        torch.cuda._sleep(40_000_000)  # GPU cycles: about 20 ms
         return start(self, chunks, settings)
 
     monkeypatch.setattr(Runner, "start", late)
@@ -161,8 +163,10 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_overlapping_kernels_change_no_bit(quantization, monkeypatch):
-    """With programmatic dependent launch and without: logits of prompts in every regime, and tokens of steps that mix them.
-    A kernel that reads or writes before the one before has ended shows."""
+    """Programmatic dependent launch does not change logits or tokens, for prompts of all sizes and for mixed steps.
+
+    This reveals a kernel that reads or writes data before the previous kernel has ended.
+    """
     draw = random.Random(4)
     prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 150, 300, 600, 1300)]
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -184,7 +188,7 @@ def test_overlapping_kernels_change_no_bit(quantization, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_another_device_than_the_current_one():
-    """Triton launches on the current device, which nobody but minirt can set here; its warm-up's threads have their own."""
+    """Triton launches on the current device, so minirt must set it, also in the threads of the warm-up."""
     params = SamplingParams(max_tokens=30, temperature=0.7, seed=1)
     texts = []
     for device in ("cuda:0", "cuda:1"):
@@ -225,12 +229,14 @@ def test_a_broken_kernel_ends_the_process_with_its_cause():
 
 @pytest.mark.parametrize("count", [2, 40, 70])
 def test_tokens_are_those_of_all_logits(count, monkeypatch):
-    """Greedy steps leave the largest logits alone; a step with one sampled row needs all, also after such steps. Prompts of 70
-    sequences come in steps too large for a graph."""
+    """Greedy steps store only the largest logits. A step with one sampled row needs all logits, also after greedy steps.
+
+    The prompts of 70 sequences make steps that are too large for a CUDA graph.
+    """
     draw = random.Random(1)
     prompts = [[draw.randrange(1000) for _ in range(draw.randrange(1, 240))] for _ in range(count)]
     greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * count
-    one = [SamplingParams(**SAMPLED, seed=5, max_tokens=7, ignore_eos=True), *greedy[1:]]  # the last steps are greedy again
+    one = [SamplingParams(**SAMPLED, seed=5, max_tokens=7, ignore_eos=True), *greedy[1:]]  # the last steps are all-greedy again
     options = {"dtype": "bfloat16", "random_weights": True, "kv_cache_memory": 1 << 30, "max_model_len": 256, "max_num_seqs": 72}
     scores_of, left = Runner._scores, []
 
@@ -243,6 +249,6 @@ def test_tokens_are_those_of_all_logits(count, monkeypatch):
         found = [[c.token_ids for c in generator.generate(prompts, params)] for params in (greedy, one, greedy)]
         monkeypatch.setattr(Runner, "_scores", with_all_logits)
         expected = [[c.token_ids for c in generator.generate(prompts, params)] for params in (greedy, one)]
-    assert sum(left) > 11, "the head has left nothing: the test cannot fail"
+    assert sum(left) > 11, "the head stored no row maxima, so the test cannot fail"
     assert found == [*expected, expected[0]]
     assert expected[0] != expected[1]

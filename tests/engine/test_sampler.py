@@ -1,4 +1,4 @@
-"""Draws have the right distribution, filters the right kept set, and neither depends on the rest of the batch."""
+"""Draws have the right distribution, filters keep the right tokens, and neither depends on the rest of the batch."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Thousands of small operations: on a busy machine, threads would mostly wait for each other."""
+    """The tests run thousands of small operations. On a busy machine, threads would mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def batch_of(*requests: EffectiveSampling, step: int = 0) -> SamplingBatch:
 
 
 def draws(logits, count: int, first_step: int = 0, rows: int = 250, **options) -> np.ndarray:
-    """`count` draws from one distribution, at successive steps of one request, `rows` at a time."""
+    """`count` draws from one distribution, at successive steps of one request, `rows` draws at a time."""
     request, steps = settings(**options), range(first_step, first_step + count)
     logits = torch.as_tensor(logits, dtype=torch.float32).expand(rows, -1)
     batches = [SamplingBatch.build([(request, i) for i in steps[at : at + rows]]) for at in range(0, count, rows)]
@@ -43,7 +43,7 @@ def draws(logits, count: int, first_step: int = 0, rows: int = 250, **options) -
 
 @pytest.mark.parametrize("vocab", [1, 4, 17])
 def test_noise_follows_the_documented_counters(vocab: int) -> None:
-    """A Triton kernel that obeys the documentation must get these numbers: key, counter, word and logarithm."""
+    """A Triton kernel that follows the documentation (key, counter, word, logarithm) must get these numbers."""
     for seed, bits, step in ((0, 0, 0), (2**64 - 1, -1, 3), (5 << 32 | 7, 5 << 32 | 7, 2**20)):
         batch = batch_of(settings(seed=seed), step=step)
         noise = exponential_noise(batch.seed, batch.step, vocab)
@@ -64,7 +64,7 @@ def test_noise_is_exponential_and_uncorrelated() -> None:
 
 
 def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """The distribution in fp64, by sorting, token after token."""
+    """The distribution in fp64, computed by sorting and adding one token after the other."""
     logits = np.asarray(logits, np.float64)
     p = np.exp((logits - logits.max()) / temperature)
     if top_k:
@@ -91,7 +91,7 @@ def test_draws_have_the_exact_distribution(options: dict) -> None:
     wanted = reference(logits, **options) * 20_000
     counts = np.bincount(draws(logits, 20_000, seed=11, **options), minlength=17)
     assert counts[wanted == 0].sum() == 0
-    frequent = wanted >= 5  # chi-square wants that many in a cell; the rest make one cell together
+    frequent = wanted >= 5  # chi-square needs 5 expected draws per cell; all rarer tokens share one cell
     cells = [*zip(counts[frequent], wanted[frequent], strict=True), (counts[~frequent].sum(), wanted[~frequent].sum())]
     observed, expected = zip(*(cell for cell in cells if cell[1] > 0), strict=True)
     assert stats.chisquare(observed, expected).pvalue > 1e-3
@@ -126,13 +126,13 @@ KEEP += [{"temperature": 0.9, "top_k": 11, "top_p": 0.93, "min_p": 0.03}, {"top_
 
 @pytest.mark.parametrize("name", AWKWARD)
 def test_kept_set_and_weights(name: str) -> None:
-    """One batch of all filters, so that rows of different k and p, or none, stand side by side."""
+    """One batch with all filters, so that neighbouring rows have different filters or none."""
     logits = np.asarray(AWKWARD[name], np.float32)
     batch = batch_of(*(settings(**options) for options in KEEP))
     weights = filtered_weights(torch.from_numpy(logits).expand(len(KEEP), -1), batch).double().numpy()
     for options, found in zip(KEEP, weights, strict=True):
         expected = reference(logits, **options)
-        visible = expected >= 1e-30 * expected.max()  # fp32 has no smaller weights, and no draw could show them
+        visible = expected >= 1e-30 * expected.max()  # fp32 has no smaller weights, and draws could not reveal them
         assert (found[visible] > 0).all(), options
         assert (found[expected == 0] == 0).all(), options
         np.testing.assert_allclose(found / found.sum(), expected, rtol=2e-5, atol=1e-30, err_msg=str(options))
@@ -156,7 +156,7 @@ def test_kept_set_is_transformers(vocab: int) -> None:
 
 def test_extreme_temperatures() -> None:
     logits = [1.0, 5.0, 5.0, 4.9999995, -INF]
-    assert all(set(draws(logits, 250, temperature=t)) == {1} for t in (1e-300, 1e-45, 1e-39))  # no normal fp32: greedy
+    assert all(set(draws(logits, 250, temperature=t)) == {1} for t in (1e-300, 1e-45, 1e-39))  # below normal fp32: greedy
     for options, tokens in (({}, {0, 1, 2, 3}), ({"top_k": 2}, {1, 2}), ({"top_k": 3}, {1, 2, 3})):
         assert set(draws(logits, 250, temperature=1e300, **options)) == tokens
     assert set(draws(logits, 250, temperature=1.2e-38)) == {1, 2}
@@ -164,7 +164,7 @@ def test_extreme_temperatures() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 17, 1031])
 def test_a_request_draws_the_same_in_any_company(vocab: int) -> None:
-    """A row's token, and the bits of its weights, are those it has alone, whatever the others ask for."""
+    """A row's token and the bits of its weights are the same alone and in a batch, whatever the settings of the other rows."""
     rng = np.random.default_rng(vocab)
     options = [{"temperature": 0}, *FILTERS, {"top_k": 3, "seed": 2**63 + 9}, {"temperature": 0.01}, {"top_p": 0.2}]
     requests = [(settings(**{"seed": int(rng.integers(2**63)), **o}), int(rng.integers(1000))) for o in options]
@@ -203,7 +203,7 @@ def test_build() -> None:
     assert (b.seed.tolist(), b.top_k.tolist(), b.step.tolist()) == ([-1, 0], [2**31 - 1, 5], [4, 4])
 
 
-ROWS = {  # row: the token if greedy, and those that may be drawn
+ROWS = {  # logits, the greedy token, the tokens that may be drawn
     "nan": ([1.0, NAN, 3.0, 0.0, 0.0], -1, {-1}),
     "nan and inf": ([INF, 0.0, 1.0, -NAN, INF], -1, {-1}),
     "all -inf": ([-INF] * 5, -1, {-1}),
@@ -221,7 +221,7 @@ def test_rows_without_a_distribution(name: str, dtype: torch.dtype) -> None:
     for options in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 3, "top_p": 0.99, "min_p": 0.1}):
         request = settings(0.4, **options)
         tokens = sample(mixed, SamplingBatch.build([(request, i) for i in range(100)])).tolist()
-        assert (set(tokens[::2]), set(tokens[1::2])) == (drawn, {3})  # a bad row leaves its neighbour alone
+        assert (set(tokens[::2]), set(tokens[1::2])) == (drawn, {3})  # a bad row does not affect its neighbour
         assert sample(mixed[:2], batch_of(settings(0), request)).tolist() == [greedy, 3]
 
 
@@ -238,7 +238,7 @@ def test_logits_of_any_dtype_and_stride_are_left_alone(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, *FILTERS], ids=str)
 def test_sampling_never_reads_the_device(options: dict) -> None:
-    """Meta tensors have no data: an .item(), a tensor in an `if` or a shape that depends on values would raise."""
+    """Meta tensors have no data, so an .item(), a tensor in an `if` or a value-dependent shape raises."""
     batch = SamplingBatch.build([(settings(**options), 0)] * 2, device="meta")
     assert sample(torch.empty(2, 17, device="meta"), batch).shape == (2,)
 
@@ -251,7 +251,7 @@ def test_an_empty_batch_and_a_wrong_shape() -> None:
 
 
 def test_static_buffers_hold_what_build_makes():
-    """Every fill overwrites the one before, of any size."""
+    """Every fill overwrites the previous one, whatever its size."""
     pytest.importorskip("triton")
     buffers = SamplingBuffers(7, 31, torch.device("cpu"))
     for count in (7, 1, 5):

@@ -1,5 +1,8 @@
-"""A batch's one flat buffer. Catches tensors that overlap or are not aligned, padding that writes or reads a page, a decode
-batch in a static buffer that differs from one built for the step, and a step that wakes all of the machine's cores."""
+"""The flat buffer of a batch.
+
+Catches tensors that overlap or are not aligned, padding that writes or reads a page, a decode batch in a static buffer that
+differs from one built for the step, and a step that starts PyTorch's threads.
+"""
 
 import subprocess
 import sys
@@ -52,7 +55,7 @@ def test_a_mixed_batch():
 
 @pytest.mark.parametrize(("start", "count"), [(0, 5), (0, 16), (3, 13), (3, 14), (15, 2), (16, 48), (31, 70), (7, 1)])
 def test_a_chunk_over_scattered_pages(start, count):
-    """Begins and ends anywhere in a page; of the table's last pages it uses none."""
+    """The chunk begins and ends anywhere in a page, and does not use the last pages of the table."""
     pages = [11, 2, 30, 4, 25, 6, 17, 8, 99]
     batch = Batch.build([Chunk([1], 40, [50, 51, 52]), Chunk(list(range(count)), start, pages)], PAGE)
     positions = list(range(start, start + count))
@@ -62,12 +65,12 @@ def test_a_chunk_over_scattered_pages(start, count):
 
 @pytest.mark.parametrize("lengths", [[1], [17, 300, 256], [257] * 8, []])
 def test_decode_in_a_static_buffer(lengths):
-    """On top of garbage; rows behind the step's are padding; only the first words are said to matter."""
+    """The buffer holds garbage before. Rows after the step's rows are padding. Only the first `used` words matter."""
     size, width = 8, 20
     layout = Layout(size, size, size, width)
     flat = torch.full((layout.words,), 12345, dtype=torch.int32)
     used = pack_chunks(layout, flat, decode_chunks(lengths), PAGE)
-    flat[used:] = -777  # what is not copied
+    flat[used:] = -777  # these words are not copied to the device
     views = dict(zip(NAMES, layout.views(flat), strict=True))
     built = Batch.build(decode_chunks(lengths), PAGE)
     count = len(lengths)
@@ -89,7 +92,7 @@ def test_decode_in_a_static_buffer(lengths):
 
 
 def test_a_mixed_batch_in_a_static_buffer():
-    """Padding tokens belong to no sequence and go nowhere; padding sequences have no tokens."""
+    """Padding tokens belong to no sequence and have no slot; padding sequences have no tokens."""
     chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], wants_logits=False)]
     layout = Layout(16, 5, 5, 24)
     flat = torch.full((layout.words,), 12345, dtype=torch.int32)
@@ -111,7 +114,7 @@ def test_a_mixed_batch_in_a_static_buffer():
 
 
 def test_as_many_rows_as_tokens_are_not_every_row():
-    """Of a static batch the sizes say nothing: a `Select` that took equal sizes for "all rows in order" would skip its gather."""
+    """The sizes of a static batch are bounds. A `Select` that took equal sizes for "all rows in order" would skip its gather."""
     layout = Layout(16, 16, 16, 4)
     flat = torch.zeros(layout.words, dtype=torch.int32)
     pack_chunks(layout, flat, [Chunk([5, 6, 7], 0, [1])], PAGE)
@@ -132,7 +135,7 @@ def test_a_buffer_without_room_is_refused():
 
 @pytest.mark.parametrize("layout", [Layout(3, 4, 1, 9), Layout(4, 4, 0, 9)], ids=str)
 def test_a_layout_without_room_is_refused(layout):
-    """Before anything is written over the tensor behind, or behind the buffer."""
+    """The error comes before anything is written past a tensor or past the buffer."""
     flat = torch.full((layout.words + 64,), 12345, dtype=torch.int32)
     with pytest.raises(InputError, match="no room for a step's values"):
         pack_chunks(layout, flat, [Chunk([5, 6, 7, 8], 0, [1])], PAGE)
@@ -144,7 +147,7 @@ import os, torch
 from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
 torch.set_num_threads(4)
 layout = Layout(256, 256, 256, 132)
-flat = torch.empty(layout.words, dtype=torch.int32)  # zeros would be shared among threads
+flat = torch.empty(layout.words, dtype=torch.int32)  # torch.zeros would start threads
 before = len(os.listdir("/proc/self/task"))
 pack_chunks(layout, flat, [Chunk([1], 200 + i, range(132 * i, 132 * i + 132)) for i in range(256)], 64)
 print(len(os.listdir("/proc/self/task")) - before, layout.views(flat)[-1].flatten().tolist() == list(range(256 * 132)))
@@ -155,11 +158,13 @@ print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in Linux's /proc")
 def test_a_large_batch_starts_no_threads():
-    """256 sequences of up to 8,448 tokens, or one prompt of 40,000; PyTorch's threads are started by the first operation that is
-    shared among them."""
+    """256 sequences of up to 8,448 tokens, or one prompt of 40,000 tokens.
+
+    PyTorch starts its threads at the first operation that it splits among them.
+    """
     done = subprocess.run([sys.executable, "-P", "-c", LARGE], capture_output=True, text=True, check=True)
     decode, prompt, shared = done.stdout.splitlines()
     assert decode == prompt == "0 True"
-    assert int(shared) > 0, "the yardstick shows no threads: the test cannot fail"
+    assert int(shared) > 0, "the control operation started no threads, so the test cannot fail"

@@ -1,6 +1,8 @@
-"""`Select`: the gather behind the last attention, alone and in whole models, in both forms (Triton's in its interpreter, or on a
-GPU). Catches a row too far, a gather that is skipped or comes too early, layers behind it that compute rows of no use or fail
-where there is none, and kernels for its rows that are not compiled."""
+"""`Select`, the gather after the last attention layer: alone and in whole models, eager and Triton (interpreter or GPU).
+
+Catches rows off by one, a gather that is skipped or comes too early, later layers that compute unneeded rows or fail on zero
+rows, and kernels for the kept rows that are not compiled.
+"""
 
 from types import SimpleNamespace
 
@@ -38,13 +40,13 @@ def build(impl="eager", layers=None, quantization=None):
 
 
 def gathering_last():
-    """The layers with the gather right before the head, where every layer has computed every row."""
+    """The layers with the gather right before the head, so that all other layers compute every row."""
     *others, head = models.build(CONFIG)
     return [*others, Select(CONFIG), head]
 
 
 def watch(layer):
-    """The numbers of rows that a layer is given, from now on."""
+    """A list that records the number of rows of each later call of `layer`."""
     rows, forward = [], layer._forward
 
     def watched(x, batch, kv):
@@ -109,7 +111,7 @@ def test_it_stands_behind_the_last_attention():
         layers = Model(CONFIG, given).layers
         assert layers == [*before, layers[len(before)], *behind]
         assert (layers[len(before)].kind, layers[len(before)].name) == ("select", "select")
-        assert given == [*before, *behind], "the caller's list is the caller's"
+        assert given == [*before, *behind], "the caller's list must not change"
 
 
 def test_a_place_of_ones_own():
@@ -137,8 +139,11 @@ def test_a_wrong_place_is_refused():
 
 
 def steps(model):
-    """The logits of five steps: a prompt; a chunk that ends none, which has no logits; a prompt, a chunk that wants none and a
-    single token, beside a prompt that wants all; single tokens. On pages in no order, NaN where nothing was written."""
+    """The logits of five steps, on unordered pages that hold NaN before they are written.
+
+    The steps: a prompt; an unfinished prompt (no logits); a mixed step of a prompt, an unfinished prompt, a single token and a
+    prompt with all logits; one single token; two single tokens.
+    """
     cache = KVCache(model.kv_shapes, 6, DEVICE)
     for layer in cache.layers:
         layer.k.fill_(torch.nan), layer.v.fill_(torch.nan)
@@ -151,7 +156,7 @@ def steps(model):
         logits(Chunk(TOKENS[10:30], 0, [2], wants_logits=False)),
         logits(
             Chunk(TOKENS[20:27], 0, [0]),  # a whole prompt
-            Chunk(TOKENS[30:40], 20, [2], wants_logits=False),  # the middle of one
+            Chunk(TOKENS[30:40], 20, [2], wants_logits=False),  # the middle of a prompt
             Chunk(TOKENS[9:10], 9, [4]),  # a single token
             Chunk(TOKENS[:3], 0, [5], all_logits=True),
         ),
@@ -161,7 +166,7 @@ def steps(model):
 
 
 def expected():
-    """The same rows from models that are given one sequence each and leave logits for every token: nothing is gathered."""
+    """The same rows, computed for each sequence alone with logits for every token, so that nothing is gathered."""
     model = build()
 
     def rows(tokens, *wanted):
@@ -186,7 +191,7 @@ def test_logits_are_those_of_a_gather_before_the_head(impl):
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("impl", FORMS)
 def test_a_step_without_logits(impl, quantization):
-    """Its rows behind the gather are none, of any format; what it leaves in the pages serves the next."""
+    """After the gather it has zero rows, with any weight format. The next step uses the KV values that it has written."""
     model = build(impl, quantization=quantization and Quantization(quantization, head=True))
     results = []
     for sizes in ((30,), (12, 18)):
@@ -211,7 +216,7 @@ def test_what_comes_behind_computes_the_rows_that_are_wanted():
 
 
 def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
-    """The same tokens as in one step; some steps have no logits at all."""
+    """The tokens are the same as with whole prompts in one step. Some of the steps have no logits."""
     results = []
     for budget in (64, 7):
         model = build()
@@ -231,7 +236,7 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
 
 
 class Gather(Layer):
-    """A class of one's own for the same kind."""
+    """A custom class with the kind of `Select`."""
 
     kind = "select"
     returns = Select.returns
@@ -239,7 +244,7 @@ class Gather(Layer):
 
 @pytest.mark.parametrize("kind", [Select, Gather])
 def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
-    """Else what it launches for few rows is compiled in the middle of a step, or while a graph is captured."""
+    """Otherwise its kernels for few rows would be compiled during a step, or during the capture of a CUDA graph."""
     embedding, attention, mlp, *_, head = models.build(CONFIG)
     model = build(layers=[embedding, attention, mlp, attention, kind(CONFIG, name="gather"), mlp, mlp, head])
     rows = {layer.kind: watch(layer) for layer in model.unique_layers()}
@@ -247,7 +252,7 @@ def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
     assert rows == {"embedding": [0], "attention": [5], "mlp": [5, 1], "select": [5], "head": [1]}
 
 
-# ── in graphs ──
+# ── in CUDA graphs ──
 
 
 @pytest.mark.parametrize(("bucket", "tokens", "rows"), [

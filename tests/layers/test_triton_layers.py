@@ -1,6 +1,8 @@
-"""The Triton form of each layer against its eager form on the same weights and pages: on a GPU, else in the interpreter.
+"""The Triton implementation of each layer against the eager one, on the same weights and pages.
 
-The planted faults show that the comparison can fail.
+Runs on a GPU if there is one, else in Triton's interpreter.
+
+Planted faults show that the comparison can fail.
 """
 
 import pytest
@@ -29,7 +31,7 @@ FAMILIES = {
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "hidden_act": "gelu"},
     "mistral": {"num_attention_heads": 8, "num_key_value_heads": 1, "sliding_window": None},
 }
-LENGTHS = (1, 65, 140)  # beyond 128 tokens in a step: the tiled GEMM
+LENGTHS = (1, 65, 140)  # more than 128 tokens in a step: the tiled GEMM
 
 
 def build(family, impl, quantization=None):
@@ -42,7 +44,7 @@ def build(family, impl, quantization=None):
 
 
 def run(model):
-    """Logits of three prompts in one step, then of one more token each, then of a chunk of two behind them."""
+    """The logits of three steps for three sequences: the prompts, then one more token each, then a chunk of two tokens each."""
     cache = KVCache(model.kv_shapes, 9, DEVICE, model.kv_dtype)
     for layer in cache.layers:
         for x in layer:
@@ -81,8 +83,11 @@ def test_all_layers(family):
 
 @pytest.mark.parametrize("sizes", [(70, 70), (64, 76), (1, 2, 130, 7), (63, 1, 1, 1, 74)], ids=str)
 def test_chunks_of_a_prompt_agree(sizes):
-    """In one chunk or several, some of one token: the kernels for one, few and many tokens, and those for a prompt behind cached
-    pages. Every token's logits, on pages in no order; what is not cached yet is NaN."""
+    """A prompt in one chunk or several, some with one token, has the same logits for every token.
+
+    This covers the kernels for one, few and many tokens, and prefill on cached pages. Pages are unordered and hold NaN until
+    they are written.
+    """
     tokens = torch.randint(0, 211, (sum(sizes),), generator=torch.Generator().manual_seed(3)).tolist()
 
     def logits(impl, sizes):
@@ -107,14 +112,17 @@ def test_chunks_of_a_prompt_agree(sizes):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_fp8_weights(family):
-    """The same numerics: activations of one token as they are, of more quantized. A value between two codes may fall to either
-    side, 6 to 12% apart; on a GPU, whose fp8 sums err by 2e-4, some of all do: 0.05 measured, where a missing bias makes 0.6."""
+    """Both implementations quantize the activations of steps with more than one token.
+
+    A value between two codes may round to either, 6 to 12% apart. On a GPU, whose FP8 sums have an error of 2e-4, some values
+    always do: the measured error is 0.05. A missing bias gives 0.6.
+    """
     assert error(family, "triton", quantization=Quantization("fp8")) < (0.1 if DEVICE.type == "cuda" else 0.03)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_fp8_pages(family):
-    """Nearer to each other than the format is to pages of fp32: few of the stored values differ, where K does by a rounding."""
+    """Eager and Triton differ much less from each other than FP8 pages from fp32 pages: few stored values round differently."""
 
     def logits(impl, kv_dtype):
         config = models.parse_config({"model_type": family, **SIZES, **FAMILIES[family]})
@@ -131,8 +139,10 @@ def test_fp8_pages(family):
 
 @pytest.mark.parametrize(("tokens", "seqs"), [(32, 8), (16, 16), (32, 1)])
 def test_a_padded_batch(tokens, seqs):
-    """What the CUDA graph of a step with prompts replays: as many tokens and sequences as its buffers have room for, most of them
-    padding, which may change no logits and no page. As many sequences as tokens do not make it a decode step."""
+    """A step with prompts in the static buffers of its CUDA graph: mostly padding, which must not change logits or pages.
+
+    A batch with equal numbers of sequences and tokens is not a decode step.
+    """
     model = build("qwen2", "triton")
     random = torch.Generator().manual_seed(5)
 
@@ -161,7 +171,7 @@ def test_a_padded_batch(tokens, seqs):
     assert torch.equal(out.isnan(), torch.zeros_like(out, dtype=torch.bool))
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
     for found, expected in zip(own, pages, strict=True):
-        assert torch.equal(found.isnan(), expected.isnan()), "a page that is nobody's was written, or one was not"
+        assert torch.equal(found.isnan(), expected.isnan()), "a foreign page was written, or an own page was not"
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
@@ -181,7 +191,7 @@ def turn_rope_backwards(model):
 
 
 def shift_the_mask(model):
-    """One token too few is seen: what a mask that is off by one does."""
+    """Attention sees one token too few, as with a mask that is off by one."""
     attention = model.layers[1]
     forward = attention._forward
 
@@ -201,4 +211,4 @@ def skip_the_bias(model):
 
 @pytest.mark.parametrize("plant", [swap_gate_and_up, turn_rope_backwards, shift_the_mask, skip_the_bias])
 def test_planted_faults_are_found(plant):
-    assert not error("qwen2", "triton", plant) < 1000 * LIMIT  # a NaN is found, too
+    assert not error("qwen2", "triton", plant) < 1000 * LIMIT  # `not <` also catches NaN

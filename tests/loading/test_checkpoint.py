@@ -1,4 +1,4 @@
-"""Strict loading: every damage to a checkpoint is an error that names the tensor, the file, the expected and the found."""
+"""Strict loading: every damage to a checkpoint is an error that names tensor, file, expected value and found value."""
 
 import json
 
@@ -111,7 +111,7 @@ def test_index_and_shards_must_agree(hf_folder):
 
 
 def test_tied_head_saved_twice(hf_folder):
-    """A copy of the embedding is fine; another head under tie_word_embeddings is not."""
+    """With tie_word_embeddings, a saved head that equals the embedding is accepted; a different head is refused."""
     folder = hf_folder("Llama", tie_word_embeddings=True)
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(folder).close()

@@ -1,4 +1,4 @@
-"""Finding and checking a model's files: local folders, a cache laid out by hand and read offline, a pretended Hub."""
+"""Finding and checking a model's files: local folders, a hand-made Hub cache read offline, and a fake Hub."""
 
 import fnmatch
 import json
@@ -33,7 +33,7 @@ def fill(folder: Path, files: dict[str, Any]) -> str:
 
 @pytest.fixture(autouse=True)
 def _online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine's own settings are."""
+    """Run as if online, whatever the environment of the tests."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
@@ -69,7 +69,7 @@ def test_without_weights_none_are_needed_or_looked_at(tmp_path: Path) -> None:
 def test_relative_and_home_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path / "org" / "name", SINGLE)
     monkeypatch.chdir(tmp_path)
-    assert resolve("org/name").folder == Path("org/name")  # a folder goes before a Hub id of that name
+    assert resolve("org/name").folder == Path("org/name")  # a folder takes precedence over a Hub id of the same name
     monkeypatch.chdir(tmp_path / "org" / "name")
     assert resolve(".").name == "name"
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -167,18 +167,18 @@ def test_no_usable_weights(files: list[str], words: str, tmp_path: Path) -> None
 
 
 def test_weights_that_are_no_file(tmp_path: Path) -> None:
-    """To rename them would not help."""
+    """The message does not suggest renaming, which would not help."""
     fill(tmp_path, {"config.json": "{}"})
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob that is gone")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a file"):
         resolve(tmp_path)
 
 
-# --- the Hub's cache, offline ---
+# --- the Hub cache, offline ---
 
 
 def cache(home: Path, repo: str, files: dict[str, Any]) -> None:
-    """models--org--name with refs, blobs, and a snapshot of links, as huggingface_hub lays it out."""
+    """Write models--org--name with refs, blobs and a snapshot of links, in huggingface_hub's layout."""
     root = home / "hub" / f"models--{repo.replace('/', '--')}"
     fill(root / "refs", {"main": COMMIT})
     fill(root / "blobs", {f"blob{i}": content for i, content in enumerate(files.values())})
@@ -201,7 +201,7 @@ for model, options in json.loads(sys.argv[1]):
 
 
 def test_cache_read_offline(tmp_path: Path) -> None:
-    """In a process of its own: huggingface_hub reads its settings when it is imported."""
+    """In a separate process, because huggingface_hub reads its settings at import."""
     cache(tmp_path, "org/single", SINGLE)
     cache(tmp_path, "org/sharded", SHARDED)
     cache(tmp_path, "org/half", {name: content for name, content in SHARDED.items() if name != SHARDS[1]})
@@ -240,11 +240,11 @@ def test_cache_read_offline(tmp_path: Path) -> None:
     assert "not a Hub id" in results[9][1]
 
 
-# --- a pretended Hub ---
+# --- a fake Hub ---
 
 
 class PretendedHub:
-    """snapshot_download and hf_hub_download over a dict of files; notes what is fetched, and of which revision."""
+    """snapshot_download and hf_hub_download over a dict of files. Records the files and revisions that are fetched."""
 
     def __init__(self, root: Path, files: dict[str, Any]) -> None:
         self.files, self.folder = files, root / COMMIT
@@ -281,7 +281,7 @@ REST = {
     "chat_template.jinja": "",
 }
 NEVER = {"pytorch_model.bin": "", "consolidated.00.pth": "", "model.gguf": "", "README.md": "", "other.safetensors": ""}
-ODD = "model [1]*.safetensors"  # characters that are special in patterns
+ODD = "model [1]*.safetensors"  # characters that are special in glob patterns
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_ctrl_c_during_a_download_is_let_through(monkeypatch: pytest.MonkeyPatch
 
 
 def test_failure_after_the_first_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection goes between the small files and the weights: not taken for 'this model has no single file'."""
+    """The connection fails after the small files. This must not be mistaken for "the model has no model.safetensors"."""
     PretendedHub(tmp_path, {"config.json": "{}"}).install(monkeypatch)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=errors.LocalEntryNotFoundError("gone")))
     with pytest.raises(MinirtError, match="cannot be reached: gone"):

@@ -1,4 +1,4 @@
-"""What a load is asked for, checked before anything is allocated: memory, length, device, dtype, implementation, name."""
+"""Load options are checked before anything is allocated: memory, length, device, dtype, implementation, name."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def copy(folder, tmp_path):
 @pytest.fixture
 def no_allocation(monkeypatch):
     def refuse(*_, **__):
-        raise AssertionError("memory was taken before the check")
+        raise AssertionError("memory was allocated before the check")
 
     monkeypatch.setattr("minirt.modeling.model.Model.allocate", refuse)
 
@@ -67,7 +67,7 @@ def test_rope_tables_count_as_memory(copy, monkeypatch):
 
 
 def test_yarn_stretches_the_context(copy):
-    """Qwen's documents add the scaling and leave max_position_embeddings what it was."""
+    """Qwen's documentation adds the rope scaling but does not change max_position_embeddings."""
     path = copy / "config.json"
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": None, "rope_scaling": scaling}))
@@ -91,7 +91,7 @@ def test_bad_devices(device, folder):
         Generator.from_pretrained(folder, device=device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the case without a GPU")
 def test_cuda_without_a_gpu(folder):
     with pytest.raises(DeviceError, match=r"--device cuda.*--device cpu"):
         Generator.from_pretrained(folder, device="cuda")

@@ -1,4 +1,4 @@
-"""config.json: what is read, in both dialects of transformers, and what is refused, by name."""
+"""config.json: accepted fields in both dialects of transformers, and refused fields, which errors name."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
-    """A small valid config.json; a field given as `...` is taken out."""
+    """A small valid config.json. A field given as `...` is removed."""
     raw = {
         "model_type": model_type,
         "hidden_size": 96,
@@ -49,7 +49,7 @@ CLASSES = {
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
 }
-# Options of transformers' classes, every one away from its default somewhere.
+# Options of transformers' classes. Each option has a non-default value in at least one entry.
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "num_key_value_heads": None, "dtype": "bfloat16", "rms_norm_eps": 1e-5}),
@@ -73,7 +73,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 def check_against(parsed: ModelConfig, theirs: Any) -> None:
-    """Field by field against transformers' config object of the same file."""
+    """Compare each field with transformers' config object of the same file."""
     for name in ("model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(parsed, name) == getattr(theirs, name)
     assert parsed.max_position_embeddings == theirs.max_position_embeddings
@@ -112,7 +112,7 @@ def test_both_dialects_mean_the_same(kind: str, options: dict[str, Any]) -> None
         old["torch_dtype"] = old.pop("dtype")
     assert parse_config(old) == parse_config(new)
     check_against(parse_config(old), CLASSES[kind](**copy.deepcopy(old)))
-    # transformers 5 may write the old keys beside the new ones
+    # transformers 5 may write both the old and the new keys
     assert parse_config(new | {"rope_theta": parse_config(new).rope.theta}) == parse_config(new)
     assert parse_config(old | new | {"rope_scaling": old["rope_scaling"]}) == parse_config(new)
 
@@ -123,7 +123,7 @@ def test_absent_fields_take_transformers_defaults() -> None:
         heads = {"llama": 6, "mistral": 16}.get(kind, 32)
         raw = raw_config(kind, num_attention_heads=heads, hidden_size=heads * 16, **optional)
         check_against(parse_config(raw), theirs(**raw))
-    # null: as many as query heads, also where the class has a default of its own (Mistral's takes no null any more)
+    # null means num_attention_heads, even if the class has another default (Mistral's class no longer accepts null)
     for kind, theirs in CLASSES.items():
         raw = raw_config(kind, num_key_value_heads=None)
         assert parse_config(raw).num_kv_heads == 6
@@ -171,7 +171,7 @@ BAD: list[tuple[str, Any]] = [
     ("head_dim", 15),  # rotary pairs
     ("num_key_value_heads", 4),  # 6 query heads
     ("num_key_value_heads", 12),
-    ("hidden_size", 97),  # not a multiple of the heads, and no head_dim
+    ("hidden_size", 97),  # not a multiple of num_attention_heads, and there is no head_dim
     ("rms_norm_eps", 0),
     ("rms_norm_eps", -1e-6),
     ("rms_norm_eps", 1),
@@ -194,7 +194,7 @@ BAD: list[tuple[str, Any]] = [
     ("num_experts", "8"),
     ("partial_rotary_factor", "1"),
     ("rope_theta", 0),
-    ("rope_theta", 1),  # log(1) = 0 divides in yarn, and every angle is the same
+    ("rope_theta", 1),  # yarn divides by log(1) = 0, and all frequencies are equal
     ("rope_theta", -10000.0),
     ("rope_theta", None),
     ("rope_theta", math.inf),
@@ -228,7 +228,7 @@ BAD_ROPE: list[tuple[str, dict[str, Any]]] = [
     ("factor", LLAMA3 | {"factor": math.nan}),
     ("low_freq_factor", {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}),
     ("high_freq_factor", {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}),
-    ("high_freq_factor", LLAMA3 | {"high_freq_factor": 1.0}),  # equal to the low one: 0 / 0 between them
+    ("high_freq_factor", LLAMA3 | {"high_freq_factor": 1.0}),  # equal to low_freq_factor: 0 / 0 in the blend
     ("original_max_position_embeddings", LLAMA3 | {"original_max_position_embeddings": 0}),
     ("original_max_position_embeddings", YARN | {"original_max_position_embeddings": 64.0}),
     ("beta_fast", YARN | {"beta_fast": -1}),
@@ -236,7 +236,7 @@ BAD_ROPE: list[tuple[str, dict[str, Any]]] = [
     ("beta_slow", YARN | {"beta_slow": "1"}),
     ("attention_factor", YARN | {"attention_factor": -1.0}),
     ("mscale", YARN | {"mscale": math.nan}),
-    ("mscale_all_dim", YARN | {"attention_factor": 1.0, "mscale_all_dim": []}),  # checked though not used
+    ("mscale_all_dim", YARN | {"attention_factor": 1.0, "mscale_all_dim": []}),  # checked even though it is not used
     ("truncate", YARN | {"truncate": 1}),
     ("rope_theta", {"rope_type": "default", "rope_theta": None}),
     ("rope_type", {"rope_type": None}),
@@ -302,11 +302,11 @@ def test_unsupported_is_refused_by_name(kind: str, fields: dict[str, Any], words
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
-        ),  # from a layer there is not
+        ),  # starts at a layer that does not exist
         ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 3}),
-        ("llama", {"sliding_window": 64}),  # no such option in transformers' Llama
+        ("llama", {"sliding_window": 64}),  # transformers' Llama has no such option
         ("llama", {"pretraining_tp": 4, "num_local_experts": 0, "quantization_config": None, "layer_types": None}),
         ("llama", {"hidden_size": 97, "head_dim": 16}),
         ("llama", {"partial_rotary_factor": 1}),

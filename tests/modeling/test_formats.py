@@ -1,7 +1,7 @@
-"""FP8 weights: the format against every one of its 256 codes, its edge cases, and whole models through the eager layers.
+"""FP8 weights and pages: rounding against all 256 codes, edge cases, and whole models with the eager layers.
 
-Catches scales of the wrong axis, rounding to zero or past the end, NaN that turn into numbers, a chunk that is skipped or
-written twice, an embedding that is quantized with its tied head.
+Catches scales along the wrong axis, rounding to zero or beyond the largest code, NaN that turn into numbers, a chunk that is
+skipped or written twice, and an embedding that is quantized together with its tied head.
 """
 
 import pytest
@@ -36,7 +36,7 @@ def test_every_weight_takes_the_nearest_code(dtype):
     exact = w.double() / scale.double().unsqueeze(1)
     best = (exact.unsqueeze(-1) - codes).abs().amin(-1)
     found = (exact - values.double()).abs()
-    assert bool((found <= best + 1e-6 * exact.abs()).all())  # the division itself rounds
+    assert bool((found <= best + 1e-6 * exact.abs()).all())  # tolerance for the rounding of the division
     assert bool((values.float().abs().amax(1) == 448).all())
 
 
@@ -49,7 +49,7 @@ def test_rows_without_a_scale():
     assert not real[0].any()
     assert scale[:2].tolist() == [1.0, 1.0]
     for row, bad in ((1, [2]), (2, [3]), (3, list(range(8)))):
-        assert real[row].isnan().nonzero().flatten().tolist() == bad, "NaN and Inf must show, and nothing else"
+        assert real[row].isnan().nonzero().flatten().tolist() == bad, "NaN and Inf must stay visible, and only these"
     assert real[2, 4] == 2.0
     assert real[4].isfinite().all()
     torch.testing.assert_close(real[5], w[5])
@@ -58,7 +58,7 @@ def test_rows_without_a_scale():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_a_product_with_fp8_weights(tokens, dtype):
-    """One token as it is, several quantized each by its own scale; a product of 448 and 448 fits in no fp16."""
+    """A single token is not quantized; several tokens are, each with its own scale. 448 · 448 overflows fp16."""
     x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(3)).to(dtype)
     x[0] *= 50
     weight, scale = quantize_fp8(torch.randn(20, 96, generator=torch.Generator().manual_seed(4)) * 0.1)
@@ -104,8 +104,10 @@ def test_chunks_make_no_difference(monkeypatch):
 @pytest.mark.parametrize(("family", "options"), [("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 32})])
 @pytest.mark.parametrize("head", [True, False])
 def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_folder, tmp_path):
-    """Equal to the unquantized model of a checkpoint whose weights were rounded beforehand, where a step has one token; steps of
-    more quantize their activations too and only come near it."""
+    """Compared with an unquantized model whose checkpoint has the same rounded weights.
+
+    Steps with one token agree. Larger steps also quantize the activations, so they agree only approximately.
+    """
     folder = hf_folder(family, seed=7, **options)
     with Generator.from_pretrained(folder, device="cpu", quantization="fp8", quantize_head=head) as generator:
         found = generator.logits(TOKENS)
@@ -127,7 +129,7 @@ def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_f
             torch.testing.assert_close(logits, generator.logits([token]), rtol=1e-4, atol=1e-4)
         large, reads_large = generator.plan.weight_bytes, generator.decode_read_bytes
     error = ((found - expected).norm() / expected.norm()).item()
-    assert 1e-3 < error < 0.25, "what the rounding of activations to e4m3, 2% or so, becomes in a model of random weights"
+    assert 1e-3 < error < 0.25, "the effect of rounding activations to e4m3, about 2% each, in a model with random weights"
     assert formats["layers.0.mlp"] == "float32 · fp8"
     assert formats["embedding"] == "float32"
     assert formats["head"] == ("float32 · fp8" if head else "float32")
@@ -169,7 +171,7 @@ def test_the_model_knows_its_bytes():
 
     config: ModelConfig = models.preset("Qwen2.5-7B").config
     model = Model(config, models.build(config), Quantization("fp8"))
-    assert 8.15e9 < model.weight_bytes(torch.bfloat16) < 8.25e9  # with a bf16 embedding of 1.09 GB
+    assert 8.15e9 < model.weight_bytes(torch.bfloat16) < 8.25e9  # includes a bf16 embedding of 1.09 GB
     model.dtype = torch.bfloat16
     assert 7.0e9 < model.decode_read_bytes < 7.15e9
     assert torch.finfo(FP8).max == FP8_MAX
@@ -177,7 +179,7 @@ def test_the_model_knows_its_bytes():
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_fp8_pages(family, hf_folder):
-    """Near the exact cache; half its bytes; and however a prompt is chunked or batched, the same values are cached."""
+    """FP8 pages give nearly the logits of the exact cache, take fewer bytes, and do not depend on how prompts are batched."""
     folder = hf_folder(family, seed=9)
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as generator:
         exact, bytes_exact = generator.logits(TOKENS), generator.kv_bytes_per_token
@@ -204,4 +206,4 @@ def test_fp8_heads_of_zeros_and_outliers():
     assert scale.shape == (5, 2)
     assert not values[1, 0].float().any()
     assert scale[2, 1] == pytest.approx(5000 / 448)
-    assert scale[2, 0] < 0.02, "an outlier concerns its own head alone"
+    assert scale[2, 0] < 0.02, "an outlier affects only its own head"

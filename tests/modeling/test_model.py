@@ -1,7 +1,7 @@
-"""Composing from Python: an implementation of one's own, and a model made of layers; README.md's examples.
+"""Composition from Python: a custom implementation, a model composed of layers, and README.md's examples.
 
-The references are transformers models whose checkpoints were rewritten: blocks taken out, or doubled with a KV cache each.
-Catches layers that depend on their number, KV pages shared by the two places of one layer, and examples that do not run.
+The references are transformers models with rewritten checkpoints: blocks removed, or repeated with separate KV caches. Catches
+layers that depend on their index, KV pages shared by two uses of one layer, and examples that do not run.
 """
 
 import json
@@ -21,7 +21,7 @@ CACHE = 1 << 24
 PROMPT = [5, 17, 99, 3, 42, 42, 180]
 
 
-# The two examples: they stand in README.md as they stand here.
+# The two examples. README.md shows the same code.
 
 
 def own_implementation(MODEL):
@@ -69,7 +69,7 @@ def own_model(MODEL):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """What a test registers goes with it."""
+    """Remove the implementations that a test registers after the test."""
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
 
 
@@ -78,7 +78,7 @@ def load(folder, **options):
 
 
 def rearranged(folder, order, target):
-    """The checkpoint with the blocks `order` of `folder`, renumbered, in a new folder."""
+    """Write a checkpoint with the blocks `order` of `folder`, renumbered, to the new folder `target`."""
     shutil.copytree(folder, target)
     tensors = load_file(folder / "model.safetensors")
     renamed = {name: t for name, t in tensors.items() if ".layers." not in name}
@@ -109,7 +109,7 @@ def transformers_result(folder, prompt, count):
 
 
 def taking(order):
-    """compose: the declared layers of the model's own file, in another order of blocks."""
+    """A `layers` function for `from_pretrained`: the architecture's own layers, with the blocks in the order `order`."""
     from minirt import models
 
     def compose(config):
@@ -154,7 +154,7 @@ def test_a_shared_layer_has_its_weights_once(hf_folder):
 
 
 def test_half_blocks_and_sublayers(hf_folder):
-    """Attention and MLP are layers of their own: any number of either, in any order."""
+    """Attention and MLP are separate layers, so a model may have any number of each, in any order."""
     from minirt import models
 
     def compose(config):
@@ -203,7 +203,7 @@ def test_own_implementation_runs_where_it_was_asked_for(hf_folder):
             register(kind, name)
 
 
-RETURNS = {  # of an implementation of one's own, from what ours returns
+RETURNS = {  # the wrong result of a custom implementation, made from the result of ours
     "strides": lambda out: out.t().contiguous().t(),
     "a row less": lambda out: out[1:],
     "more columns": lambda out: torch.cat((out, out), 1),
@@ -215,7 +215,7 @@ RETURNS = {  # of an implementation of one's own, from what ours returns
 @pytest.mark.parametrize("kind", ["embedding", "attention", "mlp", "select", "head"])
 @pytest.mark.parametrize("wrong", RETURNS)
 def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
-    """Kernels look at addresses alone: other strides would be other numbers to them, with no error."""
+    """Kernels use only addresses. With wrong strides they would silently read wrong numbers."""
     from minirt.layers import has_implementation, implementation, register
 
     name = f"returns {wrong}"
@@ -231,7 +231,7 @@ def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
 
 
 def test_layers_are_of_one_model(hf_folder):
-    """Else the first model would compute with the weights of the second."""
+    """Otherwise the first model would compute with the weights of the second."""
     from minirt import models
 
     folder, kept = hf_folder("Llama"), []

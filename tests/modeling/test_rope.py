@@ -1,4 +1,4 @@
-"""Rotary tables against transformers, bit for bit, and against the formulas in fp64."""
+"""Rotary tables: bit for bit against transformers, and against the formulas in fp64."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 ROPES: list[dict[str, Any]] = [
     {"rope_theta": 10000.0},
-    {"rope_theta": 1000000},  # an integer, as many files have it
+    {"rope_theta": 1000000},  # an integer, as in many files
     {"rope_theta": 5e5} | LLAMA3,
     {"rope_theta": 5e5} | LLAMA3 | {"factor": 32, "low_freq_factor": 0.7, "high_freq_factor": 5.3},
     {"rope_theta": 5e5} | LLAMA3 | {"original_max_position_embeddings": 517},
@@ -47,15 +47,15 @@ ROPES: list[dict[str, Any]] = [
     | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
     {"rope_theta": 1e4} | YARN | {"attention_factor": 0.9, "beta_fast": 24, "beta_slow": 3},
     {"rope_theta": 1e4} | YARN | {"mscale": 1.4},
-    {"rope_theta": 1e4} | YARN | {"original_max_position_embeddings": 5},  # both ends of the ramp fall on dimension 0
-    {"rope_theta": 3.0} | YARN,  # both ends of the ramp fall beyond the head
+    {"rope_theta": 1e4} | YARN | {"original_max_position_embeddings": 5},  # both ends of the ramp are at dimension 0
+    {"rope_theta": 3.0} | YARN,  # both ends of the ramp are beyond the head
     {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"},
     {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"},
 ]
 
 
 def make(rope: dict[str, Any], kind: str = "llama", head_dim: int = 64) -> tuple[RopeConfig, Any, Any]:
-    """Our rope config, transformers' config and its rotary module, of the same file."""
+    """Our rope config, transformers' config and transformers' rotary module for the same file."""
     raw = {
         "model_type": kind,
         "hidden_size": 4 * head_dim,
@@ -120,13 +120,13 @@ def test_rope_places() -> None:
 
     assert rope() == RopeConfig("default", 10000.0)
     assert rope(rope_theta=5) == RopeConfig("default", 5.0)
-    assert rope(rope_theta=5, rope_parameters={"rope_theta": 7.0}).theta == 7.0  # the inner one wins
+    assert rope(rope_theta=5, rope_parameters={"rope_theta": 7.0}).theta == 7.0  # the inner value takes precedence
     assert rope(rope_theta=5, rope_parameters={"rope_type": "default"}).theta == 5.0
     assert rope(rope_scaling={}, rope_parameters={"rope_theta": 7}).theta == 7.0
-    assert rope(rope_parameters={"rope_type": "linear", "factor": 2, "beta_fast": None}).factor == 2.0  # null: absent
-    # "rope_type" before "type", as in transformers
+    assert rope(rope_parameters={"rope_type": "linear", "factor": 2, "beta_fast": None}).factor == 2.0  # null counts as absent
+    # "rope_type" takes precedence over "type", as in transformers
     assert rope(rope_scaling={"rope_type": "linear", "type": "dynamic", "factor": 2}).kind == "linear"
-    # the original length: inside, else max_position_embeddings; the top level overrules both
+    # the original length: the top-level value, else the inner value, else max_position_embeddings
     yarn = {"rope_type": "yarn", "factor": 2.0}
     assert rope(rope_parameters=YARN).original_max_position == 32768
     assert rope(rope_parameters=yarn).original_max_position == 256
@@ -136,13 +136,13 @@ def test_rope_places() -> None:
         rope(rope_parameters=YARN | {"attention_factor": 1.5, "mscale": 1, "mscale_all_dim": 1}).attention_factor == 1.5
     )
     assert rope(rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}).attention_factor == 1.0
-    assert rope(rope_parameters=yarn | {"mscale": 3.0}).attention_factor == 0.1 * math.log(2) + 1  # one alone is unused
+    assert rope(rope_parameters=yarn | {"mscale": 3.0}).attention_factor == 0.1 * math.log(2) + 1  # mscale alone is unused
     linear = {"rope_type": "linear", "factor": 4.0}
     assert rope(rope_scaling=linear, rope_parameters=linear | {"type": "linear"}).factor == 4.0
 
 
 def exact_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """The papers' formulas in fp64, written apart from the code and from transformers (scalar loops)."""
+    """The papers' formulas in fp64, in scalar loops, independent of our code and of transformers."""
     out = []
     for pair in range(head_dim // 2):
         plain = rope.theta ** (-2 * pair / head_dim)
@@ -155,7 +155,7 @@ def exact_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
             plain = keep * plain + (1 - keep) * plain / rope.factor
         elif rope.kind == "yarn":
             ends = []
-            for beta in (rope.beta_fast, rope.beta_slow):  # the pair that turns beta times
+            for beta in (rope.beta_fast, rope.beta_slow):  # the pair that makes beta turns
                 ratio = rope.original_max_position / (2 * math.pi * beta)
                 ends.append(head_dim / 2 * math.log(ratio, rope.theta))
             low, high = (math.floor(ends[0]), math.ceil(ends[1])) if rope.truncate else ends
@@ -183,7 +183,7 @@ def test_against_fp64(rope: RopeConfig, head_dim: int) -> None:
     length = 4097
     angles = np.arange(length)[:, None] * exact
     wanted = rope.attention_factor * np.concatenate((np.cos(angles), np.sin(angles)), axis=1)
-    # An fp32 angle near 4096 has steps of 2^-11; its frequency has a relative error of some 2^-21 besides.
+    # fp32 angles near 4096 have a spacing of 2^-11. The frequency has a relative error of about 2^-21.
     np.testing.assert_allclose(rope_table(rope, head_dim, length).double().numpy(), wanted, rtol=0, atol=6e-3)
     near = rope_table(rope, head_dim, 8).double().numpy()
     np.testing.assert_allclose(near, wanted[:8], rtol=0, atol=2e-5)

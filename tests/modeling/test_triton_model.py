@@ -1,4 +1,4 @@
-"""Whole models through the Triton layers on a GPU: numerics in bf16 on trained weights, and that nothing else computes."""
+"""Whole models with the Triton layers on a GPU: bf16 numerics on trained weights, and no kernels other than Triton's."""
 
 import math
 from pathlib import Path
@@ -26,8 +26,10 @@ REQUESTS = (
 
 
 def test_bf16_argmax_agrees_with_transformers(smollm2):
-    """Teacher-forced on the model's own answers: wherever transformers' top-2 gap exceeds its own |bf16 − fp32|, measured
-    on the row's worst logit, the Triton path has its argmax."""
+    """Teacher-forced on the model's own answers, the Triton layers have the argmax of transformers.
+
+    Only rows count whose top-2 gap exceeds transformers' own |bf16 − fp32| at the worst logit of the row.
+    """
     import transformers
 
     with Generator.from_pretrained(smollm2, dtype="bfloat16", impl="triton", kv_cache_memory=4 << 30) as generator:
@@ -67,7 +69,7 @@ def test_bf16_argmax_agrees_with_transformers(smollm2):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_perplexity_over_8192_tokens_of_context(smollm2, dtype):
-    """Of the text that the embedded model was not trained on, in windows as long as SmolLM2 goes: transformers' within 0.1%."""
+    """Equals transformers' perplexity within 0.1%, on the held-out text of the embedded model, in windows of 8,192 tokens."""
     import transformers
 
     text = (Path(__file__).parents[2] / "models" / "recipe" / "heldout.txt").read_text()
@@ -93,8 +95,8 @@ def test_perplexity_over_8192_tokens_of_context(smollm2, dtype):
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_only_triton_computes(quantization):
-    """Copies and memsets aside, every kernel of prefill, decode and sampling is one of ours: also of a long prompt, of a mixed
-    step, and of QK-norm."""
+    """Except for copies and memsets, every kernel of prefill, decode and sampling is ours, also for long prompts, mixed steps
+    and QK-norm."""
     prompts = [list(range(5, 5 + n)) for n in (1500, 300, 3, 17)]
     options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 30, "max_num_seqs": 8, "max_model_len": 2048}
     with Generator.from_pretrained("Qwen3-4B", random_weights=True, quantization=quantization, **options) as generator:

@@ -1,6 +1,6 @@
-"""The model inside the package: its files and shape, parity with transformers, stories that end, damage that is reported.
+"""The embedded model: its files and shape, parity with transformers, stories that end, errors for damaged files.
 
-MINIRT_TEST_EMBEDDED names another folder to test, before a new model is put into models/embedded.
+MINIRT_TEST_EMBEDDED can name another folder, to test a new model before it is put into models/embedded.
 """
 
 import json
@@ -44,7 +44,7 @@ def model():
 
 
 def test_files():
-    """Only what belongs there, and each small enough for a repository and a wheel."""
+    """The folder holds no other files, and each file is small enough for a repository and a wheel."""
     assert {path.name for path in FOLDER.iterdir()} == {*SHARDS, *OTHERS}
     assert all((FOLDER / name).stat().st_size <= 15 << 20 for name in SHARDS)
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 26 << 20
@@ -53,7 +53,7 @@ def test_files():
 
 
 def test_shape():
-    """The options of Qwen2.5-7B in small."""
+    """The same options as Qwen2.5-7B, with smaller sizes."""
     config = json.loads((FOLDER / "config.json").read_text())
     tensors = json.loads((FOLDER / INDEX).read_text())["weight_map"]
     assert (config["model_type"], config["architectures"]) == ("qwen2", ["Qwen2ForCausalLM"])
@@ -75,7 +75,7 @@ def test_loads_strictly(generator):
 
 
 def test_perplexity_is_that_of_transformers(generator, model):
-    """A part of the held-out text, to 4 digits; and far better than a guess, or the weights are not the trained ones."""
+    """On a part of the held-out text, equal to 4 digits. It is also low, which only trained weights achieve."""
     tokens = generator.encode(HELD_OUT.read_text(encoding="utf-8"))
     assert 18_000 <= len(tokens) <= 26_000
     part = tokens[:2500]
@@ -95,7 +95,7 @@ def test_greedy_tokens_are_those_of_transformers(generator, model):
 
 
 def test_stories_end_by_themselves(generator):
-    """Greedy, and for three seeds with the model's own settings: a story of some length, and then its end."""
+    """Greedy, and for three seeds with the model's own settings, a story has a reasonable length and then ends."""
     params = [SamplingParams(temperature=0), *(SamplingParams(seed=seed) for seed in range(3))]
     for completion in generator.generate(["Once upon a time"] * 4, params):
         assert completion.sampling.max_tokens == 300
@@ -151,7 +151,7 @@ def moved_tensor(folder):
 
 @pytest.mark.parametrize("damage", [truncated, flipped_header, empty, unlisted_tensor, moved_tensor])
 def test_a_damaged_model_is_an_error_that_names_it(damage, tmp_path):
-    """No other model steps in, and nothing of the broken one is used."""
+    """There is no fallback to another model, and no part of the damaged model is used."""
     folder = tmp_path / "embedded"
     shutil.copytree(FOLDER, folder)
     named = damage(folder)

@@ -1,4 +1,4 @@
-"""The list of layers of each architecture against transformers' models, and the presets against published figures."""
+"""The layers of each architecture against transformers' models, and the presets against published parameter counts."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def their_model(raw: dict[str, Any]) -> torch.nn.Module:
-    """transformers' model of a config.json, without storage."""
+    """transformers' model for a config.json, on the meta device (without storage)."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
 
@@ -47,12 +47,12 @@ def their_model(raw: dict[str, Any]) -> torch.nn.Module:
 def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, Any]) -> None:
     raw = TINY | options | {"model_type": kind}
     model = their_model(dict(raw))
-    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}  # tied ones once
+    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}  # tied weights appear once
     found: dict[str, tuple[int, ...]] = {}
     for layer in build(parse_config(raw)):
         for parameter in layer.parameters():
             for name, shape in parameter.expected():
-                assert found.get(name, tuple(shape)) == tuple(shape)  # the tied head names the embedding's
+                assert found.get(name, tuple(shape)) == tuple(shape)  # a tied head uses the name of the embedding
                 found[name] = tuple(shape)
     assert found == wanted
     assert parse_config(raw).num_parameters == sum(p.numel() for p in model.parameters())
@@ -72,7 +72,7 @@ def test_order_and_names_of_layers(kind: str) -> None:
     assert [type(layer) for layer in layers] == [Embedding, Attention, MLP, Attention, MLP, Head]
 
 
-# Totals and, where published, those without embeddings, in units of 10^9, from the model cards.
+# From the model cards, in units of 10^9: parameters, and parameters without embeddings if published.
 PUBLISHED = {
     "Qwen2.5-0.5B": (0.49, 0.36),
     "Qwen2.5-1.5B": (1.54, 1.31),

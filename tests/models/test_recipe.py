@@ -1,7 +1,7 @@
-"""The embedded model's recipe: outlines, filters, packing, the network, and the checkpoint it writes. Reads no real model.
+"""The embedded model's training recipe: outlines, filters, packing, the network, and its checkpoint. Reads no real model.
 
-Catches a plot that names somebody before they appear, a filter that lets junk in, rows that do not begin with a story, and a
-network or checkpoint that is not what transformers and minirt understand by Qwen2.
+Catches a plot that mentions a character before the introduction, a filter that accepts bad text, rows that do not begin with a
+story, and a network or checkpoint that differs from Qwen2 in transformers and minirt.
 """
 
 import json
@@ -19,7 +19,7 @@ NAMES = ("outlines", "clean", "network", "train", "stories")
 
 @pytest.fixture(scope="module")
 def recipe():
-    """The recipe's modules by name; they are scripts of one folder, not a package."""
+    """The recipe's modules by name. They are scripts in a folder, not a package."""
     import sys
     from importlib import import_module
     from types import SimpleNamespace
@@ -42,7 +42,7 @@ def finished(outline, continuation="!!"):
 
 
 def test_every_outline_is_a_story_without_its_slots(recipe):
-    """Whatever is left out, nobody is mentioned before they are introduced, and no brace or mark is left."""
+    """Whichever slots are left out, every character is introduced before being mentioned, and no markup remains."""
     rng, seen = random.Random(0), set()
     for _ in range(1500):
         outline = recipe.outlines.draw(rng)
@@ -107,7 +107,7 @@ def test_accepted(outline, good):
     ],
 )  # fmt: skip
 def test_refused_twice_then_left_out(outline, bad):
-    """Somebody who is not in the story, or not yet; repetition; talk about the story; figures; too long; unfinished."""
+    """Refused: unknown or not yet introduced characters, repetition, comments on the story, digits, too long, unfinished."""
     before = outline.text
     for _ in range(2):
         assert outline.advance().endswith("Pip felt")
@@ -138,7 +138,7 @@ def test_repeated_trigrams(recipe):
 
 
 def test_packing(recipe):
-    """Every row begins with a whole story; all stories are there, each whole."""
+    """Every row begins with a whole story, and every story appears whole."""
     import numpy as np
 
     width = recipe.network.Shape.max_position_embeddings + 1
@@ -160,13 +160,13 @@ def test_packing(recipe):
                     assert fill
                     assert text == [*story[: len(text)]]
                 text = text[len(story) :]
-        # A cut beginning that happens to be whole is counted too, in the row before its own.
+        # A story that exactly fills the end of a row counts there too, in addition to its own row.
         assert sorted(set(whole)) == sorted(order)
         assert len(whole) == 40 or fill
 
 
 def test_the_network_is_qwen2(recipe, tmp_path):
-    """Logits equal transformers' and minirt's on the checkpoint that is written, biases and norms not trivial."""
+    """On the written checkpoint, logits equal those of transformers and minirt. Biases and norms are not trivial."""
     import transformers
 
     shape = recipe.network.Shape(
@@ -193,7 +193,7 @@ def test_the_network_is_qwen2(recipe, tmp_path):
 
 
 def test_the_tokenizer(recipe, tmp_path):
-    """Any text survives it, the end token has the id 0, and minirt and transformers read it alike."""
+    """Any text survives the round trip, the end token has id 0, and minirt and transformers give the same ids."""
     import transformers
 
     from minirt.text.tokenizer import Tokenizer

@@ -1,5 +1,7 @@
-"""Stop strings in a stream, against a search of the whole text. Catches a stop that lies across pieces, text that is held back
-without need or sent too early, and the wrong one of two stops."""
+"""Stop strings in a stream, against a search in the whole text.
+
+Catches missed stop strings across pieces, text that is held back too long or sent too early, and the wrong choice of two stops.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +15,7 @@ from minirt.text.stop_strings import StopStrings
 
 
 def stop_at_once(stops: list[str], text: str) -> tuple[str, bool]:
-    """The specification: the shortest beginning of the text that ends with a stop string, less the longest such one."""
+    """The specification: the shortest prefix of the text that ends with a stop string, without the longest such stop string."""
     for end in range(len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers, and decoding piece by piece against decoding the whole text at once."""
+"""The tokenizer against transformers, and incremental decoding against decoding the whole text at once."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def spaces() -> list[decoders.Decoder]:
 
 
 def sentencepiece_like() -> Backend:
-    """In the manner of Llama 2: ▁ for spaces, byte tokens for what is not in the vocabulary, a BOS before each text."""
+    """Like Llama 2's: ▁ for spaces, byte tokens for characters outside the vocabulary, a BOS before each text."""
     pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdehlow好\ufffd", "▁a", "▁b", "ab", "▁ab", "▁▁", "he", "ll", "hell", "hello", "▁hello"]
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("▁", "▁"), ("h", "e"), ("l", "l"), ("he", "ll")]
@@ -63,14 +63,14 @@ def sentencepiece_like() -> Backend:
 
 
 def byte_level() -> Backend:
-    """A byte-level BPE whose merges cut Chinese and emoji inside characters, with added tokens of odd spellings."""
+    """A byte-level BPE whose merges split Chinese characters and emoji, with added tokens of unusual spelling."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     options: dict[str, Any] = {"special_tokens": [BOS, EOS], "initial_alphabet": letters, "show_progress": False}
     backend.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=330, **options))
-    # Outside the byte alphabet ("好", a space), inside it and so read as bytes ("é" is byte E9), and not special.
+    # Two tokens outside the byte alphabet ("好", a space), two inside it and so read as bytes ("é" is byte E9). None is special.
     backend.add_tokens(["<好>", "two words", "é", "plain"])
     return backend
 
@@ -129,7 +129,7 @@ def test_encode_and_decode_agree_with_transformers(name: str, smollm2: Path, fol
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert ours.token_id(EOS if name != "smollm2" else "<|im_end|>") == ours.eos_token_id
     assert ours.token_id("no such token") is None
-    assert ours.decode([ours.vocab_size, *ours.encode("hello"), 10**6]) == "hello"  # ids of a padded vocabulary
+    assert ours.decode([ours.vocab_size, *ours.encode("hello"), 10**6]) == "hello"  # ids of a padded vocabulary decode to ""
 
 
 @pytest.mark.parametrize("post_processor", ["none", "empty", "bos"])
@@ -150,9 +150,9 @@ def test_never_a_second_bos(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["sentencepiece_like"]
     assert tokenizer.encode(BOS + "hello") == [1, *tokenizer.encode("hello")[1:]]
     assert tokenizer.encode(BOS) == tokenizer.encode("") == [1]
-    assert tokenizer.encode("a" + BOS).count(1) == 2  # one of its own further on is the user's affair
+    assert tokenizer.encode("a" + BOS).count(1) == 2  # a BOS later in the user's text is kept
     for text in (BOS + "a", "a" + BOS):
-        assert len(tokenizers["byte_level"].encode(text)) == 2  # nothing was added, so nothing is taken
+        assert len(tokenizers["byte_level"].encode(text)) == 2  # this tokenizer adds no BOS, so none is removed
 
 
 def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
@@ -174,14 +174,14 @@ def test_special_tokens_as_objects_null_and_from_the_older_file(tmp_path: Path) 
     folder = save(byte_level(), tmp_path, bos_token=None, eos_token=added)
     assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, 1)
     write(folder, "special_tokens_map.json", {"bos_token": BOS, "eos_token": BOS})
-    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, 1)  # null is an answer
+    assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, 1)  # null is a value: the older file is not used
     write(folder, "tokenizer_config.json", {})
     assert (load(folder).bos_token_id, load(folder).eos_token_id) == (0, 0)
     write(folder, "special_tokens_map.json", {})
     assert (load(folder).bos_token_id, load(folder).eos_token_id) == (None, None)
     with pytest.raises(TokenizerError, match=r"eos_token.*<gone>"):
         load(save(byte_level(), tmp_path, bos_token=BOS, eos_token="<gone>"))
-    load(save(byte_level(), tmp_path, pad_token="<gone>"))  # generating needs no padding
+    load(save(byte_level(), tmp_path, pad_token="<gone>"))  # accepted, because generation needs no padding
 
 
 def test_what_is_no_text_and_no_id_is_an_input_error(tokenizers: dict[str, Tokenizer]) -> None:
@@ -211,7 +211,7 @@ def with_part(**parts: dict[str, Any]) -> str:
     return json.dumps(json.loads(sentencepiece_like().to_str()) | parts)
 
 
-# It names a token that it does not define: the library panics when it first encodes.
+# It uses a token that it does not define: the library panics at the first encode.
 UNDEFINED: list[dict] = [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
 PANIC = {"type": "TemplateProcessing", "single": UNDEFINED, "pair": [], "special_tokens": {}}
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -256,17 +256,17 @@ def test_chat_of_the_real_model_agrees_with_transformers(smollm2: Path, tokenize
 
 
 TEMPLATES = [
-    # Block trimming, indentation, special tokens, an unknown name, and what is none.
+    # Block trimming, indentation, special tokens, an undefined name, and a None.
     "{% for m in messages %}\n    {% if not loop.first %}\n  - {% endif %}\n{{ m.role }}: {{ m['content'] | trim }}\n"
     "{% endfor %}\n{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ nothing }}|{{ tools is none }}",
-    # tojson as transformers has it: no HTML escapes, not ASCII only.
+    # tojson as in transformers: without HTML escapes, not limited to ASCII.
     "{{ messages | tojson }}{{ {'b': '<&>', 'a': ['é', 1]} | tojson(indent=2) }}"
     "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}{{ strftime_now('%Y') }}",
     # Loop controls, namespaces, string methods, macros, dict().
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
     "{% set ns.n = ns.n + 1 %}{{ m.content.strip().split(' ')[0] }}{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}"
     "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(ns.n) }}{{ dict(a=1) }}",
-    # {% generation %} is a block with a scope of its own.
+    # {% generation %} is a block with its own scope.
     "{% set x = 'out' %}{% for m in messages %}{% generation %}{% set x = m.role %}{{ x }}{{ loop.index }}"
     "{% endgeneration %}{% endfor %}{{ x }}{% if add_generation_prompt %}A:{% endif %}",
 ]
@@ -285,7 +285,7 @@ def test_templates_agree_with_transformers(template: str, form: str, tmp_path: P
         config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     write(folder, "tokenizer_config.json", config)
     both_agree(load(folder), hf(folder))
-    assert load(folder).encode_chat(CHATS[0]).count(1) == template.count("bos_token")  # encoding adds none of its own
+    assert load(folder).encode_chat(CHATS[0]).count(1) == template.count("bos_token")  # encode_chat adds no BOS of its own
 
 
 FAILING = [
@@ -342,7 +342,7 @@ def join(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> str:
 def test_pieces_join_to_the_decoded_text(
     name: str, data: st.DataObject, skip: bool, tokenizers: dict[str, Tokenizer]
 ) -> None:
-    """Any ids: broken characters, byte runs cut by special tokens, ids that do not exist."""
+    """For any ids: broken characters, byte runs cut by special tokens, ids that do not exist."""
     tokenizer = tokenizers[name]
     low = st.integers(0, min(290, tokenizer.vocab_size - 1))  # bytes and special tokens
     ids = data.draw(st.lists(low | st.integers(0, tokenizer.vocab_size + 2), max_size=40))
@@ -360,32 +360,32 @@ def test_texts_and_every_low_token_alone_and_in_a_row(name: str, tokenizers: dic
 
 @pytest.mark.parametrize("name", ["smollm2", "byte_level"])
 def test_character_is_sent_with_its_last_byte(name: str, tokenizers: dict[str, Tokenizer]) -> None:
-    """One byte a token: nothing until the character is whole, then at once, and not again."""
+    """With one byte per token, a character is sent when its last byte arrives: not earlier, and only once."""
     tokenizer = tokenizers[name]
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ids = [tokenizer.token_id(letter) for letter in splitter.pre_tokenize_str("a龘👧")[0][0]]
     assert len(ids) == 8
     whole = [i for i in ids if i is not None]
     assert pieces_of(tokenizer, whole) == ["a", "", "", "龘", "", "", "", "👧", ""]
-    lead, letter = whole[4], whole[0]  # a broken character is sent as soon as that is known
+    lead, letter = whole[4], whole[0]  # a broken character is sent as soon as it is known to be broken
     assert pieces_of(tokenizer, [lead, lead, letter, lead]) == ["", "\ufffd", "\ufffda", "", "\ufffd"]
 
 
 def test_run_of_byte_tokens_is_one_decision_and_one_space_goes(tokenizers: dict[str, Tokenizer]) -> None:
-    """The decoder turns a whole run into U+FFFD for one bad byte in it, so its good characters may not go out early."""
+    """One bad byte turns a whole run of byte tokens into U+FFFD, so valid characters of a run must not be sent early."""
     tokenizer = tokenizers["sentencepiece_like"]
     run = [3 + byte for byte in "龘".encode()]
     space = tokenizer.token_id("▁a") or 0
     assert pieces_of(tokenizer, [space, *run, space]) == ["a", "", "", "", "龘 a", ""]
-    assert pieces_of(tokenizer, [*run, 2, run[0]]) == ["", "", "", "", "", "\ufffd" * 4]  # EOS is skipped, not a border
+    assert pieces_of(tokenizer, [*run, 2, run[0]]) == ["", "", "", "", "", "\ufffd" * 4]  # the skipped EOS does not end the run
     assert pieces_of(tokenizer, run) == ["", "", "", "龘"]
-    bare = tokenizer.token_id("▁") or 0  # the first space goes, once
+    bare = tokenizer.token_id("▁") or 0  # the first space is stripped, only once
     assert pieces_of(tokenizer, [1, bare, bare, space, bare]) == ["", "", " ", " a", " ", ""]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "sentencepiece_like"])
 def test_work_per_token_does_not_grow(name: str, tokenizers: dict[str, Tokenizer], monkeypatch: Any) -> None:
-    """Counts the ids handed to the library's decode: amortized a few per token, also in a run of byte tokens."""
+    """Counts the ids passed to the library's decode: a few per token, amortized, even in a run of byte tokens."""
     tokenizer = tokenizers[name]
     decoder, backend = IncrementalDecoder(tokenizer), Mock(wraps=tokenizer._backend)
     monkeypatch.setattr(decoder, "_backend", backend)
