@@ -65,9 +65,8 @@ def compare(generator: Generator, expected: Reference, batch_sizes: Sequence[int
     Raises:
         NumericsError: one of the two does not hold; then there is nothing to time.
     """
-    dtype = getattr(torch, generator.plan.rows[0].dtype)  # the embedding's is that of the activations
-    eps = max(torch.finfo(dtype).eps, 1.2e-5)  # in fp32 sums in another order come to more than roundings
-    if generator.model.kv_dtype == FP8 or any("fp8" in row.dtype for row in generator.plan.rows):
+    eps = max(torch.finfo(generator.model.dtype).eps, 1.2e-5)  # in fp32 sums in another order come to more than roundings
+    if generator.model.kv_dtype == FP8 or "fp8" in generator.plan.formats:
         eps = max(3 * eps, _FP8_NOISE)
     pairs = zip(expected.prompts, expected.tokens, strict=True)
     found = torch.cat([_logits(generator, prompt, tokens) for prompt, tokens in pairs])

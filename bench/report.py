@@ -86,7 +86,7 @@ def context(
         "model_type": generator.config.model_type,
         "weight_bytes": generator.plan.weight_bytes,
         "parameters": Model(generator.config, models.build(generator.config)).num_parameters,
-        "dtype": " · ".join(sorted({part for row in generator.plan.rows for part in row.dtype.split(" · ")})),
+        "dtype": " · ".join(sorted({row.dtype for row in generator.plan.rows} | set(generator.plan.formats))),
         "kv_bytes_per_token": generator.kv_bytes_per_token,
         "implementations": sorted({row.implementation for row in generator.plan.rows}),
         "correctness": correctness,

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minirt.errors import MinirtError
     from minirt.generator import Generator
+    from minirt.loading.options import LoadOptions
     from minirt.outputs import Completion, Piece
     from minirt.sampling_params import SamplingParams
 
-__all__ = ["Completion", "Generator", "MinirtError", "Piece", "SamplingParams"]
+__all__ = ["Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "SamplingParams"]
 
 _HOMES = {
     "Completion": "minirt.outputs",
     "Generator": "minirt.generator",
+    "LoadOptions": "minirt.loading.options",
     "MinirtError": "minirt.errors",
     "Piece": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -14,19 +15,14 @@ from typing import Any
 import torch
 
 from minirt import models
-from minirt.device import pick_device
 from minirt.engine.engine import Engine, TokenOutput
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
-from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, inside
-from minirt.layers import Layer
-from minirt.loading import checkpoint
-from minirt.loading.load import check_vocabulary, find
-from minirt.loading.memory import check_memory, page_count
-from minirt.loading.options import pick_dtype, pick_kv_dtype, pick_length
-from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import Quantization
+from minirt.errors import InputError, MinirtError, TokenizerError, inside
+from minirt.loading.load import load
+from minirt.loading.memory import page_count
+from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece
 from minirt.progress import prompt_bar
@@ -34,7 +30,7 @@ from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
 from minirt.text.detokenizer import IncrementalDecoder
 from minirt.text.stop_strings import StopStrings
-from minirt.text.tokenizer import Tokenizer, eos_token_ids
+from minirt.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, str]]
@@ -91,101 +87,39 @@ class Generator:
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path = models.EMBEDDED,
+        model: str | Path | LoadOptions = models.EMBEDDED,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        impl: str | Sequence[str] = "auto",
-        quantization: str | None = None,
-        quantize_head: bool | None = None,
-        max_model_len: int | None = None,
-        revision: str | None = None,
-        random_weights: bool = False,
-        seed: int = 0,
-        check_weights: bool = False,
-        layers: Callable[[ModelConfig], list[Layer]] | None = None,
-        kv_cache_dtype: str = "auto",
-        kv_cache_memory: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
-        warmup: bool = True,
-        cuda_graphs: bool = True,
         progress: Callable[[str, int, int], None] | None = None,
+        **options: Any,
     ) -> "Generator":
-        """Load a model.
+        """Load a model: `Generator.from_pretrained("Qwen2.5-7B", quantization="fp8")`.
 
         Args:
             model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or
-                "embedded", the small model that is part of the package.
-            device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
-            dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
-            impl: see `minirt.modeling.plan.parse_impl`.
-            quantization: None, or "fp8": the weights of all linears as e4m3 with a scale for each output channel, quantized
-                while they are loaded; activations and the embedding keep the dtype.
-            quantize_head: quantize the LM head too; None: unless it is tied to the embedding.
-            max_model_len: positions to serve; None: all that the model has.
-            random_weights: skip the weights (and for a preset any download); `seed` fixes them.
-            check_weights: refuse NaN and Inf in the checkpoint.
-            layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`, to which the
-                model adds a `Select` unless there is one. Checkpoint tensors that it leaves out are listed in `unused_tensors`
-                instead of refused.
-            kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
-            max_num_seqs: requests computed in one step at most; more wait.
-            max_num_batched_tokens: tokens computed in one step at most: longer prompts are computed in chunks, beside which
-                requests that are being answered get a token each step.
-            warmup: on a GPU, compile every kernel and capture every CUDA graph before returning. False starts sooner: each is
-                compiled or captured when a step first needs it, in the middle of generation.
-            cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host
-                (vLLM's `enforce_eager`); it does not select eager layers, which `impl="eager"` does.
-            progress: called with ("weights", bytes read, bytes in all), then ("warm-up", steps done, steps in all).
+            "embedded",
+                the small model that is part of the package. Or all options as `minirt.LoadOptions`.
+            progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
+            options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
+                kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, revision, random_weights,
+                seed, check_weights, layers, warmup, cuda_graphs.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
         """
         started = time.perf_counter()
-        if quantize_head is not None and quantization is None:
-            what = "there is nothing to quantize the head with"
-            raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=quantization)
-        if check_weights and random_weights:
-            raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
-        check_limits(max_num_seqs, max_num_batched_tokens)
-        target = pick_device(device)
-        files, config = find(model, revision, need_weights=not random_weights, progress=progress is not None)
-        length = pick_length(config, max_model_len)
-        formats = None if quantization is None else Quantization(quantization, quantize_head)
-        built = Model(config, layers(config) if layers else models.build(config), formats)
-        chosen = pick_dtype(dtype, config, target)
-        kv_dtype = pick_kv_dtype(kv_cache_dtype, chosen)
-        tokenizer = Tokenizer.load(files.folder) if files else None
-        check_vocabulary(tokenizer, config)
-        weight_source = files if not random_weights else None
-        if weight_source:
-            entries = checkpoint.read_headers(weight_source.weight_files, weight_source.weight_index)
-            checkpoint.match(built, entries, layers is not None)
-        check_memory(built, length, chosen, target, kv_dtype, kv_cache_memory, max_num_seqs)
-        built.allocate(target, chosen, length, kv_dtype)
-        built.resolve(impl)
-        report = checkpoint.LoadReport(0, ())
-        if weight_source:
-            report = checkpoint.load(
-                built, weight_source.weight_files, weight_source.weight_index, allow_unused=layers is not None,
-                check_weights=check_weights, progress=progress and partial(progress, "weights"),
-            )
-        else:
-            checkpoint.randomize(built, seed)
-        generation_config = files.generation_config if files else None
+        settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
+        loaded = load(settings, progress)
         generator = cls(
-            built, tokenizer, name=str(model), generation_config=generation_config,
-            eos_token_ids=eos_token_ids(generation_config, files.config if files else {}, tokenizer),
-            kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            cuda_graphs=cuda_graphs,
+            loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
+            eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens, cuda_graphs=settings.cuda_graphs,
         )
-        generator.bytes_read, generator.unused_tensors = report.bytes_read, report.unused
+        generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
-        if warmup:
+        if settings.warmup:
             generator._engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
-        if target.type == "cuda":  # which a collection would keep waiting
+        if generator.device.type == "cuda":  # where a garbage collection would keep the GPU waiting
             generator._thaw = freeze_gc(generator)
         return generator
 

@@ -2,6 +2,7 @@
 `minirt bench kernels` is in bench_kernels.py."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,8 +19,8 @@ from minirt.cli.options import (
     option_group,
     output_file_option,
     output_format_option,
-    plan_from_options,
     quiet_option,
+    to_load_options,
 )
 from minirt.cli.output import emit, note
 from minirt.errors import InputError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from minirt.bench.ceiling import Ceiling, MatmulCeiling
     from minirt.generator import Generator
+    from minirt.loading.options import LoadOptions
 
 Rows = list[dict[str, Any]]
 
@@ -210,13 +212,14 @@ def _run(
     check_target(target, "--output-file")
     sampling = _common(options)["sampling"]  # before anything is loaded for a bad value
     options["model"] = model_name(options, quiet)
-    why = _nothing_to_check(options)
+    load = to_load_options(options, options["model"])
+    why = _nothing_to_check(load, options["skip_check"])
     reference = None
     if why is None:
-        with open_generator(options | {"impl": ("eager",), "no_warmup": True}, quiet) as eager:
+        with open_generator(replace(load, impl="eager", warmup=False), quiet) as eager:
             reference = checking.reference(eager, check(eager))
     forget_peak_memory(pick_device(options["device"]))
-    with open_generator(options, quiet) as generator:
+    with open_generator(load, quiet) as generator:
         check(generator)
         correctness: dict[str, Any] = {"checked": False, "why": why}
         if reference is not None:
@@ -236,18 +239,19 @@ def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling
     import torch
 
     from minirt.bench.ceiling import matmul_ceiling
+    from minirt.loading.load import plan_model
 
-    _, graph = plan_from_options(options, model_name(options, True))
-    dtype = torch.float8_e4m3fn if options["fp8"] else getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
-    return matmul_ceiling(device, dtype)
+    planned = plan_model(to_load_options(options, model_name(options, True)))
+    return matmul_ceiling(device, torch.float8_e4m3fn if options["fp8"] else planned.dtype)
 
 
-def _nothing_to_check(options: dict[str, Any]) -> str | None:
+def _nothing_to_check(load: "LoadOptions", skip: bool) -> str | None:
     """Why the eager layers need not, or shall not, be asked first; None: they are to be."""
-    if options["skip_check"]:
+    if skip:
         return "not checked (--skip-check)"
-    _, graph = plan_from_options(options, options["model"])
-    if all(row.implementation == "eager" for row in graph.plan.rows):
+    from minirt.loading.load import plan_model
+
+    if all(row.implementation == "eager" for row in plan_model(load).plan.rows):
         return "not checked: every layer runs its eager form, which is what others are compared with"
     return None
 

@@ -8,7 +8,7 @@ import click
 from minirt.cli.options import (
     debug_option,
     load_options,
-    open_generator,
+    open_model,
     quiet_option,
     sampling_options,
     sampling_params,
@@ -27,7 +27,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
     """Chat with the model, one message per line. /clear starts over; /exit or Ctrl-D ends; Ctrl-C stops an answer."""
     params = sampling_params(options)
     opening = [] if system is None else [{"role": "system", "content": system}]
-    with open_generator(options, quiet) as generator:
+    with open_model(options, quiet) as generator:
         generator.encode_chat([*opening, {"role": "user", "content": "?"}])  # without a template, fail before the user types
         messages = list(opening)
         while (line := _ask()) is not None:

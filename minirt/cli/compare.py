@@ -9,7 +9,6 @@ import click
 from minirt.cli.options import (
     check_target,
     debug_option,
-    load_options,
     model_name,
     model_options,
     open_generator,
@@ -19,6 +18,7 @@ from minirt.cli.options import (
     read_prompt,
     require_tokenizer,
     set_up_triton,
+    to_load_options,
 )
 from minirt.cli.output import note, write
 from minirt.errors import NumericsError
@@ -119,16 +119,10 @@ def _check_picture(picture: str) -> None:
     require_matplotlib()
 
 
-@click.command()
-@load_options
-def _load(**options: Any) -> None:
-    """What loading takes, for the values that `compare` has no option for."""
-
-
 def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":
     """The model with eager layers, and a small cache, since every step that is compared has its own."""
-    own = {"impl": ("eager",), "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "no_warmup": True}
-    return open_generator(_load.make_context("compare", []).params | options | own, options["quiet"])
+    own = {"impl": "eager", "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "warmup": False}
+    return open_generator(to_load_options(options, options["model"], **own), options["quiet"])
 
 
 def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int) -> "Shape":

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,9 +13,11 @@ from minirt.cli.options import (
     load_options,
     model_name,
     open_generator,
+    open_model,
     quiet_option,
     read_prompt,
     require_tokenizer,
+    to_load_options,
 )
 from minirt.cli.output import write
 from minirt.errors import InputError
@@ -51,7 +53,7 @@ def perplexity_command(
     that holds it, from at least --max-length minus --stride tokens before it. Sums are in fp64.
     """
     text = read_prompt(file)
-    with open_generator(options, quiet) as generator:
+    with open_model(options, quiet) as generator:
         from minirt.bench.perplexity import perplexity
 
         require_tokenizer(generator, "--text")
@@ -85,19 +87,19 @@ def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, *
     text = read_prompt(file)
     name = model_name(options, quiet)
     from minirt.bench.fp8_error import format_errors, table
-    from minirt.generator import Generator
 
-    with ExitStack() as stack, load_bars(not quiet) as bars:
-        load = partial(
-            Generator.from_pretrained, name, revision=options["revision"], device=options["device"], dtype=options["dtype"],
-            impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES, warmup=False, progress=bars,
-        )
-        plain = stack.enter_context(load())
+    load = to_load_options(
+        options | {"impl": (), "fp8": False, "fp8_head": None}, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES,
+        warmup=False,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        plain = stack.enter_context(open_generator(load, quiet))
         require_tokenizer(plain, "--text")
         most = plain.model.max_model_len
         if num_tokens is not None and num_tokens > most:
             raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)
-        quantized = stack.enter_context(load(quantization="fp8", quantize_head=True))
+        in_fp8 = replace(load, quantization="fp8", quantize_head=True)
+        quantized = stack.enter_context(open_generator(in_fp8, quiet))
         errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
     write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if as_json else table(errors))
 

@@ -9,7 +9,7 @@ from minirt.cli.options import (
     debug_option,
     encode_prompt,
     load_options,
-    open_generator,
+    open_model,
     quiet_option,
     read_prompt,
     sampling_options,
@@ -56,7 +56,7 @@ def generate(
     if not texts:
         raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")
     params = sampling_params(options)
-    with open_generator(options, quiet) as generator:
+    with open_model(options, quiet) as generator:
         inputs = []
         for place, text in zip(places, texts, strict=True):
             with inside(place):

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minirt.cli.options import open_generator, read_file, sampling_params
+from minirt.cli.options import open_model, read_file, sampling_params
 from minirt.cli.output import completion_record, format_bytes, json_line, load_summary, not_applied, note, write
 from minirt.progress import prompt_bar
 
@@ -30,7 +30,7 @@ def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bo
     from minirt.cli.request_file import read_prompt_lines
 
     requests = read_prompt_lines(read_file(name), name, sampling_params(options))
-    with open_generator(options, quiet) as generator:
+    with open_model(options, quiet) as generator:
         inputs = [request.encode(generator, chat) for request in requests]
         results = _Results(requests, as_json, texts=generator.tokenizer is not None)
         started = time.perf_counter()

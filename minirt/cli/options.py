@@ -1,4 +1,4 @@
-"""What the commands share: groups of options, their parsing, and `open_generator`, which loads the model that they name.
+"""What the commands share: groups of options, their parsing, and `open_model`, which loads the model that they name.
 
 Light: heavy imports wait until a command needs them.
 """
@@ -18,9 +18,10 @@ from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, 
 from minirt.progress import load_bars
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from minirt.generator import Generator
-    from minirt.modeling.config import ModelConfig
-    from minirt.modeling.model import Model
+    from minirt.loading.options import LoadOptions
     from minirt.sampling_params import SamplingParams
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -158,51 +159,39 @@ def model_name(options: dict[str, Any], quiet: bool = False) -> str:
     return EMBEDDED
 
 
-def plan_from_options(options: dict[str, Any], name: str) -> "tuple[ModelConfig, Model]":
-    """Config and resolved model of the model called `name` under `model_options`; reads no weights."""
-    _check_choices(options)
-    from minirt.loading.load import plan_model
-    from minirt.modeling.formats import Quantization
+def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "LoadOptions":
+    """What click made of `model_options` or `load_options`, for the model called `name`; `changes` take precedence.
 
-    quantization = Quantization("fp8", options["fp8_head"]) if options["fp8"] else None
-    return plan_model(
-        name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
-        revision=options["revision"], quantization=quantization,
-    )
-
-
-def _check_choices(options: dict[str, Any]) -> None:
+    A "seed" among the options, such as that of `sampling_options`, fixes random weights.
+    """
     if options["fp8_head"] is not None and not options["fp8"]:
         raise click.UsageError("--fp8-head and --no-fp8-head go with --fp8")
+    if options.get("random_weights") and options.get("check_weights"):
+        raise click.UsageError("--check-weights checks a checkpoint, and --random-weights reads none")
+    from minirt.loading.options import LoadOptions
+
+    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
+            "max_num_batched_tokens", "random_weights", "check_weights", "seed")  # fmt: skip
+    chosen = {key: options[key] for key in same if options.get(key) is not None}
+    chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
+    chosen |= {"warmup": not options.get("no_warmup"), "cuda_graphs": not options.get("no_cuda_graphs")}
+    return LoadOptions(**{"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes)
 
 
 @contextmanager
-def open_generator(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
-    """Load the model that `load_options` describe, with a bar on stderr unless `quiet`; it is closed at the end.
-
-    Args:
-        options: what click made of `load_options`; a "seed" among them, as of `sampling_options`, fixes random weights.
-    """
-    _check_choices(options)
-    if options["random_weights"] and options["check_weights"]:
-        raise click.UsageError("--check-weights checks a checkpoint, and --random-weights reads none")
-    name = model_name(options, quiet)
-    from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS
+def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]:
+    """Load a model, with a bar on stderr unless `quiet`; it is closed at the end."""
     from minirt.generator import Generator
 
     with load_bars(not quiet) as progress:
-        generator = Generator.from_pretrained(
-            name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
-            max_model_len=options["max_model_len"], revision=options["revision"], seed=options.get("seed") or 0,
-            random_weights=options["random_weights"], check_weights=options["check_weights"],
-            quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"],
-            kv_cache_dtype=options["kv_cache_dtype"], kv_cache_memory=options["kv_cache_memory"],
-            max_num_seqs=options["max_num_seqs"],
-            max_num_batched_tokens=options["max_num_batched_tokens"] or MAX_NUM_BATCHED_TOKENS,
-            warmup=not options["no_warmup"], cuda_graphs=not options["no_cuda_graphs"], progress=progress,
-        )
+        generator = Generator.from_pretrained(options, progress=progress)
     with generator:
         yield generator
+
+
+def open_model(options: dict[str, Any], quiet: bool) -> "AbstractContextManager[Generator]":
+    """`open_generator` for the model that `load_options` name, or the embedded one."""
+    return open_generator(to_load_options(options, model_name(options, quiet)), quiet)
 
 
 def read_file(name: str) -> bytes:

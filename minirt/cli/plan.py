@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from minirt.cli.options import debug_option, model_name, model_options, plan_from_options
+from minirt.cli.options import debug_option, model_name, model_options, to_load_options
 from minirt.cli.output import format_bytes, write
 
 
@@ -18,7 +18,9 @@ from minirt.cli.output import format_bytes, write
 def plan(as_json: bool, **options: Any) -> None:
     """Print the plan: each layer's implementation, the reason for it, and the size of its weights. Reads no weights."""
     name = model_name(options)
-    config, model = plan_from_options(options, name)
+    from minirt.loading.load import plan_model
+
+    model = plan_model(to_load_options(options, name))
     if as_json:
         rows = [vars(row) for row in model.plan.rows]
         record = {"device": model.plan.device, "weight_bytes": model.plan.weight_bytes, "layers": rows}
@@ -28,12 +30,12 @@ def plan(as_json: bool, **options: Any) -> None:
     from rich.table import Table
 
     size = f"{model.num_parameters / 1e6:,.1f} M parameters"
-    table = Table(title=f"{name} · {config.model_type} · {size} · {model.plan.device}")
+    table = Table(title=f"{name} · {model.config.model_type} · {size} · {model.plan.device}")
     for column in ("layer", "implementation", "why", "dtype"):
         table.add_column(column)
     table.add_column("weights", justify="right")
     for row in model.plan.rows:
-        table.add_row(row.layer, row.implementation, row.reason, row.dtype, format_bytes(row.bytes))
+        table.add_row(row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes))
     table.add_row("total", "", "", "", format_bytes(model.plan.weight_bytes))
     printed, terminal = io.StringIO(), sys.stdout.isatty()
     width = None if terminal else 110

@@ -1,6 +1,7 @@
 """`minirt tune`: launch configurations for the shapes of one model on this GPU."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from minirt.cli.options import (
     model_options,
     output_file_option,
     output_format_option,
-    plan_from_options,
     quiet_option,
+    to_load_options,
 )
 from minirt.cli.output import emit, note, write
 from minirt.errors import DeviceError, InputError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from minirt.bench.tune.tune import Outcome, StepClock
     from minirt.bench.tune.whole_steps import Steps
     from minirt.kernels.compile.tuning import LinearShape
+    from minirt.loading.options import LoadOptions
     from minirt.modeling.model import Model
 
 
@@ -70,6 +72,7 @@ def tune(
     from minirt.bench.tune.tune import tune as measure
     from minirt.kernels.compile import tuning
     from minirt.kernels.linear import tuning as tuning_cases
+    from minirt.loading.load import plan_model
 
     if show:
         write(_stored(tuning.path(device), tuning_cases.TUNABLES))
@@ -79,10 +82,10 @@ def tune(
         raise InputError("unknown kernel family", where="--kernel", expected=", ".join(families), found=kernel)
     check_target(options["output_file"], "--output-file")
     name = model_name(options, options["quiet"])
-    _, graph = plan_from_options(options, name)
-    shapes, rows = linear_shapes(graph), []
+    load = to_load_options(options, name)
+    shapes, rows = linear_shapes(plan_model(load)), []
     with ExitStack() as stack, torch.inference_mode(), torch.cuda.device(device):
-        step = None if no_steps else _step_clock(name, options, stack)
+        step = None if no_steps else _step_clock(load, stack, options["quiet"])
         for family in families if kernel is None else [kernel]:
             for case in families[family](shapes, tokens, device):
                 outcome = measure(case, step=step)
@@ -104,7 +107,7 @@ def tune(
     emit(TuneReport(shared, rows).render(options["output_format"]), options["output_file"], options["quiet"])
 
 
-def _step_clock(name: str, options: dict[str, Any], stack: ExitStack) -> "StepClock":
+def _step_clock(load: "LoadOptions", stack: ExitStack, quiet: bool) -> "StepClock":
     """Times steps of the model with random weights, which is loaded when the first is asked for and kept until the stack ends."""
 
     @cache
@@ -112,28 +115,21 @@ def _step_clock(name: str, options: dict[str, Any], stack: ExitStack) -> "StepCl
         from minirt.bench.tune.whole_steps import Steps
         from minirt.generator import Generator
 
-        if not options["quiet"]:
-            note(f"loading {name} with random weights: whole steps confirm what chains have found")
-        generator = Generator.from_pretrained(
-            name, device=options["device"], dtype=options["dtype"], impl=list(options["impl"]) or "auto",
-            revision=options["revision"], quantization="fp8" if options["fp8"] else None, quantize_head=options["fp8_head"],
-            random_weights=True, warmup=False, max_num_seqs=1, kv_cache_memory=_PAGES,
-        )  # fmt: skip
-        return Steps(stack.enter_context(generator).model)
+        if not quiet:
+            note(f"loading {load.model} with random weights: whole steps confirm what chains have found")
+        small = replace(load, random_weights=True, warmup=False, max_num_seqs=1, kv_cache_memory=_PAGES)
+        return Steps(stack.enter_context(Generator.from_pretrained(small)).model)
 
     return lambda case, configs: steps().seconds(case, configs)
 
 
-def linear_shapes(graph: "Model") -> "list[LinearShape]":
+def linear_shapes(model: "Model") -> "list[LinearShape]":
     """The linear layers of a model, each shape once."""
-    import torch
-
     from minirt.kernels.compile.tuning import LinearShape
     from minirt.layers import MLP, Attention, Head
 
-    dtype = getattr(torch, graph.plan.rows[0].dtype.split(" · ")[0])
     shapes = []
-    for layer in graph.unique_layers():
+    for layer in model.unique_layers():
         own: list[tuple[Any, bool, bool]] = []  # linear, gated, residual
         if isinstance(layer, Attention):
             own = [(layer.qkv, False, False), (layer.o, False, True)]
@@ -144,7 +140,7 @@ def linear_shapes(graph: "Model") -> "list[LinearShape]":
         for linear, gated, residual in own:
             rows = linear.out_features // 2 if gated else linear.out_features
             head, fp8 = isinstance(layer, Head), linear.format is not None
-            shapes.append(LinearShape(rows, linear.in_features, gated, residual, dtype, fp8, head))
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, head))
     return list(dict.fromkeys(shapes))
 
 

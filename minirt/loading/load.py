@@ -1,17 +1,23 @@
-"""From a model's name to its files and config, and to a `Model` whose plan is resolved."""
+"""`load`: from LoadOptions to a model with its weights. `plan_model`: the same without weights. `find`: files and config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from minirt import models
 from minirt.device import pick_device
 from minirt.errors import InputError, ModelNotFoundError, TokenizerError
+from minirt.loading import checkpoint
 from minirt.loading.hub import ModelFiles, resolve
-from minirt.loading.options import pick_dtype
+from minirt.loading.memory import check_memory
+from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import Quantization
 from minirt.modeling.model import Model
-from minirt.text.tokenizer import Tokenizer
+from minirt.text.tokenizer import Tokenizer, eos_token_ids
+
+ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 def find(
@@ -40,22 +46,68 @@ def find(
     return files, models.parse_config(files.config, where=str(files.folder / "config.json"))
 
 
-def plan_model(
-    model: str | Path,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    impl: str | Sequence[str] = "auto",
-    revision: str | None = None,
-    quantization: Quantization | None = None,
-) -> tuple[ModelConfig, Model]:
-    """The model's config and the resolved model, without reading or allocating any weight."""
-    target = pick_device(device)
-    _, config = find(model, revision, need_weights=False)
-    planned = Model(config, models.build(config), quantization)
-    planned.device, planned.dtype = target, pick_dtype(dtype, config, target)
-    planned.resolve(impl)
-    return config, planned
+def plan_model(options: LoadOptions) -> Model:
+    """The model with its plan resolved. No weight is read or allocated."""
+    target = pick_device(options.device)
+    _, config = find(options.model, options.revision, need_weights=False)
+    planned = Model(config, options.layers(config) if options.layers else models.build(config), options.formats)
+    planned.device, planned.dtype = target, pick_dtype(options.dtype, config, target)
+    planned.resolve(options.impl)
+    return planned
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights in place, and what came with it.
+
+    Attributes:
+        tokenizer, generation_config: None if the model has no such file.
+        eos_token_ids: the tokens that end a sequence.
+        bytes_read: bytes of the checkpoint that were read.
+        unused_tensors: checkpoint tensors that a composed model leaves out.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    generation_config: dict[str, Any] | None
+    eos_token_ids: tuple[int, ...]
+    bytes_read: int
+    unused_tensors: tuple[str, ...]
+
+
+def load(options: LoadOptions, progress: ProgressCallback | None = None) -> LoadedModel:
+    """Find a model, check that it fits, and load its weights.
+
+    Args:
+        progress: called with ("weights", bytes read, total bytes).
+    Raises:
+        ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError, OutOfMemoryError.
+    """
+    device, composed = pick_device(options.device), options.layers is not None
+    files, config = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
+    length = pick_length(config, options.max_model_len)
+    model = Model(config, options.layers(config) if options.layers else models.build(config), options.formats)
+    dtype = pick_dtype(options.dtype, config, device)
+    kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
+    tokenizer = Tokenizer.load(files.folder) if files else None
+    check_vocabulary(tokenizer, config)
+    weights = None if options.random_weights else files
+    if weights is not None:
+        checkpoint.match(model, checkpoint.read_headers(weights.weight_files, weights.weight_index), composed)
+    check_memory(model, length, dtype, device, kv_dtype, options.kv_cache_memory, options.max_num_seqs)
+    model.allocate(device, dtype, length, kv_dtype)
+    model.resolve(options.impl)
+    report = checkpoint.LoadReport(0, ())
+    if weights is None:
+        checkpoint.randomize(model, options.seed)
+    else:
+        report = checkpoint.load(
+            model, weights.weight_files, weights.weight_index, allow_unused=composed, check_weights=options.check_weights,
+            progress=progress and partial(progress, "weights"),
+        )
+    generation_config = files.generation_config if files else None
+    eos = eos_token_ids(generation_config, files.config if files else {}, tokenizer)
+    return LoadedModel(model, tokenizer, generation_config, tuple(eos), report.bytes_read, report.unused)
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:

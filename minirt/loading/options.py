@@ -1,10 +1,91 @@
-"""What the options of a load mean: "auto" and names become dtypes and lengths, checked before anything is allocated."""
+"""`LoadOptions`: everything that decides how a model is loaded. The Python API, the command line and the benchmarks share it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from minirt import models
+from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
 from minirt.errors import ConfigError
+from minirt.layers import Layer
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import FP8
+from minirt.modeling.formats import FP8, Quantization
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How to load a model.
+
+    Args:
+        model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or "embedded",
+            the small model that is part of the package.
+        revision: a branch, tag or commit of a Hub model.
+        device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
+        dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
+        impl: which implementation each layer runs, see `minirt.modeling.plan.parse_impl`.
+        quantization: None, or "fp8": the weights of all linear layers as e4m3 with a scale for each output channel, quantized
+            while they are loaded. Activations and the embedding keep the dtype.
+        quantize_head: quantize the LM head too. None: unless it is tied to the embedding.
+        kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
+        kv_cache_memory: bytes for KV pages. None: 90% of what a GPU has free, on a CPU at most a quarter of the free memory, and
+            never more than `max_num_seqs` sequences of full length need.
+        max_model_len: tokens of the longest sequence, prompt and completion together. None: all that the model has positions for.
+        max_num_seqs: requests that one step computes at most; more wait.
+        max_num_batched_tokens: tokens that one step computes at most. Longer prompts are computed in chunks, and running requests
+            get a token in each of these steps.
+        random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
+        check_weights: refuse NaN and Inf in the checkpoint.
+        layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`, to which the model adds a
+            `Select` unless there is one. Checkpoint tensors that it leaves out are listed in `Generator.unused_tensors`.
+        warmup: on a GPU, compile every kernel and capture every CUDA graph before loading returns. False starts sooner: each is
+            compiled or captured when a step first needs it, in the middle of generation.
+        cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host (vLLM's
+            `enforce_eager`). It does not select eager layers: `impl="eager"` does.
+    Raises:
+        ConfigError, InputError: values that exclude each other, or a limit that is no positive integer.
+    """
+
+    model: str | Path = models.EMBEDDED
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    impl: str | Sequence[str] = "auto"
+    quantization: str | None = None
+    quantize_head: bool | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    random_weights: bool = False
+    seed: int = 0
+    check_weights: bool = False
+    layers: Callable[[ModelConfig], list[Layer]] | None = None
+    warmup: bool = True
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        if self.quantize_head is not None and self.quantization is None:
+            what = "there is nothing to quantize the head with"
+            raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=self.quantization)
+        if self.check_weights and self.random_weights:
+            raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
+        check_limits(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+
+
+
+
+
+
+
+    @property
+    def formats(self) -> Quantization | None:
+        """The weight formats; None: all weights keep the dtype."""
+        return None if self.quantization is None else Quantization(self.quantization, self.quantize_head)
 
 
 def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -124,9 +124,8 @@ class Model:
             own = [p for p in layer.parameters() if id(p) not in counted]
             counted.update(map(id, own))
             size = sum(p.nbytes(self.dtype) for p in own)
-            formats = {linear.format for linear in layer.linears() if linear.format}
-            dtype = " · ".join([str(self.dtype).removeprefix("torch."), *sorted(formats)])
-            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], dtype, size))
+            formats = tuple(sorted({linear.format for linear in layer.linears() if linear.format}))
+            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size))
         for (pattern, name), matched in zip(rules, used, strict=True):
             if not matched:
                 raise UnsupportedError(

@@ -10,8 +10,8 @@ from minirt.errors import UnsupportedError
 class PlanRow:
     """How one layer runs.
 
-    `dtype` is the dtype of the activations, followed by the format of quantized weights. `bytes` is the size of the layer's
-    weights; weights that several layers share count for the first of them.
+    `dtype` is the dtype of the activations, `formats` are those of quantized weights. `bytes` is the size of the layer's weights;
+    weights that several layers share count for the first of them.
     """
 
     layer: str
@@ -19,7 +19,13 @@ class PlanRow:
     implementation: str
     reason: str
     dtype: str
+    formats: tuple[str, ...]
     bytes: int
+
+    @property
+    def dtypes(self) -> str:
+        """As printed: "bfloat16 · fp8"."""
+        return " · ".join((self.dtype, *self.formats))
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,11 @@ class Plan:
 
     rows: tuple[PlanRow, ...]
     device: str
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of quantized weights, each once."""
+        return tuple(sorted({name for row in self.rows for name in row.formats}))
 
     @property
     def weight_bytes(self) -> int:

@@ -112,7 +112,7 @@ def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_f
     with Generator.from_pretrained(folder, device="cpu", quantization="fp8", quantize_head=head) as generator:
         found = generator.logits(TOKENS)
         alone = [generator.logits([token]) for token in TOKENS[:5]]
-        formats = {row.layer: row.dtype for row in generator.plan.rows}
+        formats = {row.layer: row.dtypes for row in generator.plan.rows}
         small, reads = generator.plan.weight_bytes, generator.decode_read_bytes
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():

@@ -17,6 +17,7 @@ from minirt.errors import NumericsError
 from minirt.kernels.compile.tuning import Case, LinearShape
 from minirt.kernels.linear import tuning as tuning_cases
 from minirt.loading.load import plan_model
+from minirt.loading.options import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def test_what_is_printed():
 
 def test_shapes_of_a_model():
     """Each shape once, with what is fused around it."""
-    _, graph = plan_model("Qwen2.5-7B", device="cpu", dtype="bfloat16")
+    graph = plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu", dtype="bfloat16"))
     shapes = {(s.N, s.K, s.gated, s.residual, s.fp8) for s in linear_shapes(graph)}
     assert shapes == {
         (4608, 3584, False, False, False), (3584, 3584, False, True, False), (18944, 3584, True, False, False),
