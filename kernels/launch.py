@@ -9,7 +9,7 @@ from minirt.errors import InputError, UnsupportedError
 
 _SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 _INTERPRETER = 80  # the interpreter takes the configurations of the plainest target
-_INTERPRETER_SMS = 132
+_INTERPRETER_SMS = 6  # few: it runs one program after the other, and each of a persistent kernel's has several work items
 
 
 @functools.lru_cache

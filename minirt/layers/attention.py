@@ -94,7 +94,7 @@ def eager(layer: Attention) -> Forward:
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     config = layer.config
     if config.head_dim not in HEAD_DIMS:
-        return f"head_dim {config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        return f"head_dim {config.head_dim} is neither {' nor '.join(map(str, HEAD_DIMS))}"
     if config.num_heads // config.num_kv_heads > MAX_GROUP:
         return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and device.type == "cuda":

@@ -23,6 +23,7 @@ from minirt.errors import InputError, MinirtError
 from minirt.kernels import norm
 from minirt.kernels import quantize as quantize_kernel
 from minirt.kernels.attention import dispatch as attention
+from minirt.kernels.attention import prefill
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.reference import quantize_fp8
@@ -102,12 +103,12 @@ def test_cost_of_linears_is_their_tensors(name, fp8):
 def test_cost_of_attention():
     """Against a count of the pairs that see each other, two operations for each channel of K and of V."""
     queries, totals = (3, 1, 4), (10, 7, 4)
-    nbytes, flops = attention.cost(queries, totals, 6, 2, 64, 2)
+    nbytes, flops = prefill.cost(queries, totals, 6, 2, 64, 2)
     new_and_total = zip(queries, totals, strict=True)
     pairs = sum(k <= q for new, total in new_and_total for q in range(total - new, total) for k in range(total))
     assert flops == pairs * 6 * 64 * 4
     assert nbytes == 2 * 8 * 6 * 64 * 2 + 2 * 21 * 2 * 64 * 2
-    assert attention.cost(queries, totals, 6, 2, 64, 2, fp8=True)[0] == 2 * 8 * 6 * 64 * 2 + 2 * 21 * 2 * (64 + 4)
+    assert prefill.cost(queries, totals, 6, 2, 64, 2, fp8=True)[0] == 2 * 8 * 6 * 64 * 2 + 2 * 21 * 2 * (64 + 4)
 
 
 def test_cost_of_rows():
