@@ -97,7 +97,7 @@ def _check(window: int, stride: int, longest: int) -> None:
     if window < 2:
         raise InputError("the window is too short", where="window", expected="at least 2 tokens", found=window)
     if not 1 <= stride < window:
-        raise InputError("not an acceptable stride", where="stride", expected=f"from 1 to {window - 1}", found=stride)
+        raise InputError("the stride is out of range", where="stride", expected=f"from 1 to {window - 1}", found=stride)
 
 
 def _windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
@@ -116,7 +116,7 @@ def _nll(logits: torch.Tensor, targets: Sequence[int], first: int) -> float:
     if len(bad):
         row = int(bad[0])
         raise NumericsError(
-            "the logits give this token no probability", where=f"token {first + row}", found=float(scores[row]),
+            "the logits give this token a probability of 0 or NaN", where=f"token {first + row}", found=float(scores[row]),
             hint="--check-weights finds damaged weights; --dtype float32 rules out overflow",
         )
     return float(scores.sum())

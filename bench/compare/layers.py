@@ -70,8 +70,10 @@ class Step:
         return self.inputs[min(place.index + 1, len(self.inputs) - 1)].shape[0]
 
     def computes(self, place: Place) -> bool:
-        """Whether the layer at a place computes anything. Built-in implementations of `Select` return their input if all rows
-        need logits."""
+        """Whether the layer at a place computes anything.
+
+        Built-in implementations of `Select` do not if all rows need logits: they return their input.
+        """
         return not (place.layer.kind == "select" and place.name in BUILT_IN and self.batch.every_row)
 
 
@@ -314,7 +316,7 @@ def floors(place: Place, step: Step) -> dict[str, Floor]:
     """
     pages = _pages(place, step.cache)
     coded = pages is not None and pages.k.dtype == FP8
-    dtype = step.inputs[-1].dtype  # of the activations: logits are fp32
+    dtype = step.inputs[-1].dtype  # dtype of activations; outputs of the head are fp32
     plain = floor(dtype, coded or quantizes(place, step))
     written = Floor(plain.worst_row, plain.worst_row) if coded else plain
     return {"out": plain, "added": plain, "k": written, "v": written}
@@ -339,7 +341,7 @@ def work(place: Place, step: Step) -> Work:
     of attention.
     """
     layer, batch, rows = place.layer, step.batch, step.rows(place)
-    dtype = step.inputs[-1].dtype  # of the activations: logits are fp32
+    dtype = step.inputs[-1].dtype  # dtype of activations; outputs of the head are fp32
     row = layer.config.hidden_size * dtype.itemsize
     if layer.kind in ("embedding", "select"):
         return Work(2 * rows * row, 0)

@@ -31,7 +31,7 @@ def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:
     Raises:
         MinirtError: the file cannot be written.
     """
-    from matplotlib.figure import Figure  # not pyplot: no window, no state
+    from matplotlib.figure import Figure  # pyplot would open windows and keep state
 
     steps = list(dict.fromkeys(row["step"] for row in rows))
     timed = rows[0]["eager_s"] is not None
@@ -70,7 +70,7 @@ def _errors(axes: "Axes", rows: list[Row], step: str) -> None:
     where = range(len(rows))
     for name, side, style in (("limit", "limit", "k_"), ("eager", "torch", "C0o"), (_names(rows), "error", "C1x")):
         values = [row["out" if row["added"]["torch"]["relative"] is None else "added"][side]["relative"] for row in rows]
-        axes.plot(where, [value or float("nan") for value in values], style, label=name, markersize=5)  # 0 has no logarithm
+        axes.plot(where, [value or float("nan") for value in values], style, label=name, markersize=5)  # a log axis has no 0
     axes.set_yscale("log")
     axes.set_title(step, fontsize=9)
     axes.set_ylabel("relative error of what the layer adds")

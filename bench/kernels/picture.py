@@ -33,7 +33,7 @@ def _title(shared: Row) -> str:
 
 
 def _roofline(shared: Row, rows: list[Row], target: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot: no window, no state
+    from matplotlib.figure import Figure  # pyplot would open windows and keep state
 
     rows = [row for row in rows if row["flops"]]
     figure = Figure(figsize=(9.0, 6.0), layout="constrained")

@@ -16,8 +16,10 @@ WARM = 3  # starts with a warm cache; their median counts
 
 
 def start(began: float, model: str, fp8: bool) -> dict[str, float]:
-    """Return the seconds since `began`, the start of this process: to the end of imports, loading and warm-up, and to the first
-    token."""
+    """Start minirt and return the seconds from `began`, the start of this process, to each stage.
+
+    The stages are the end of imports, of loading and of warm-up, and the first token.
+    """
     from minirt import Generator, SamplingParams
 
     imported = time.time() - began
