@@ -1,6 +1,6 @@
-"""Benchmarks of minirt: what `minirt bench` measures, and how fast a checkpoint loads (`loading.py`).
+"""Benchmarks of minirt: the code behind `minirt bench`, `compare`, `tune` and `eval`.
 
-`measure` runs and times prompts, `decode`, `latency` and `throughput` are the benchmarks, `check` compares with the eager
-layers before anything is timed, `ceiling` says how fast the memory can be read, `report` prints. Stored results lie in
-bench/results, the log of what was tried in docs/decisions.
+`decode`, `prefill`, `latency` and `throughput` are the model benchmarks. `measure` runs and times prompts. `check` compares with
+the eager layers before anything is timed. `ceiling` measures memory bandwidth and the rate of matrix products. `report` prints.
+Stored results are in bench/results; docs/decisions records what was tried.
 """

@@ -1,7 +1,7 @@
-"""How far a kernel may be from the truth: the one definition, for the tests of the kernels and for `minirt compare`.
+"""The error bounds of kernels, defined once for the kernel tests and for `minirt compare`.
 
-The truth is the same mathematics in fp64 on the same inputs. What is computed in a smaller dtype errs, PyTorch too; a kernel may
-err at most FACTOR times as much as PyTorch in the same dtype, plus a floor for where PyTorch happens to err by nothing.
+The truth is the same formula in fp64 on the same inputs. The error of a kernel may be at most FACTOR times PyTorch's error in the
+same dtype, plus a floor for cases where PyTorch's error happens to be 0.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,13 @@ _FLIPPED_CODE = 2.0**-7, 2.0**-4  # see `floor`
 
 
 class Errors(NamedTuple):
-    """Of a tensor against the truth.
+    """Errors of a tensor against the truth. They are NaN if a value is not finite.
 
-    relative: Frobenius norm of the difference over that of the truth; worst_row: the largest such ratio of a row (last
-    dimension), so that one wrong token among many shows; largest: the largest |difference| over the largest |truth|; cosine: of
-    the angle between the two. NaN where a value is not finite.
+    Attributes:
+        relative: Frobenius norm of the difference, divided by that of the truth.
+        worst_row: the largest such ratio of a single row (last dimension). It reveals one wrong token among many.
+        largest: the largest |difference|, divided by the largest |truth|.
+        cosine: cosine of the angle between the two tensors.
     """
 
     relative: float
@@ -28,19 +30,27 @@ class Errors(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """The error to allow of the whole tensor, and of its worst row, where PyTorch has none."""
+    """The error that is allowed where PyTorch's error is 0: of the whole tensor, and of its worst row."""
 
     relative: float
     worst_row: float
 
 
 def floor(dtype: torch.dtype, quantized_activations: bool = False) -> Floor:
-    """One rounding of the output, half a unit in the last place (bf16 3.9e-3, fp16 4.9e-4); in fp32, where sums in another order
-    and the GPU's exp2 (2 units in the last place, on scores that are rounded themselves) matter more than rounding, 2e-6.
+    """Return the floor for outputs of `dtype`.
 
-    Activations that are quantized to e4m3 jump: a value between two codes, nudged by a rounding, takes the other one, 2⁻³ to
-    2⁻⁴ of it away. In bf16 and fp16 PyTorch itself has many such jumps; in fp32 there are a few in a step, and by chance none in
-    one of two implementations. One jump moves a row of a few large values by about 2⁻⁴, one of 64 even ones by 2⁻⁷.
+    For bf16 and fp16 it is one rounding of the output, half a unit in the last place: 3.9e-3 and 4.9e-4. For fp32 it is 2e-6,
+    because two effects are larger than rounding: the order of sums, and the GPU's exp2 (2 units in the last place, on scores that
+    are themselves rounded).
+
+    Activations quantized to e4m3 need a larger floor. A rounding can move a value from one e4m3 code to the next, which changes
+    it by 2⁻⁴ to 2⁻³ of its size. In bf16 and fp16 PyTorch's own result has many such jumps. In fp32 a step has a few, and one of
+    two implementations may have none. One jump changes a row of a few large values by about 2⁻⁴, and a row of 64 values of
+    similar size by about 2⁻⁷.
+
+    Args:
+        dtype: of the output.
+        quantized_activations: whether activations are rounded to e4m3.
     """
     rounding = max(torch.finfo(dtype).eps / 2, 2e-6)
     if not quantized_activations:
@@ -50,7 +60,7 @@ def floor(dtype: torch.dtype, quantized_activations: bool = False) -> Floor:
 
 
 def errors(value: Tensor, truth: Tensor) -> Errors:
-    """The errors of `value` [..., N], of any float dtype, against `truth` [..., N]; computed in fp64."""
+    """Return the errors of `value` [..., N], of any float dtype, against `truth` [..., N], computed in fp64."""
     wide, exact = value.double(), truth.double()
     difference = wide - exact
     tiny = 1e-300
@@ -62,12 +72,12 @@ def errors(value: Tensor, truth: Tensor) -> Errors:
 
 
 def limits(theirs: Errors, least: Floor) -> Floor:
-    """What a kernel may err at most where PyTorch in the same dtype errs by `theirs`."""
+    """Return the largest errors allowed for a kernel when PyTorch's errors in the same dtype are `theirs`."""
     return Floor(FACTOR * theirs.relative + least.relative, FACTOR * theirs.worst_row + least.worst_row)
 
 
 def fault(found: Errors, theirs: Errors, least: Floor) -> str | None:
-    """What breaks the bound, with both figures; None: it holds. NaN breaks it."""
+    """Describe the broken bound with both errors and the limit, or return None if all bounds hold. NaN breaks a bound."""
     most = limits(theirs, least)
     for what, mine, reference, limit in (
         ("relative error", found.relative, theirs.relative, most.relative),

@@ -1,4 +1,4 @@
-"""How fast the memory can be read and matrices be multiplied: measured here and now; and what the GPU's datasheet says."""
+"""Measured memory bandwidth and matrix-product rate of a device, and the memory bandwidth in the GPU's datasheet."""
 
 import platform
 import statistics
@@ -11,10 +11,10 @@ import torch
 from minirt.bench.measure import gpu_seconds
 from minirt.device import require_memory
 
-BUFFER_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than the caches hold
+BUFFER_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # much larger than the caches
 REPEATS = 20
 
-# Bytes a second by the name that the driver reports: NVIDIA's datasheets.
+# Bytes per second from NVIDIA's datasheets, by the name that the driver reports.
 DATASHEET = {
     "NVIDIA B200": 8.0e12,
     "NVIDIA H200": 4.8e12,
@@ -35,7 +35,7 @@ DATASHEET = {
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Bytes a second that reading alone reaches, and how that was found."""
+    """Bytes per second of a kernel that only reads memory, and how this was measured."""
 
     bytes_per_s: float
     how: str
@@ -43,14 +43,14 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class MatmulCeiling:
-    """Floating-point operations a second of a large matrix product, and how that was found."""
+    """Floating-point operations per second of a large matrix product, and how this was measured."""
 
     flops_per_s: float
     how: str
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU as its driver calls it; of a CPU the model, where the system tells."""
+    """Return the name of the GPU as the driver reports it, or the model of the CPU if the system reports one."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -60,12 +60,18 @@ def device_name(device: torch.device) -> str:
 
 
 def datasheet_bandwidth(device: torch.device) -> float | None:
-    """Bytes a second of the datasheet; None for a CPU, a part of a GPU, or a GPU that `DATASHEET` lacks."""
+    """Return the datasheet's bytes per second; None for a CPU, a partitioned GPU (MIG), or a GPU missing from `DATASHEET`."""
     return DATASHEET.get(device_name(device)) if device.type == "cuda" else None
 
 
 def read_ceiling(device: torch.device, nbytes: int | None = None, repeats: int = REPEATS) -> Ceiling:
-    """Median speed of summing a buffer of `nbytes` (None: see BUFFER_BYTES): Triton's loads on a GPU, torch.sum on a CPU."""
+    """Measure memory bandwidth: the median speed of summing a buffer, with a Triton kernel on a GPU and torch.sum on a CPU.
+
+    Args:
+        nbytes: size of the buffer; None: BUFFER_BYTES.
+    Raises:
+        OutOfMemoryError: the buffers do not fit in memory.
+    """
     nbytes = nbytes or BUFFER_BYTES[device.type]
     require_memory(2 * nbytes, device, "buffers for the read ceiling", "free some memory")
     if device.type == "cuda":
@@ -88,7 +94,7 @@ def _read_gpu(device: torch.device, nbytes: int, repeats: int) -> list[float]:
             end.record()
         torch.cuda.synchronize()
         del buffer
-        torch.cuda.empty_cache()  # or it would count as used when the KV cache is sized
+        torch.cuda.empty_cache()  # cached memory would count as used when the KV cache is sized
     return [start.elapsed_time(end) / 1e3 for start, end in events]
 
 
@@ -103,12 +109,14 @@ def _read_cpu(nbytes: int, repeats: int) -> list[float]:
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, repeats: int = REPEATS) -> MatmulCeiling:
-    """Median speed of PyTorch's product of two square matrices of normal values; of float8_e4m3fn with a scale for each row and
-    column, and sums that are as exact as the library has them."""
+    """Measure the median rate of PyTorch's product of two square matrices of normal values.
+
+    Products of float8_e4m3fn have a scale for each row and column and use the library's most precise accumulation.
+    """
     n = 8192 if device.type == "cuda" else 1024
     seconds = _multiply(n, device, dtype, repeats + 3)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # or it would count as used when the KV cache is sized
+        torch.cuda.empty_cache()  # cached memory would count as used when the KV cache is sized
     name = str(dtype).removeprefix("torch.")
     how = f"PyTorch's product of two {name} matrices of {n} × {n}, median of {repeats}"
     return MatmulCeiling(2 * n**3 / statistics.median(seconds[3:]), how)

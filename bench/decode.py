@@ -1,7 +1,7 @@
-"""`minirt bench decode`: the time of one decode step, beside the least that memory and arithmetic allow.
+"""`minirt bench decode`: the time of one decode step, and the least time that memory bandwidth and arithmetic allow.
 
-A step's time is the difference of two runs that differ by nothing but 128 steps, both through `Generator.generate` with
-every token reaching Python; the prompts' own time cancels.
+Two runs of `Generator.generate` differ only by 128 decode steps. Their difference, divided by 128, is the time of a step: the
+time of the prompts cancels out. Every token reaches Python.
 """
 
 import random
@@ -22,9 +22,13 @@ STEPS = 128
 
 
 def prefill_steps(batch_size: int, context_len: int, max_num_batched_tokens: int) -> int:
-    """Engine steps, at most, until every prompt has its first token: one where all prompts fit the token budget of a step.
+    """Return an upper bound on the engine steps until every prompt has its first token.
 
-    Else the first sequences decode already while the last prompts are computed, each taking a token of the budget.
+    It is 1 if all prompts fit the token budget of one step. Otherwise the first sequences already decode while the last prompts
+    are computed, and each of them takes one token of the budget.
+
+    Raises:
+        InputError: the batch is larger than the token budget of a step.
     """
     if batch_size > max_num_batched_tokens:
         what, expected = "the batch does not fit one decode step", f"at most {max_num_batched_tokens} sequences"
@@ -35,7 +39,7 @@ def prefill_steps(batch_size: int, context_len: int, max_num_batched_tokens: int
 
 
 def check(generator: Generator, batch_sizes: Sequence[int], context_lens: Sequence[int]) -> None:
-    """Refuse what cannot be measured; see `check_room`."""
+    """Refuse batch sizes and contexts that cannot be measured; see `check_room` for the errors."""
     for batch_size in batch_sizes:
         for context_len in context_lens:
             first = prefill_steps(batch_size, context_len, generator.max_num_batched_tokens)
@@ -52,15 +56,17 @@ def step_times(
     seed: int = 0,
     clock: Clock = time.perf_counter,
 ) -> tuple[list[float], list[float], int]:
-    """Seconds of a decode step with the whole batch running, one value a repeat, after a run that is not counted.
+    """Measure a decode step of the whole batch, after one run that is not counted.
 
-    With t(n) the time in which every prompt gets n tokens, a step takes (t(f + 128) - t(f)) / 128, where f is
-    `prefill_steps`. f = 1 where the prompts fit one step. Where they take more, sequences start one after the other
-    and end so as well; with at least f tokens each, both runs hold the same beginning and the same end, and what
-    they differ by is 128 steps of the full batch.
+    Let t(n) be the time until every prompt has n tokens, and f the result of `prefill_steps`. A step takes
+    (t(f + 128) - t(f)) / 128. If the prompts need several steps, sequences start and end one after the other. With at least f
+    tokens for each sequence, both runs start and end in the same way, and they differ by 128 steps of the full batch.
 
     Returns:
-        the step times; for each repeat the seconds until the last prompt had its first token; f.
+        the seconds of a step, one value for each repeat; the seconds until the last prompt had its first token, one value for
+        each repeat; f.
+    Raises:
+        MinirtError: the longer run took no more time than the shorter one.
     """
     first = prefill_steps(batch_size, context_len, generator.max_num_batched_tokens)
     rng = random.Random(seed)
@@ -98,16 +104,22 @@ def run(
     progress: Callable[[str], None],
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """A result for each context length and batch size. Bytes are those that must be read: weights once, and the KV of each
-    sequence; times in seconds, rates in bytes or tokens a second. The limit is the time to read the weights at `ceiling` or to
-    multiply all tokens by them at the rate of `products`, whichever is longer, and then to read the KV."""
+    """Measure every combination of context length and batch size.
+
+    Bytes count what a step must read: the weights once, and the KV cache of each sequence. Times are in seconds, rates in bytes
+    or tokens per second. The limit is the sum of two times: the time to read the KV cache at `ceiling`, and the longer of the
+    time to read the weights at `ceiling` and the time to multiply all tokens by them at the rate of `products`.
+
+    Returns:
+        a result for each combination.
+    """
     results = []
     for context_len in context_lens:
         for batch_size in batch_sizes:
             steps, first_tokens, first = step_times(
                 generator, batch_size, context_len, repeats=repeats, sampling=sampling, seed=seed, clock=clock
             )
-            seen = context_len + first + (STEPS - 1) / 2  # positions that a step attends to, on average
+            seen = context_len + first + (STEPS - 1) / 2  # mean context of the measured steps
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
             speed = (generator.decode_read_bytes + kv) / statistics.median(steps)
             flops = linear_flops(generator.config, batch_size, batch_size)
@@ -139,7 +151,7 @@ def run(
 
 
 def replay_time(generator: Generator, batch_size: int, context_len: int) -> float | None:
-    """Median seconds of the bare CUDA-graph replay of such a step; None where there are no graphs."""
+    """Return the median seconds of replaying the CUDA graph of such a step, or None if the step has no CUDA graph."""
     try:
         return statistics.median(generator.replay_times(batch_size, context_len))
     except UnsupportedError:

@@ -1,6 +1,7 @@
-"""What rounding to FP8 costs each linear layer, whatever computes it: the format's error, on real activations.
+"""The error that FP8 rounding alone causes in each linear layer, on real activations.
 
-What a kernel adds to it is another question, which `minirt compare --fp8` answers: it compares kernels on the same fp8 weights.
+This error belongs to the format, not to a kernel. `minirt compare --fp8` measures the error of kernels: it compares them on the
+same FP8 weights.
 """
 
 import copy
@@ -22,14 +23,14 @@ from minirt.modeling.parameters import PackedLinear
 
 
 class FormatError(NamedTuple):
-    """One quantized linear beside itself in 16 (or 32) bits; all errors are relative, in the Frobenius norm.
+    """Errors of one quantized linear against the same linear in 16 or 32 bits. All are relative, in the Frobenius norm.
 
     Attributes:
-        layer, linear, shape: `layers.3.mlp`, `gate_up`, (N, K).
-        weights: of the weights.
-        one: of the outputs where a step has one token and its activations are not quantized.
-        many: of the outputs as steps of more tokens compute them, each token's activations quantized too.
-        worst: as `many`, of the token where it is largest.
+        layer, linear, shape: for example `layers.3.mlp`, `gate_up`, (N, K).
+        weights: error of the weights.
+        one: error of the outputs in steps of one token, whose activations are not quantized.
+        many: error of the outputs in steps of several tokens, whose activations are quantized too.
+        worst: as `many`, but of the single token with the largest error.
     """
 
     layer: str
@@ -42,7 +43,7 @@ class FormatError(NamedTuple):
 
 
 class _Probe(Tensor):
-    """Weights that remember what they are multiplied with."""
+    """Weights that store in `seen` the input of the last linear they were used in."""
 
     seen: Tensor
 
@@ -58,13 +59,15 @@ class _Probe(Tensor):
 
 @torch.inference_mode()
 def format_errors(plain: Model, quantized: Model, tokens: Sequence[int]) -> list[FormatError]:
-    """The errors of every linear that `quantized` holds as fp8 and `plain`, the same model, does not.
+    """Measure the FP8 error of every linear that is FP8 in `quantized` but not in `plain`, the same model.
 
-    The activations are those of the plain model, in its eager layers, so that an error is one linear's own. Truths are in fp64.
+    All activations come from the eager layers of `plain`, so errors do not accumulate over layers. The exact results are in fp64.
 
     Args:
-        plain, quantized: allocated and filled, on one device; how they are resolved does not matter.
-        tokens: of a text; at least two, for a single token's activations are never quantized.
+        plain, quantized: models with allocated, filled weights on one device. Their implementations do not matter.
+        tokens: tokens of a text; at least two, because a single token's activations are never quantized.
+    Returns:
+        the errors, in order of layers.
     Raises:
         InputError: fewer than two tokens, or more than the plain model has positions for.
         ConfigError: the models have different layers, or the plain one is quantized too.
@@ -92,7 +95,7 @@ def format_errors(plain: Model, quantized: Model, tokens: Sequence[int]) -> list
 
 
 def _probed(layer: Layer) -> tuple[Forward, dict[str, _Probe]]:
-    """The layer's eager form on probes of its linears' weights, and those by name."""
+    """Return the layer's eager implementation with probes as the weights of its linears, and the probes by name."""
     twin, probed = copy.copy(layer), {}
     for name, holder in vars(layer).items():
         if isinstance(holder, PackedLinear):
@@ -107,7 +110,8 @@ def _errors(layer: str, name: str, probe: _Probe, quantized: PackedLinear) -> Fo
     if scale is None:
         raise ConfigError("not quantized", where=f"{layer}.{name}")
     wide = x.double()
-    sums = [torch.zeros(len(x), device=x.device, dtype=torch.float64) for _ in range(3)]  # a token: truth, one, many
+    # Squared norms of each token: truth, one, many.
+    sums = [torch.zeros(len(x), device=x.device, dtype=torch.float64) for _ in range(3)]
     difference = size = 0.0
     for rows in _chunks(weight):
         exact, e4m3 = weight[rows].double(), quantized.weight[rows]
@@ -124,19 +128,19 @@ def _errors(layer: str, name: str, probe: _Probe, quantized: PackedLinear) -> Fo
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:
-    """Rows of at most CHUNK weights: what is in fp64 at one time."""
+    """Yield slices of rows with at most CHUNK weights each, which limits the memory for fp64 copies."""
     step = max(1, CHUNK // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         yield slice(start, start + step)
 
 
 def _root(error: float, size: float) -> float:
-    """sqrt(error / size); nothing that errs by nothing has no error."""
+    """Return sqrt(error / size), and 0 if both are 0."""
     return (error / size) ** 0.5 if size else (0.0 if error == 0 else float("inf"))
 
 
 def table(errors: Sequence[FormatError]) -> str:
-    """As Markdown, in percent, and the root mean square over the layers of each kind of linear."""
+    """Return the errors as a Markdown table in percent. The last rows are root mean squares over all linears of one name."""
     lines = ["| layer | linear | weights | 1 token | more tokens | worst token |", "| --- | --- | ---: | ---: | ---: | ---: |"]
     lines += [f"| {e.layer} | {e.linear} | {_percent(e.weights, e.one, e.many, e.worst)} |" for e in errors]
     for name in dict.fromkeys(e.linear for e in errors):

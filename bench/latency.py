@@ -1,4 +1,4 @@
-"""`minirt bench latency`: seconds from a batch of prompts to the last token of all, as `vllm bench latency` states them."""
+"""`minirt bench latency`: seconds until the last token of a batch of prompts, reported as `vllm bench latency` reports them."""
 
 import random
 import statistics
@@ -24,7 +24,11 @@ def run(
     seed: int,
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """One result; times in seconds, one value for each of `repeats` runs, after a run that is not counted."""
+    """Measure one batch.
+
+    Returns:
+        a list of one result. Times are in seconds and come from `repeats` runs, after one run that is not counted.
+    """
     rng = random.Random(seed)
     params = [SamplingParams(max_tokens=output_len, ignore_eos=True, **sampling)] * batch_size
     times, first_tokens = [], []

@@ -1,4 +1,4 @@
-"""Prompts of random token ids, timed runs of them through `Generator.generate`, and the statistics of the times."""
+"""Prompts of random token ids, timed runs through `Generator.generate`, memory checks, GPU timing, and statistics of times."""
 
 import math
 import random
@@ -14,22 +14,22 @@ from minirt.generator import Generator
 from minirt.outputs import Completion
 from minirt.sampling_params import SamplingParams
 
-Clock = Callable[[], float]  # seconds, as time.perf_counter
+Clock = Callable[[], float]  # returns seconds, like time.perf_counter
 _SLEEPS = (400_000, 1_600_000, 6_400_000, 25_600_000)  # cycles: 0.2 ms to 15 ms
 
 
 def random_prompts(rng: random.Random, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """A prompt of uniform token ids for each length. Others at each call, so that no prefix can be shared with a run before."""
+    """Return a prompt of uniformly random token ids for each length. Each call draws new ids, so runs share no prefix."""
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 def timed_run(
     generator: Generator, prompts: Sequence[list[int]], params: Sequence[SamplingParams], clock: Clock = time.perf_counter
 ) -> tuple[float, list[Completion]]:
-    """Seconds from the call until the last token of the last prompt is in Python, and the completions.
+    """Return the seconds from the call until the last token of the last prompt is in Python, and the completions.
 
     Raises:
-        MinirtError: a completion has not as many tokens as were asked for; its time would be that of something else.
+        MinirtError: a completion has fewer tokens than requested, so the time would not be comparable.
     """
     started = clock()
     completions = generator.generate(list(prompts), list(params))
@@ -44,18 +44,20 @@ def timed_run(
 
 
 def check_room(generator: Generator, batch_size: int, length: int) -> None:
-    """Refuse, before anything is measured, a batch that cannot run as one.
+    """Refuse a batch whose sequences cannot all run at the same time, before anything is measured.
 
     Args:
-        batch_size: sequences at once, each of `length` tokens, prompt and completion together.
+        batch_size: number of sequences that run at the same time.
+        length: tokens of each sequence, prompt and completion together.
     Raises:
-        InputError: more sequences than --max-num-seqs. ContextLengthError: too long, or more than the KV pages hold.
+        InputError: more sequences than --max-num-seqs.
+        ContextLengthError: a sequence is too long, or the batch does not fit the KV cache.
     """
     check_rooms(generator, [(batch_size, length)])
 
 
 def check_rooms(generator: Generator, sequences: Sequence[tuple[int, int]]) -> None:
-    """`check_room` of sequences of several lengths: (how many, tokens of each)."""
+    """Like `check_room`, for sequences of several lengths: pairs of (number of sequences, tokens of each)."""
     batch_size, length = sum(count for count, _ in sequences), max(tokens for _, tokens in sequences)
     what = "a batch of " + " and ".join(f"{count} sequences of {tokens} tokens" for count, tokens in sequences)
     if batch_size > generator.max_num_seqs:
@@ -70,16 +72,16 @@ def check_rooms(generator: Generator, sequences: Sequence[tuple[int, int]]) -> N
     needed = sum(count * math.ceil(tokens / PAGE_SIZE) for count, tokens in sequences)
     there = generator.kv_cache_bytes // page if page else math.inf
     if needed > there:
-        hint = f"--kv-cache-memory {needed * page} would do, or take a smaller batch"
+        hint = f"--kv-cache-memory {needed * page} is enough, or choose a smaller batch"
         what += " does not fit the KV cache"
         raise ContextLengthError(what, expected=f"at most {there} pages of {PAGE_SIZE} tokens", found=needed, hint=hint)
 
 
 def gpu_seconds(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """Seconds of what `run` launches on the current GPU, after what `before` launches.
+    """Return the GPU seconds of the work that `run` launches on the current GPU; the launches of `before` come first, untimed.
 
-    All of it is queued while the GPU sleeps, so that the host's time does not count; where the host was not done by then, it is
-    done again after a longer sleep. What itself waits for the GPU is timed with the host's part.
+    The host queues all launches while the GPU sleeps, so host time does not count. If the host takes longer than the sleep, the
+    measurement is repeated with a longer sleep. If `run` itself waits for the GPU, its host time counts too.
     """
     for cycles in _SLEEPS:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -97,19 +99,19 @@ def gpu_seconds(run: Callable[[], object], before: Callable[[], object] | None =
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """What was allocated and freed before (the reference, a ceiling's buffer) shall not count. Of a CPU it cannot be undone."""
+    """Reset the peak memory of a GPU, so that earlier, freed allocations do not count. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def summarize(values: Sequence[float]) -> dict[str, float | list[float] | None]:
-    """Median, minimum and standard deviation (of a sample; None of a single value), and the values themselves."""
+    """Return median, minimum, sample standard deviation (None for a single value), and the values themselves."""
     spread = statistics.stdev(values) if len(values) > 1 else None
     return {"median": statistics.median(values), "min": min(values), "stddev": spread, "all": list(values)}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, linear between neighbours (NumPy's default; Hyndman & Fan type 7)."""
+    """Return a percentile with linear interpolation between neighbours (NumPy's default; Hyndman & Fan, type 7)."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)

@@ -1,4 +1,4 @@
-"""`perplexity`: how well a model predicts a text. The yardstick for a change of kernel, format or dtype."""
+"""Perplexity: how well a model predicts a text. It measures the effect of a change of kernel, format or dtype."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +9,10 @@ import torch
 from minirt.errors import ContextLengthError, InputError, NumericsError
 from minirt.generator import Generator
 
-DEFAULT_WINDOW = 2048  # tokens; less where the model or its cache holds less
-ROWS = 64  # of logits that are in fp64 at one time: [64, 152064] take 78 MB
+DEFAULT_WINDOW = 2048  # tokens; smaller if the model or its KV cache holds fewer
+ROWS = 64  # logit rows converted to fp64 at a time: [64, 152064] take 78 MB
 
-ProgressCallback = Callable[[int, int], None]  # (tokens scored, in all)
+ProgressCallback = Callable[[int, int], None]  # (tokens scored, tokens to score)
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class Perplexity:
     """The result of `perplexity`.
 
     Attributes:
-        tokens: how many were scored: all but the first.
-        nll: the sum of their negative log likelihoods, in nats.
-        windows: how many sequences the model computed; `window` and `stride` are their length and distance in tokens.
-        bytes: UTF-8 bytes of the text that the scored tokens stand for; None without a tokenizer.
+        tokens: number of scored tokens: all but the first.
+        nll: sum of their negative log-likelihoods, in nats.
+        windows: number of windows that the model computed.
+        window, stride: length of a window, and distance between the starts of two windows, in tokens.
+        bytes: UTF-8 bytes of the scored tokens' text; None without a tokenizer.
     """
 
     tokens: int
@@ -35,12 +36,12 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log likelihood of a token."""
+        """The exponential of the mean negative log-likelihood of a token."""
         return math.exp(self.nll / self.tokens) if self.nll / self.tokens < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between models of different tokenizers; None without a tokenizer."""
+        """Bits per byte of text, comparable between models with different tokenizers; None without a tokenizer."""
         return self.nll / math.log(2) / self.bytes if self.bytes else None
 
 
@@ -54,19 +55,20 @@ def perplexity(
 ) -> Perplexity:
     """Score every token of a text but the first, each once, teacher-forced.
 
-    The text is tokenized once, as a prompt is. Windows of `window` tokens begin at tokens 0, `stride`, 2 · `stride`, …; the
-    last is the one that reaches the end. A token is scored in the first window that holds it with a token before it, so that
-    it is predicted from at least `window` - `stride` tokens (or all that precede it). The logits are the model's in fp32; the
-    log-softmax and all sums are fp64, in the order of the text, so that one build on one device always gives one result.
+    The text is tokenized once, like a prompt. Windows of `window` tokens start at tokens 0, `stride`, 2 · `stride`, …; the last
+    window reaches the end of the text. A token is scored in the first window that holds both it and a token before it. So it is
+    predicted from at least `window` - `stride` tokens, or from all tokens before it. The logits are fp32; the log-softmax and all
+    sums are fp64 in the order of the text. One build on one device always gives the same result.
 
     Args:
         text: a text, or its token ids.
-        window: tokens; None: 2048, or as many as the model and its cache hold if that is less.
-        stride: tokens, below `window`; None: half of it.
+        window: tokens; None: 2048, or as many as the model and its KV cache hold if that is less.
+        stride: tokens, less than `window`; None: half of `window`.
+        progress: called after each window.
     Raises:
-        InputError: fewer than two tokens, or a window or stride that scores none.
-        ContextLengthError: a window beyond what the model and its cache hold.
-        NumericsError: the model gives NaN or no finite logit, or gives a token of the text the probability 0.
+        InputError: the text has fewer than two tokens, or `window` or `stride` is out of range.
+        ContextLengthError: `window` is longer than the model or its KV cache allows.
+        NumericsError: the logits contain NaN or are all infinite, or a token of the text has probability 0.
     """
     tokens = generator.encode(text)
     if len(tokens) < 2:
@@ -95,11 +97,11 @@ def _check(window: int, stride: int, longest: int) -> None:
     if window < 2:
         raise InputError("the window is too short", where="window", expected="at least 2 tokens", found=window)
     if not 1 <= stride < window:
-        raise InputError("not an acceptable stride", where="stride", expected=f"from 1 to {window - 1}", found=stride)
+        raise InputError("the stride is out of range", where="stride", expected=f"from 1 to {window - 1}", found=stride)
 
 
 def _windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each window over `count` tokens."""
+    """Yield (start, stop) of each window over `count` tokens."""
     start = 0
     while start + window < count:
         yield start, start + window
@@ -108,13 +110,13 @@ def _windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
 
 
 def _nll(logits: torch.Tensor, targets: Sequence[int], first: int) -> float:
-    """The sum of the targets' negative log likelihoods under `logits` [R, V]; `first` is the place of the first of them."""
+    """Return the sum of the targets' negative log-likelihoods under `logits` [R, V]. `first` is the position of `targets[0]`."""
     scores = -torch.log_softmax(logits.double(), dim=-1).gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1)
     bad = (~torch.isfinite(scores)).nonzero()
     if len(bad):
         row = int(bad[0])
         raise NumericsError(
-            "the logits give this token no probability", where=f"token {first + row}", found=float(scores[row]),
+            "the logits give this token a probability of 0 or NaN", where=f"token {first + row}", found=float(scores[row]),
             hint="--check-weights finds damaged weights; --dtype float32 rules out overflow",
         )
     return float(scores.sum())

@@ -1,6 +1,6 @@
-"""`minirt bench prefill`: the time from a prompt to its first token, and what long prompts do to requests beside them.
+"""`minirt bench prefill`: the time from a prompt to its first token, and how long prompts slow down other requests.
 
-How far from the limit: a prompt's arithmetic over the rate of large matrix products, measured by the library in the same run.
+The limit is a prompt's arithmetic at the rate of PyTorch's large matrix products, measured in the same run.
 """
 
 import random
@@ -18,26 +18,32 @@ from minirt.errors import InputError
 from minirt.generator import Generator
 from minirt.sampling_params import SamplingParams
 
-LONG_PROMPTS = 8  # that arrive beside the decoding requests, one after the other
+LONG_PROMPTS = 8  # prompts of `beside`, which the engine computes one after the other
 _CONTEXT = 128  # tokens of the decoding requests' own prompts
 
 
 def check(generator: Generator, input_lens: Sequence[int], beside: int) -> None:
-    """Refuse what cannot be measured; see `check_rooms`. Beside the decoding requests there are the prompts of one step at a
-    time, and what is left of one."""
+    """Refuse what cannot be measured; see `check_rooms`.
+
+    At any time, the KV cache holds the decoding requests, the prompts of one step, and a partly computed prompt.
+
+    Raises:
+        InputError: too many sequences, or prompts too short for `beside`.
+        ContextLengthError: too long, or too large for the KV cache.
+    """
     check_room(generator, 1, max(input_lens) + 1)
     if not beside:
         return
     if beside + 1 > generator.max_num_seqs:
-        what, expected = "no room for a prompt beside the others", f"--max-num-seqs {beside + 1} or more"
+        what, expected = "no sequence is left for a prompt beside the decoding requests", f"--max-num-seqs {beside + 1} or more"
         raise InputError(what, where="--beside", expected=expected, found=generator.max_num_seqs)
     for length in input_lens:
         decoding = _CONTEXT + _steps(generator, length, beside)
         most = min(LONG_PROMPTS, generator.max_num_seqs - beside, generator.max_num_batched_tokens // length + 2)
         check_rooms(generator, [(beside, decoding), (most, length + 1)])
     if LONG_PROMPTS * min(input_lens) <= generator.max_num_batched_tokens:
-        expected = f"more than --max-num-batched-tokens, {generator.max_num_batched_tokens}, for {LONG_PROMPTS} prompts together"
-        raise InputError("too short to keep others waiting", where="--input-len", expected=expected, found=min(input_lens))
+        expected = f"{LONG_PROMPTS} prompts that together exceed --max-num-batched-tokens ({generator.max_num_batched_tokens})"
+        raise InputError("too short to delay other requests", where="--input-len", expected=expected, found=min(input_lens))
 
 
 def run(
@@ -51,8 +57,12 @@ def run(
     progress: Callable[[str], None],
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """A result for each prompt length: seconds from the call to the first token, medians of `repeats` after two runs that
-    are not counted."""
+    """Measure the time to first token of single prompts.
+
+    Returns:
+        a result for each prompt length: seconds from the call to the first token, over `repeats` runs, after two runs that are
+        not counted.
+    """
     rng, results = random.Random(seed), []
     params = [SamplingParams(max_tokens=1, ignore_eos=True, **sampling)]
     for length in input_lens:
@@ -87,13 +97,16 @@ def beside(
     seed: int,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """What LONG_PROMPTS prompts of `input_len` tokens do to `count` requests that decode all the while, which come with them.
+    """Measure how LONG_PROMPTS prompts of `input_len` tokens slow down `count` requests that decode meanwhile.
+
+    All requests are added at the same time. The decoding requests have short prompts of their own and decode until all long
+    prompts are computed.
 
     Returns:
-        a result of `repeats` runs after one that is not counted: the prompts' times to their first token, the waiting for each
-        other and for the others' prompts included; of the median run the tokens of all prompts, those too, over the time until
-        the last one's first token; and of the decoding requests every time between two tokens while there are prompts: p50, p99
-        and the longest.
+        a result of `repeats` runs, after one that is not counted. `time_to_first_token_s` is that of the long prompts, with the
+        time they wait for other prompts. `tokens_per_s` divides the tokens of all prompts, also the short ones, by the time until
+        the last first token; it is the median over the runs. `inter_token_s` is the time between two tokens of a decoding
+        request while long prompts are computed: p50, p99 and the longest.
     """
     rng, firsts, gaps, rates = random.Random(seed), [], [], []
     params = [SamplingParams(max_tokens=_steps(generator, input_len, count), ignore_eos=True, **sampling)] * count
@@ -129,6 +142,6 @@ def beside(
 
 
 def _steps(generator: Generator, input_len: int, count: int) -> int:
-    """Tokens that `count` requests are asked for so that they decode until all prompts have been computed."""
+    """Return how many tokens each of `count` requests must generate to decode until all long prompts are computed."""
     chunks = -(-input_len // max(1, generator.max_num_batched_tokens - count))
     return LONG_PROMPTS * (chunks + 1) + 16

@@ -1,4 +1,4 @@
-"""Results with all that a reader needs to judge them, as Markdown, CSV, JSON or JSON lines."""
+"""Benchmark results as Markdown, CSV, JSON or JSON lines, with the device, versions, command and checks behind them."""
 
 import csv
 import io
@@ -24,13 +24,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """`context` holds what all results share, `results` one dictionary each; see `context` and the benchmarks."""
+    """Results of one run.
+
+    Attributes:
+        context: the values that all results share (see the function `context`).
+        results: one dictionary for each result; each benchmark's `run` documents its keys.
+    """
 
     context: Row
     results: list[Row]
 
     def render(self, form: str) -> str:
-        """As text, with a newline at its end; `form` is one of FORMATS."""
+        """Return the report as text that ends with a newline; `form` is one of FORMATS."""
         if form == "json":
             return json.dumps(self.context | {"results": self.results}, indent=1, ensure_ascii=False) + "\n"
         if form == "jsonl":
@@ -40,14 +45,14 @@ class Report:
     def _csv(self) -> str:
         rows = [dict(_flat(self.context | row)) for row in self.results]
         text = io.StringIO()
-        columns = dict.fromkeys(name for row in rows for name in row)  # not every row need have all
+        columns = dict.fromkeys(name for row in rows for name in row)  # rows may have different columns
         writer = csv.DictWriter(text, list(columns), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
 
     def _markdown(self) -> str:
-        """llama-bench's table, below what it was measured on."""
+        """Return a heading (device, versions, ceilings, correctness) and a table in the style of llama-bench."""
         shared = self.context
         lines = heading(shared)
         if shared["matmul_ceiling"]:
@@ -59,7 +64,7 @@ class Report:
 
 
 def heading(shared: Row) -> list[str]:
-    """The first lines of a Markdown report: the machine and the versions, and the ceiling where there is one."""
+    """Return the first lines of a Markdown report: device, versions, and the read ceiling if it was measured."""
     versions = " · ".join(f"{name} {shared['versions'][name]}" for name in ("torch", "triton"))
     kind = shared["device"] if shared["backend"] == "CUDA" else f"**CPU figures, no GPU:** {shared['device']}"
     lines = [f"{kind} · {versions} · minirt {shared['commit']} · {shared['date']}", ""]
@@ -80,7 +85,10 @@ def context(
     ceiling: Ceiling | None,
     products: MatmulCeiling | None = None,
 ) -> Row:
-    """What all results of one run of a model share: `machine`, model, check, ceilings. Bytes, seconds."""
+    """Return the values that all results of one run of a model share: `machine`, model, correctness, ceilings.
+
+    Sizes are in bytes, times in seconds.
+    """
     own = {
         "model": name,
         "model_type": generator.config.model_type,
@@ -96,7 +104,7 @@ def context(
 
 
 def machine(benchmark: str, device: torch.device, command: list[str], ceiling: Ceiling | None) -> Row:
-    """What says where and with what a benchmark ran: machine, versions, commit, command line, read ceiling."""
+    """Return where and with what a benchmark ran: device, versions, commit, command line, read ceiling."""
     facts = environment()
     return {
         "schema": 1,
@@ -114,10 +122,10 @@ def machine(benchmark: str, device: torch.device, command: list[str], ceiling: C
 
 
 def commit() -> str:
-    """The commit of the source that runs, "-dirty" if tracked files differ from it; the version where git knows none.
+    """Return the commit of the running source, with "-dirty" if tracked files differ from it; without git, minirt's version.
 
-    An installed minirt inside somebody else's repository must not pass that one's commit for its own: this very file
-    has to be tracked.
+    The commit counts only if git tracks this file. Otherwise a minirt installed inside another repository would report that
+    repository's commit.
     """
     file = Path(__file__).resolve()
 
@@ -137,7 +145,7 @@ def commit() -> str:
 
 
 def _flat(row: Row, prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested dictionaries as one level of dotted names; a list as its values with spaces between."""
+    """Flatten nested dictionaries to dotted names; join the values of a list with spaces."""
     pairs: list[tuple[str, Any]] = []
     for key, value in row.items():
         if isinstance(value, dict):
@@ -148,7 +156,7 @@ def _flat(row: Row, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _short(model: str) -> str:
-    """A name for a table's cell: the last part of a path or Hub id."""
+    """Return a model's name for a table cell: the last part of a path or Hub id."""
     return Path(model).name.replace("|", "\\|") or model
 
 
@@ -163,7 +171,7 @@ def _sentence(correctness: Row) -> str:
 
 
 def _spread(value: Row, scale: float = 1.0, digits: int = 2) -> str:
-    """Median ± standard deviation."""
+    """Format as median ± standard deviation."""
     text = f"{value['median'] * scale:,.{digits}f}"
     return text if value["stddev"] is None else f"{text} ± {value['stddev'] * scale:,.{digits}f}"
 
@@ -176,7 +184,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def table(columns: list[Column], rows: list[Row], left: int) -> list[str]:
-    """The lines of a Markdown table, numbers (columns from `left` on) to the right."""
+    """Return the lines of a Markdown table. The first `left` columns are text; the others are numbers, aligned to the right."""
     return [
         "| " + " | ".join(title for title, _ in columns) + " |",
         "| " + " | ".join("---" if i < left else "---:" for i in range(len(columns))) + " |",
@@ -213,7 +221,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("first token ms", lambda r: _spread(r["time_to_first_token_s"], 1e3, 3)),
         ("min ms", lambda r: _number(r["time_to_first_token_s"]["min"], 1e3, 3)),
         ("TFLOP/s", lambda r: _number(r["flops_per_s"], 1e-12, 1)),
-        ("of the product's", lambda r: _number(r["share_of_matmul_ceiling"], 100, 1, " %")),
+        ("of the product rate", lambda r: _number(r["share_of_matmul_ceiling"], 100, 1, " %")),
         ("inter-token p50 / p99 / max ms", lambda r: _gaps(r["inter_token_s"])),
         ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
     ],

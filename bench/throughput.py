@@ -24,11 +24,14 @@ def run(
     seed: int,
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """One result. Lengths are uniform in the ranges, both ends included, and the same in every run, tokens are not.
+    """Measure all prompts at once.
 
-    Times in seconds; rates are those of the median run, after a run that is not counted. All prompts are there from the
-    start, so the time to a first token holds the waiting. The time per output token is a request's own mean after its
-    first token; requests of one token have none.
+    Lengths are drawn uniformly from the ranges, both ends included. Every run has the same lengths but different tokens. All
+    prompts arrive at the start, so the time to first token includes waiting. The time per output token is the mean of one
+    request after its first token; requests of one token have none.
+
+    Returns:
+        a list of one result. Times are in seconds. Rates are those of the median run. One run before the others is not counted.
     """
     rng = random.Random(seed)
     inputs = [rng.randint(*input_range) for _ in range(num_prompts)]

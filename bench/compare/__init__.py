@@ -1,1 +1,1 @@
-"""`minirt compare`: each layer's implementation against its eager form, and the whole model."""
+"""`minirt compare`: each layer's implementation against its eager implementation, and the whole model."""

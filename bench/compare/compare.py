@@ -1,6 +1,6 @@
-"""`minirt compare`: each layer's implementation against its eager form, then the whole model, then their times.
+"""`minirt compare`: each layer's implementation against its eager implementation, then the whole model, then times.
 
-Errors come first, and where one breaks its bound (`bounds`) nothing is timed: a speed of something else is none.
+Errors are compared first. If one breaks its bound (`bounds`), nothing is timed: the speed of a wrong result means nothing.
 """
 
 import math
@@ -26,13 +26,19 @@ from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model, some_names
 
 Row = dict[str, Any]
-DECODED = tuple(kind for kind in KINDS if kind != "select")  # kinds that decode steps compute: there `Select` leaves every row
+DECODED = tuple(kind for kind in KINDS if kind != "select")  # the kinds with work in a decode step; `Select` keeps all its rows
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is run: a prompt of `prompt_len` tokens, a decode step of `batch_size` sequences that then have `context_len` tokens,
-    and `text_len` tokens of text through the whole model (0: not)."""
+    """The sizes of a comparison.
+
+    Attributes:
+        prompt_len: tokens of the prefill step.
+        batch_size: sequences of the decode step.
+        context_len: tokens of each of these sequences, with the new one.
+        text_len: tokens of text for the whole model; 0: do not compare the whole model.
+    """
 
     prompt_len: int
     batch_size: int
@@ -40,10 +46,11 @@ class Shape:
     text_len: int
 
     def check(self, model: Model, available: int) -> None:
-        """Refuse what the model has no positions for, or the text no tokens.
+        """Refuse lengths that exceed the model's positions or the `available` tokens of the text.
 
         Raises:
-            ContextLengthError, InputError: with the option that is too large.
+            ContextLengthError: a length exceeds the model's positions.
+            InputError: the text is too short.
         """
         lengths = {"--prompt-len": self.prompt_len, "--context-len": self.context_len, "--num-tokens": self.text_len}
         for flag, length in lengths.items():
@@ -52,16 +59,22 @@ class Shape:
                     "longer than the model allows", where=flag, expected=f"at most {model.max_model_len}", found=length
                 )
         if self.text_len > available:
-            hint = "give a longer --text, or a smaller --num-tokens"
+            hint = "choose a longer --text or a smaller --num-tokens"
             expected = f"at most {available}"
             raise InputError("the text is too short", where="--num-tokens", expected=expected, found=self.text_len, hint=hint)
 
 
 @dataclass(frozen=True)
 class Result:
-    """`rows`: one for each step and layer; `model`: what the whole model came to, None where single layers were asked for;
-    `skipped`: the layers that Triton cannot run, and why; `faults`: broken bounds, each with its place and both figures;
-    `matmul`: the speeds of matrix products that limits were taken from, as `matmul_ceiling` found them."""
+    """The result of a comparison.
+
+    Attributes:
+        rows: one for each step and layer.
+        model: the comparison of the whole model; None if only some layers were compared.
+        skipped: layers that Triton cannot run, with the reason.
+        faults: broken bounds, each with its step and layer, the error and the limit.
+        matmul: measured rates of matrix products (`matmul_ceiling`) that the limits use.
+    """
 
     rows: list[Row]
     model: Row | None
@@ -71,10 +84,10 @@ class Result:
 
 
 def bind(model: Model, impl: Sequence[str]) -> dict[str, str]:
-    """Bind the model's layers to what is compared with eager: `impl`, or else Triton wherever it can run.
+    """Choose the implementations that are compared with eager: `impl`, or by default Triton for every layer that it can run.
 
     Returns:
-        the layers that Triton cannot run, each with the reason; they are bound to eager.
+        the layers that Triton cannot run, with the reason; they run eager. Empty if `impl` is given.
     """
     if impl:
         model.resolve(impl)
@@ -90,10 +103,10 @@ def bind(model: Model, impl: Sequence[str]) -> dict[str, str]:
 
 
 def select(sequence: Sequence[Place], pattern: str | None, skipped: dict[str, str]) -> list[Place]:
-    """The places to compare: those whose layer's name matches, or all.
+    """Return the places to compare: those whose layer name matches `pattern` (None: all) and whose candidate is not eager.
 
     Raises:
-        UnsupportedError: no layer has such a name, or all that do would be compared with themselves.
+        UnsupportedError: no layer has such a name, or every layer with such a name runs its eager implementation.
     """
     named = [place for place in sequence if pattern is None or fnmatchcase(place.layer.name, pattern)]
     if not named:
@@ -102,7 +115,7 @@ def select(sequence: Sequence[Place], pattern: str | None, skipped: dict[str, st
     chosen = [place for place in named if place.differs]
     if not chosen:
         why = skipped.get(named[0].layer.name, "--impl says so")
-        raise UnsupportedError("nothing to compare: it runs its eager form", where=named[0].layer.name, found=why)
+        raise UnsupportedError("nothing to compare: the layer runs eager", where=named[0].layer.name, found=why)
     return chosen
 
 
@@ -116,14 +129,17 @@ def run(
     ceiling: Ceiling | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Compare.
+    """Compare layers, then the whole model, then times.
 
     Args:
-        model: allocated and filled; it is bound anew.
-        tokens: of a text; where a step needs more, they begin again.
+        model: a model with allocated, filled weights. Its implementations are chosen anew.
+        tokens: tokens of a text; repeated if a step needs more.
         impl: see `bind`.
-        layer: name or glob of the layers to compare; None: all, and the whole model after them.
-        ceiling: what the memory can be read with; only on a GPU, where there are limits.
+        layer: name or glob of the layers to compare; None: all layers, then the whole model.
+        ceiling: memory bandwidth, for the limits; only on a GPU.
+    Raises:
+        ContextLengthError, InputError: see `Shape.check`.
+        UnsupportedError: nothing to compare.
     """
     shape.check(model, len(tokens))
     skipped = bind(model, impl)
@@ -141,8 +157,8 @@ def run(
         decode = compare_layers.decode(model, sequence, texts)
         steps = [(step, [place for place in chosen if step.computes(place)]) for step in (prompt, decode)]
         if not any(places for _, places in steps):
-            what = "nothing to compare: of a step all of whose rows need logits it returns its input"
-            raise UnsupportedError(what, where=chosen[0].layer.name, hint="take a --prompt-len above 1")
+            what = "nothing to compare: all rows need logits, so the layer returns its input"
+            raise UnsupportedError(what, where=chosen[0].layer.name, hint="choose a --prompt-len above 1")
         if cuda:
             compare_layers.compile_kernels(steps)
         for step, places in steps:
@@ -159,15 +175,15 @@ def run(
             return Result([row | _NO_TIME for row in rows], whole, skipped, faults)
         if cuda:
             matmul = _time_layers(rows, sequence, steps, ceiling)
-        if whole is not None and steps[-1][1]:  # else every layer of the decode step is as it was
+        if whole is not None and steps[-1][1]:  # otherwise the decode step is all eager
             whole |= _decode_on_gpu(sequence, decode) if cuda else _decode_on_cpu(rows, sequence, decode)
     return Result(rows, whole, skipped, faults, matmul)
 
 
 def _over_text(model: Model, sequence: Sequence[Place], tokens: list[int]) -> tuple[Row, list[str]]:
-    """What the whole model is over a text, its decode step still to be timed; and what breaks a bound."""
+    """Compare the whole model over a text. Returns the row, without the times of the decode step, and the broken bounds."""
     quantized = model.kv_dtype == FP8 or any(linear.format for place in sequence for linear in place.layer.linears())
-    least = floor(model.dtype, quantized).worst_row  # a value that takes another code in one layer has others do so behind it
+    least = floor(model.dtype, quantized).worst_row  # a changed e4m3 code changes codes in later layers
     text = compare_text(model, sequence, tokens, Floor(least, least))
     figures = {name: _number(value) for name, value in asdict(text).items() if name != "faults"}
     return {"text": figures, "decode": None, "fusion": {}}, [f"whole model, {len(tokens)} tokens: {f}" for f in text.faults]
@@ -181,8 +197,10 @@ _NO_TIME: Row = dict.fromkeys(("eager_s", "candidate_s", "speedup", "cold_l2", "
 
 
 def _compared(place: Place, step: Step, cuda: bool) -> tuple[Row, list[str]]:
-    """The row of one layer in one step, and its faults. On a CPU the calls that are compared are the ones that are timed: the
-    interpreter takes a minute for some of them."""
+    """Compare one layer in one step. Returns its row and its broken bounds.
+
+    On a CPU the compared calls are also timed, because some take a minute in Triton's interpreter.
+    """
     if cuda:
         compared = compare_layers.compare(place, step)
         time = _NO_TIME
@@ -209,7 +227,7 @@ def _compared(place: Place, step: Step, cuda: bool) -> tuple[Row, list[str]]:
 
 
 def _error_columns(compared: Comparison) -> Row:
-    """For each of the views: the candidate's errors, PyTorch's, and the limit; None where there is no such thing."""
+    """Return, for each of VIEWS, the candidate's errors, PyTorch's errors and the limit. Missing values are None."""
     columns: Row = {}
     for name in compare_layers.VIEWS:
         most = compared.limits.get(name)
@@ -226,7 +244,7 @@ def _finite(errors: Errors | None) -> Row:
 
 
 def _number(value: float) -> float | None:
-    """As JSON has it: no NaN, no infinity."""
+    """Return None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
@@ -237,8 +255,11 @@ def _group(place: Place, step: Step) -> tuple[str, str, int]:
 def _time_layers(
     rows: Sequence[Row], sequence: Sequence[Place], steps: Sequence[tuple[Step, list[Place]]], ceiling: Ceiling | None
 ) -> list[Row]:
-    """Fill in the times of `rows`, on a GPU. Layers of one kind with as many rows are timed together, all that the model has,
-    whichever are shown: see `timing.layer_times`. → the ceilings of matrix products that their limits come from."""
+    """Fill in the times of `rows` on a GPU, and return the measured rates of matrix products that their limits use.
+
+    All layers of the model with the same kind, implementation and number of rows are timed together, also those that are not
+    compared: see `timing.layer_times`.
+    """
     times: dict[tuple[Any, ...], LayerTime] = {}
     rates: dict[torch.dtype, MatmulCeiling] = {}
     pairs = [(step, place) for step, places in steps for place in places]
@@ -262,7 +283,7 @@ def _times(eager: float, candidate: float) -> Row:
 
 
 def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
-    """The model all eager, with the candidates, and with the candidates but for one kind of layer: a forward a place."""
+    """Return variants of the model, each with one forward for each place: all eager; all candidates; one kind of layer eager."""
     variants = {"eager": [p.eager for p in sequence], "candidate": [p.candidate for p in sequence]}
     kinds = {place.layer.kind for place in sequence if place.differs}
     for kind in (kind for kind in DECODED if kind in kinds):
@@ -277,7 +298,7 @@ def _decode_on_gpu(sequence: Sequence[Place], step: Step) -> Row:
 
 
 def _decode_on_cpu(rows: Sequence[Row], sequence: Sequence[Place], step: Step) -> Row:
-    """The sums of the layers' times: the interpreter's whole steps take minutes, and would say no more."""
+    """Add up the times of the layers. A whole step would take minutes in the interpreter and give no more information."""
     own = [row for row in rows if row["step"] == step.name]
     eager, candidate = (sum(row[side] for row in own) for side in ("eager_s", "candidate_s"))
     seconds = {"eager": eager, "candidate": candidate}
@@ -288,8 +309,12 @@ def _decode_on_cpu(rows: Sequence[Row], sequence: Sequence[Place], step: Step) -
 
 
 def _decode(step: Step, seconds: dict[str, float], launched: float | None) -> Row:
-    """`seconds` of a decode step by variant, see `_variants`: under CUDA graphs on a GPU, where `launched` is the eager step as
-    Python launches it."""
+    """Return the times of a decode step as a row.
+
+    Args:
+        seconds: of each of `_variants`; on a GPU, of its CUDA graph.
+        launched: seconds of the eager step launched from Python; None on a CPU.
+    """
     batch, best = step.batch.num_seqs, seconds["candidate"]
     decode = {
         "batch_size": batch,

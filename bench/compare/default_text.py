@@ -1,4 +1,4 @@
-"""The text that `minirt compare` takes where none is given: a page of several kinds of writing, written for this purpose."""
+"""The default text of `minirt compare`: a page with several kinds of writing, written for this purpose."""
 
 TEXT = """\
 The lighthouse keeper counted the ships each evening. On Monday there were seven, on Tuesday eleven, and on \

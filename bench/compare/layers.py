@@ -1,7 +1,7 @@
-"""Both implementations of a layer on the same real activations and on clones of the same KV pages, against the truth in fp64.
+"""Both implementations of a layer on the same activations and on clones of the same KV pages, against the truth in fp64.
 
-A `Step` is what the eager model does with real tokens, stopped before each layer: the residual stream that flows into it, and the
-pages with what earlier steps have cached. A `Place` is a layer at its place in the model, with both of its implementations.
+A `Step` records one step of the eager model on real tokens: the input of each layer, and the KV pages. A `Place` is a layer at
+its position in the model, with both of its implementations.
 """
 
 import copy
@@ -22,15 +22,20 @@ from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import NormWeight, PackedLinear
 
-VIEWS = {"out": "output", "added": "what it adds", "k": "K in the pages", "v": "V in the pages"}  # that errors are taken of
-CHUNK = 512  # tokens of a prompt that are computed at once
+VIEWS = {"out": "output", "added": "what it adds", "k": "K in the pages", "v": "V in the pages"}  # what errors are measured of
+CHUNK = 512  # tokens of a text computed in one step
 
 
 @dataclass(frozen=True)
 class Place:
-    """A layer at its place in the model; `pages` is the number of its KV pages among those of all attention layers.
+    """A layer at its position in the model.
 
-    `candidate` is what is compared with `eager`, and `name` what it is called.
+    Attributes:
+        index: position in the list of layers.
+        pages: index of the layer's KV pages in the cache; None without attention.
+        name: name of the candidate's implementation.
+        eager: the eager implementation.
+        candidate: the implementation that is compared with `eager`.
     """
 
     index: int
@@ -42,14 +47,18 @@ class Place:
 
     @property
     def differs(self) -> bool:
-        """Whether there is anything to compare: the candidate is not the eager form itself."""
+        """Whether the candidate is an implementation other than eager."""
         return self.name != "eager"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the eager model on real tokens: `inputs[i]` [T, H], behind `Select` [R, H], flows into place i; `cache` holds
-    what was cached before it (and, by now, what the step itself wrote: see `run`)."""
+    """One step of the eager model on real tokens.
+
+    Attributes:
+        inputs: the input of each place: [T, H], after `Select` [R, H].
+        cache: the KV pages after the step. `run` clones them and removes what the step wrote.
+    """
 
     name: str
     batch: Batch
@@ -57,17 +66,25 @@ class Step:
     cache: KVCache
 
     def rows(self, place: Place) -> int:
-        """How many rows the layer at a place computes: as many as flow into the next."""
+        """Return the number of rows that the layer at a place computes, which is the input size of the next layer."""
         return self.inputs[min(place.index + 1, len(self.inputs) - 1)].shape[0]
 
     def computes(self, place: Place) -> bool:
-        """Whether the layer at a place does anything: our forms of `Select` return their input where that is every row."""
+        """Whether the layer at a place computes anything.
+
+        Built-in implementations of `Select` do not if all rows need logits: they return their input.
+        """
         return not (place.layer.kind == "select" and place.name in BUILT_IN and self.batch.every_row)
 
 
 class Outcome(NamedTuple):
-    """What a layer computed: its output and, of an attention layer, what it wrote to the pages for the step's tokens, K and V
-    [T, Nkv, D] fp64; `strays` counts the values of the pages that it changed beside them."""
+    """The results of one layer.
+
+    Attributes:
+        out: the output.
+        k, v: what an attention layer wrote to the pages for the step's tokens, [T, Nkv, D] fp64; None for other layers.
+        strays: number of page values changed outside the step's slots.
+    """
 
     out: Tensor
     k: Tensor | None
@@ -76,7 +93,10 @@ class Outcome(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The errors of a candidate and of same-dtype PyTorch, by VIEWS (those that the layer has), and what breaks a bound."""
+    """The errors of the candidate (`found`) and of PyTorch in the same dtype (`torch`), their limits, and the broken bounds.
+
+    Errors and limits have the keys of VIEWS that apply to the layer.
+    """
 
     found: dict[str, Errors]
     torch: dict[str, Errors]
@@ -85,7 +105,7 @@ class Comparison(NamedTuple):
 
 
 def places(model: Model) -> list[Place]:
-    """Every layer of a resolved model with its eager form and the one it is bound to."""
+    """Return every layer of a model with its eager implementation and the one that the plan chose."""
     result: list[Place] = []
     pages = 0
     for index, (layer, row) in enumerate(zip(model.layers, model.plan.rows, strict=True)):
@@ -98,7 +118,7 @@ def places(model: Model) -> list[Place]:
 
 
 def empty_cache(model: Model, num_pages: int, dtype: torch.dtype | None = None) -> KVCache:
-    """Pages that hold NaN, so that reading what nobody wrote shows."""
+    """Return a cache filled with NaN. A kernel that reads an unwritten slot then gives NaN."""
     cache = KVCache(model.kv_shapes, num_pages, model.device, dtype or model.kv_dtype)
     for layer in cache.layers:
         for tensor in layer:
@@ -108,15 +128,15 @@ def empty_cache(model: Model, num_pages: int, dtype: torch.dtype | None = None) 
 
 
 def _poison(tensor: Tensor, slots: Any) -> None:
-    """NaN at `slots` of the first dimension."""
+    """Write NaN to `slots` of the first dimension."""
     if tensor.dtype == FP8:
-        tensor.view(torch.uint8)[slots] = 0x7F  # not every operation knows the type
+        tensor.view(torch.uint8)[slots] = 0x7F  # PyTorch lacks some operations for FP8
     else:
         tensor[slots] = torch.nan
 
 
 def pages_for_prompt(cache: KVCache, lengths: Sequence[int]) -> list[list[int]]:
-    """Pages for sequences of these lengths, in no order, so that a block table that is not followed shows."""
+    """Allocate pages for sequences of these lengths, in random order. A kernel that ignores the block table then fails."""
     counts = [cache.pages_for(n) for n in lengths]
     pages = cache.allocator.allocate(sum(counts))
     random.Random(0).shuffle(pages)
@@ -127,7 +147,7 @@ def pages_for_prompt(cache: KVCache, lengths: Sequence[int]) -> list[list[int]]:
 def stream(
     forwards: Sequence[Forward], sequence: Sequence[Place], batch: Batch, cache: KVCache, inputs: list[Tensor] | None = None
 ) -> Tensor:
-    """Run the model with one forward a place → logits [R, V]; what flows into each is added to `inputs`."""
+    """Run the model with one forward for each place and return the logits [R, V]. Appends the input of each place to `inputs`."""
     x = torch.empty(0, device=batch.flat.device)
     for forward, place in zip(forwards, sequence, strict=True):
         if inputs is not None:
@@ -142,7 +162,7 @@ def _pages(place: Place, cache: KVCache) -> LayerKV | None:
 
 @torch.inference_mode()
 def prefill(model: Model, sequence: Sequence[Place], tokens: Sequence[int]) -> Step:
-    """The step that computes a whole prompt and wants the logits of its last token."""
+    """Run a step that computes a whole prompt and the logits of its last token."""
     cache = empty_cache(model, -(-len(tokens) // PAGE_SIZE) + 1)
     (pages,) = pages_for_prompt(cache, [len(tokens)])
     batch = Batch.build([Chunk(list(tokens), 0, pages)], cache.page_size).to(model.device)
@@ -153,7 +173,7 @@ def prefill(model: Model, sequence: Sequence[Place], tokens: Sequence[int]) -> S
 
 @torch.inference_mode()
 def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int]]) -> Step:
-    """The step that computes the last token of each text, all before it being cached. The texts are of one length."""
+    """Run a step that computes the last token of each text; the tokens before it are cached. All texts have the same length."""
     length = len(texts[0])
     cache = empty_cache(model, len(texts) * -(-length // PAGE_SIZE) + 1)
     pages = pages_for_prompt(cache, [length] * len(texts))
@@ -171,8 +191,11 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
 
 
 def exact(layer: Layer) -> Forward:
-    """The truth: the layer's eager form in fp64, its weights widened (those of fp8 are what they are). It wants x in fp64 and
-    pages of fp64 or fp8. A gather is exact as it is."""
+    """Return the truth for a layer: its eager implementation with weights converted to fp64, except FP8 weights.
+
+    The returned forward needs x in fp64, and KV pages in fp64 or FP8. An embedding is exact in any dtype; only its output is
+    converted.
+    """
     eager = implementation(layer.kind, "eager")
     if isinstance(layer, Embedding):
         gather = eager.factory(layer)
@@ -190,10 +213,10 @@ def exact(layer: Layer) -> Forward:
 
 
 def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outcome:
-    """Run one layer on the step's input from clones of its pages, in which the step's own tokens are NaN again.
+    """Run one layer on the step's input and on clones of its pages, where the slots of the step's tokens hold NaN.
 
     Args:
-        wide: hand over x, and pages that are not fp8, in fp64.
+        wide: convert x, and pages that are not FP8, to fp64.
     """
     batch, x = step.batch, step.inputs[place.index]
     x = x.double() if wide else x.clone()
@@ -214,7 +237,7 @@ def run(place: Place, forward: Forward, step: Step, wide: bool = False) -> Outco
 
 @torch.inference_mode()
 def compile_kernels(steps: Sequence[tuple[Step, list[Place]]]) -> None:
-    """On a GPU: compile what a candidate of each kind and number of rows launches in each step, side by side."""
+    """Compile the candidates' kernels in parallel, for each kind of layer and number of rows in each step. Only on a GPU."""
     from minirt.kernels.compile.ahead_of_time import compile_ahead
 
     device = steps[0][0].batch.flat.device
@@ -225,7 +248,7 @@ def compile_kernels(steps: Sequence[tuple[Step, list[Place]]]) -> None:
 
 
 def _written(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
-    """What pages [P, page_size, Nkv, D] hold at `slots` [T], in fp64 → [T, Nkv, D]."""
+    """Return what pages [P, page_size, Nkv, D] hold at `slots` [T]: [T, Nkv, D] fp64."""
     values = pages.flatten(0, 1)
     if scales is None:
         return values[slots].double()
@@ -234,7 +257,7 @@ def _written(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
 
 
 def _strays(after: Tensor, before: Tensor, slots: Tensor) -> int:
-    """Values beside `slots` that are not what they were, bit for bit."""
+    """Count the values outside `slots` that have changed, bit for bit."""
     bits = (tensor.contiguous().view(torch.uint8).unflatten(-1, (-1, tensor.itemsize)) for tensor in (after, before))
     changed = torch.ne(*bits).any(-1).flatten(0, 1)
     changed[slots] = False
@@ -243,7 +266,7 @@ def _strays(after: Tensor, before: Tensor, slots: Tensor) -> int:
 
 @torch.inference_mode()
 def compare(place: Place, step: Step) -> Comparison:
-    """Compare a place's candidate with PyTorch in the same dtype, by their errors against the truth."""
+    """Compare a place's candidate with the eager implementation in the same dtype, by their errors against the truth."""
     x = step.inputs[place.index]
     outcomes = run(place, place.candidate, step), run(place, place.eager, step), run(place, exact(place.layer), step, wide=True)
     least = floors(place, step)
@@ -267,14 +290,17 @@ def compare(place: Place, step: Step) -> Comparison:
         if broken is not None:
             faults.append(f"{what}: {broken}")
     if outcomes[0].strays:
-        faults.append(f"{outcomes[0].strays} values in the pages changed that are not of the step's tokens")
+        faults.append(f"{outcomes[0].strays} values in the pages changed outside the slots of the step's tokens")
     return Comparison(found, reference, most, faults)
 
 
 def _added(outputs: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
-    """What each of the outputs [T, H], the last of them the truth, adds to x [T, H], in fp64: beside a residual stream of many
-    times its size, a fault in it would pass for rounding. Rows in which it nearly is no more than that (of tokens with a few huge
-    values) are left out; None: there are no others."""
+    """Return what each output [T, H] adds to the residual stream x [T, H], in fp64. The last output is the truth.
+
+    The residual stream can be many times larger than what a layer adds. In the output, an error of the layer would then look like
+    rounding. Rows in which the added values are close to the rounding of the output (tokens with a few huge values) are left out.
+    All results are None if no row remains.
+    """
     added = outputs[-1] - x.double()
     rounding = torch.finfo(x.dtype).eps / 2 * outputs[-1].norm(dim=-1)
     rows = rounding < added.norm(dim=-1) / 4
@@ -284,32 +310,38 @@ def _added(outputs: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
 
 
 def floors(place: Place, step: Step) -> dict[str, Floor]:
-    """The floor of each view: higher where values take codes of e4m3. In pages of fp8 a single code counts, since what a step
-    writes to them may be a single head."""
+    """Return the floor of each of VIEWS. It is higher where values are rounded to e4m3.
+
+    For K and V in FP8 pages, the floor of the whole tensor is that of one row, because a step may write a single head.
+    """
     pages = _pages(place, step.cache)
     coded = pages is not None and pages.k.dtype == FP8
-    dtype = step.inputs[-1].dtype  # of the activations: logits are fp32
+    dtype = step.inputs[-1].dtype  # dtype of activations; outputs of the head are fp32
     plain = floor(dtype, coded or quantizes(place, step))
     written = Floor(plain.worst_row, plain.worst_row) if coded else plain
     return {"out": plain, "added": plain, "k": written, "v": written}
 
 
 def quantizes(place: Place, step: Step) -> bool:
-    """Whether the layer quantizes its activations: with fp8 weights, where it computes more than one row."""
+    """Whether the layer quantizes its activations: it does so with FP8 weights and more than one row."""
     return step.rows(place) > 1 and any(linear.format for linear in place.layer.linears())
 
 
 class Work(NamedTuple):
-    """What a layer must read and write at least, in bytes, and its floating-point operations."""
+    """The least bytes that a layer must read and write, and its floating-point operations."""
 
     bytes: int
     flops: int
 
 
 def work(place: Place, step: Step) -> Work:
-    """Weights once, each cached token that is seen, x in and out; the products of the linears and of attention."""
+    """Count the work of a layer.
+
+    Bytes: the weights once, the K and V of every sequence, the input and the output. Operations: the products of the linears and
+    of attention.
+    """
     layer, batch, rows = place.layer, step.batch, step.rows(place)
-    dtype = step.inputs[-1].dtype  # of the activations: logits are fp32
+    dtype = step.inputs[-1].dtype  # dtype of activations; outputs of the head are fp32
     row = layer.config.hidden_size * dtype.itemsize
     if layer.kind in ("embedding", "select"):
         return Work(2 * rows * row, 0)

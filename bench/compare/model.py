@@ -1,4 +1,4 @@
-"""The whole model in both implementations over a text: distributions, top-1 agreement, and the errors of the logits."""
+"""The whole model in both implementations over a text: KL divergence, top-1 agreement, and errors of the logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +13,23 @@ from minirt.engine.step_input import Batch, Chunk
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 
-ROWS = 64  # of logits that are in fp64 at one time
+ROWS = 64  # logit rows converted to fp64 at a time
 
 
 @dataclass(frozen=True)
 class TextComparison:
-    """What the candidate's logits over a text are, beside those of PyTorch in the same dtype and those of the truth (the eager
-    layers in fp64, see `exact`).
+    """The candidate's logits over a text against PyTorch in the same dtype and against the truth (eager in fp64, see `exact`).
 
     Attributes:
-        kl_mean, kl_max: KL(PyTorch ‖ candidate) of a token's distribution, in nats.
-        kl_truth_torch, kl_truth: mean KL(truth ‖ PyTorch) and KL(truth ‖ candidate).
-        agree: positions where candidate and PyTorch have the same most probable token.
-        clear: positions where the truth's first token leads by more than four times PyTorch's largest error in the row, so that
-            an error of FACTOR times that cannot change it; clear_agree: those where the candidate has the truth's token.
-        relative, relative_torch, limit: relative errors of all logits, and what the candidate's may be.
+        tokens: number of compared positions.
+        kl_mean, kl_max: KL(PyTorch ‖ candidate) of the next-token distribution, in nats.
+        kl_truth_torch, kl_truth: mean KL(truth ‖ PyTorch) and mean KL(truth ‖ candidate), in nats.
+        agree: number of positions where candidate and PyTorch have the same most probable token.
+        clear: number of positions where the truth's top logit leads by more than 2 · FACTOR times PyTorch's largest error in the
+            row. An error within the bound cannot change the top token there.
+        clear_agree: number of clear positions where the candidate has the truth's top token.
+        relative, relative_torch, limit: relative error of all the candidate's logits, of PyTorch's, and the largest allowed.
+        faults: broken bounds.
     """
 
     tokens: int
@@ -45,16 +47,16 @@ class TextComparison:
 
 
 class _Sums:
-    """Accumulates over the rows of a text."""
+    """Accumulates figures over the rows of a text."""
 
     def __init__(self, least: Floor) -> None:
         self._least = least
         self.tokens = self.agree = self.clear = self.clear_agree = 0
         self.kl = self.kl_max = self.kl_truth_torch = self.kl_truth = 0.0
-        self.squares = [0.0, 0.0, 0.0]  # of the candidate's differences, PyTorch's, and the truth
+        self.squares = [0.0, 0.0, 0.0]  # squared norms: candidate − truth, PyTorch − truth, truth
 
     def add(self, eager: Tensor, candidate: Tensor, truth: Tensor) -> None:
-        """Logits [R, V] of the same tokens."""
+        """Add the logits [R, V] of the next tokens of the text."""
         e, c, t = eager.double(), candidate.double(), truth.double()
         log_e, log_c, log_t = (x.log_softmax(-1) for x in (e, c, t))
         own = _kl(log_e, log_c)
@@ -81,7 +83,7 @@ class _Sums:
             faults.append(f"logits: relative error {mine:.2e}, PyTorch's {theirs:.2e}, limit {limit:.2e}")
         if self.clear_agree < self.clear:
             wrong = self.clear - self.clear_agree
-            faults.append(f"top-1: {wrong} of {self.clear} clear positions have another token, PyTorch's have none")
+            faults.append(f"top-1: wrong token at {wrong} of {self.clear} clear positions, PyTorch's is right at all")
         n = self.tokens
         return TextComparison(
             n, self.kl / n, self.kl_max, self.kl_truth_torch / n, self.kl_truth / n, self.agree, self.clear,
@@ -90,13 +92,16 @@ class _Sums:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p ‖ q) of log-probabilities [R, V] → [R]; rounding may leave a hair below 0."""
+    """Return KL(p ‖ q) [R] of log-probabilities [R, V], clamped because rounding can make it slightly negative."""
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
 @torch.inference_mode()
 def compare_text(model: Model, sequence: Sequence[Place], tokens: Sequence[int], least: Floor) -> TextComparison:
-    """Run a text through the eager layers, the candidates, and the truth, whose layers are widened one at a time."""
+    """Run a text through the eager layers, the candidates, and the truth. `least` is the floor of the bound.
+
+    To save memory, the truth's layers are converted to fp64 one at a time.
+    """
     sums = _Sums(least)
     pages = -(-len(tokens) // PAGE_SIZE) + 1
     wide = model.kv_dtype if model.kv_dtype == FP8 else torch.float64

@@ -1,4 +1,4 @@
-"""The picture of `minirt compare`: error and time of each layer, a column for each step. Needs matplotlib."""
+"""The picture of `minirt compare`: error and time of each layer, with one column for each step. Needs matplotlib."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,18 +15,23 @@ SUFFIXES = (".png", ".svg")
 
 
 def require_matplotlib() -> None:
-    """Raise MinirtError with what to install, before any work is done for a picture."""
+    """Raise MinirtError with the install command if matplotlib is missing. Called before any work for a picture."""
     if find_spec("matplotlib") is None:
         raise MinirtError("a picture needs matplotlib, which is not installed", hint="pip install 'minirt[plots]'")
 
 
 def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:
-    """Write the picture of a report's context and rows; the format follows the suffix of `target`. `note`: see `save`.
+    """Write the picture of a report's context and rows. The suffix of `target` sets the format.
 
-    Above: relative error of what each layer adds (embedding, select and head: of the output), beside PyTorch's in the same dtype
-    and the limit. Below, unless nothing was timed: the time of both forms. Raises MinirtError if the file cannot be written.
+    The upper row shows the relative error of what each layer adds (for embedding, select and head: of the output), PyTorch's
+    error in the same dtype, and the limit. The lower row shows the times of both implementations, unless nothing was timed.
+
+    Args:
+        note: see `save`.
+    Raises:
+        MinirtError: the file cannot be written.
     """
-    from matplotlib.figure import Figure  # not pyplot: no window, no state
+    from matplotlib.figure import Figure  # pyplot would open windows and keep state
 
     steps = list(dict.fromkeys(row["step"] for row in rows))
     timed = rows[0]["eager_s"] is not None
@@ -46,8 +51,11 @@ def draw(shared: Row, rows: list[Row], target: Path, note: str = "") -> None:
 
 
 def save(figure: "Figure", target: Path, note: str = "") -> None:
-    """Write a figure, with `note` among its metadata; MinirtError if the file cannot be written. The same figure gives the same
-    bytes."""
+    """Write a figure with `note` in its metadata. The same figure always gives the same bytes.
+
+    Raises:
+        MinirtError: the file cannot be written.
+    """
     import matplotlib
 
     svg = target.suffix == ".svg"
@@ -62,7 +70,7 @@ def _errors(axes: "Axes", rows: list[Row], step: str) -> None:
     where = range(len(rows))
     for name, side, style in (("limit", "limit", "k_"), ("eager", "torch", "C0o"), (_names(rows), "error", "C1x")):
         values = [row["out" if row["added"]["torch"]["relative"] is None else "added"][side]["relative"] for row in rows]
-        axes.plot(where, [value or float("nan") for value in values], style, label=name, markersize=5)  # 0 has no logarithm
+        axes.plot(where, [value or float("nan") for value in values], style, label=name, markersize=5)  # a log axis has no 0
     axes.set_yscale("log")
     axes.set_title(step, fontsize=9)
     axes.set_ylabel("relative error of what the layer adds")
@@ -80,7 +88,7 @@ def _times(axes: "Axes", rows: list[Row]) -> None:
 
 
 def _legend(axes: "Axes") -> None:
-    """In a row above what is drawn, on a logarithmic axis."""
+    """Place the legend in one row above the data of a logarithmic axis."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.12)
     axes.legend(fontsize=7, ncols=3, loc="upper center")

@@ -1,4 +1,4 @@
-"""What `minirt compare` prints: layers, the whole model, the decode step in its variants."""
+"""The report of `minirt compare`: layers, the whole model, and the decode step in its variants."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ NO_SPEED = "No figure here is a speed: this is a CPU, and the Triton kernels run
 
 @dataclass(frozen=True)
 class CompareReport(Report):
-    """As `Report`; its Markdown has a table of layers, and where the whole model was compared, one of decode steps."""
+    """The report of `minirt compare`. Its Markdown has a table of layers and, for the whole model, a table of decode steps."""
 
     def _markdown(self) -> str:
         shared = self.context
@@ -20,19 +20,19 @@ class CompareReport(Report):
             lines += [f"**{shared['no_speed']}.**", ""]
         for product in shared["matmul_ceilings"]:
             lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
-        lines += [f"{shared['model']} {shared['dtype']}: {' and '.join(shared['implementations'])} against eager, errors "
-                  "relative to the same in fp64.", ""]  # fmt: skip
+        lines += [f"{shared['model']} {shared['dtype']}: {' and '.join(shared['implementations'])} against eager; errors "
+                  "are relative to eager in fp64.", ""]  # fmt: skip
         lines += [f"Not compared: {name}: {why}." for name, why in shared["skipped"].items()] + [""] * bool(shared["skipped"])
         lines += table(_LAYER_COLUMNS, self.results, left=3)
         if any(row["cold_l2"] is False for row in self.results):
-            lines += ["", r"\* what the layers of this kind read in turn fits, or nearly, the L2 cache: not a cold time."]
+            lines += ["", r"\* All layers of this kind together read at most twice the size of the L2 cache: not a cold time."]
         if shared["whole_model"]:
             lines += ["", *_whole(shared["whole_model"], "+".join(shared["implementations"]))]
         return "\n".join([*lines, "", *_verdict(shared["faults"])]) + "\n"
 
 
 def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
-    """The result with `shared`, the context of `report.context`."""
+    """Make the report of a result; `shared` comes from `report.context`."""
     own = {
         "implementations": sorted({row["implementation"] for row in result.rows}),
         "no_speed": None if cuda else NO_SPEED,
@@ -41,7 +41,7 @@ def report(shared: Row, result: Result, cuda: bool) -> CompareReport:
         "whole_model": result.model,
         "faults": result.faults,
     }
-    single = {name: value for name, value in shared.items() if name != "matmul_ceiling"}  # here there may be several
+    single = {name: value for name, value in shared.items() if name != "matmul_ceiling"}  # `matmul_ceilings` replaces it
     return CompareReport(single | own, result.rows)
 
 
@@ -53,8 +53,8 @@ def _whole(whole: Row, names: str) -> list[str]:
     )
     lines = [
         f"Whole model, {text['tokens']} tokens of text: KL(eager ‖ this) mean {kl}, max {kl_max} nats (mean from the truth "
-        f"{kl_truth}, eager's {kl_eager}). Top-1 agrees with eager at {text['agree']} of {text['tokens']}, with the truth at "
-        f"{text['clear_agree']} of the {text['clear']} where its lead is beyond rounding. Logits: relative error {relative}, "
+        f"{kl_truth}, eager's {kl_eager}). Top-1 agrees with eager at {text['agree']} of {text['tokens']} positions, with the "
+        f"truth at {text['clear_agree']} of the {text['clear']} where rounding cannot decide. Logits: relative error {relative}, "
         f"eager's {eagers}, limit {limit}.",
     ]
     if decode is None:
@@ -73,9 +73,9 @@ def _whole(whole: Row, names: str) -> list[str]:
     ]
     lines += ["", *table(columns, [{"name": name, "seconds": seconds} for name, seconds in rows], left=1)]
     if graph:
-        lines += ["", "The eager graph holds for this context length alone: its attention takes the lengths from the host."]
+        lines += ["", "The eager CUDA graph is valid only for this context length: its attention reads the lengths on the host."]
     else:
-        lines += ["", "Steps are the sums of the times of the layers above."]
+        lines += ["", "The time of a step is the sum of the times of its layers above."]
     return lines
 
 

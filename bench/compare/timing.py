@@ -1,9 +1,9 @@
 """Times of both implementations of each kind of layer, and of whole decode steps.
 
-On a GPU each side is a CUDA graph, so that no host time counts, and replays of the two take turns. The layers of one kind follow
-each other in the graph, each with its own weights: where those do not fit the L2, every layer finds it cold, as in a model. On a
-CPU the Triton side runs in its interpreter: times of single calls are kept, and none of them is a speed. What needs a GPU wants
-it to be the current device.
+On a GPU each implementation is a CUDA graph, so host time does not count, and the replays of the two graphs take turns. A graph
+runs all layers of one kind, each with its own weights. If the weights are larger than the L2 cache, every layer finds a cold L2,
+as it does in a model. On a CPU Triton runs in its interpreter: single calls are timed, and their times are not speeds. Functions
+that need a GPU expect it to be the current device.
 """
 
 import statistics
@@ -21,13 +21,17 @@ from minirt.engine.step_input import Batch
 from minirt.layers import Forward
 
 REPEATS = 20
-_CALLS = 64  # of layers in one graph, at least: a graph of a few kernels would be timed with its launch
+_CALLS = 64  # least layer calls in one CUDA graph; in a graph of a few kernels the launch would dominate
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one call of a layer in each form. `calls` of them were timed together; `cold`: what they read in turn is more
-    than twice the L2."""
+    """Seconds of one call of a layer in each implementation.
+
+    Attributes:
+        calls: number of calls in one CUDA graph.
+        cold: whether the layers of the graph read more than twice the size of the L2 cache.
+    """
 
     eager_s: float
     candidate_s: float
@@ -36,7 +40,7 @@ class LayerTime:
 
 
 class Stopwatch:
-    """A forward that keeps the seconds of its last call; for a CPU."""
+    """A forward that stores the seconds of its last call. For a CPU."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward, self.seconds = forward, 0.0
@@ -49,13 +53,13 @@ class Stopwatch:
 
 
 def timed(place: Place) -> tuple[Place, Stopwatch, Stopwatch]:
-    """The place with both forms under a stopwatch: that of eager, that of the candidate."""
+    """Return the place with both implementations wrapped in stopwatches, eager's stopwatch, and the candidate's."""
     eager, candidate = Stopwatch(place.eager), Stopwatch(place.candidate)
     return replace(place, eager=eager, candidate=candidate), eager, candidate
 
 
 def captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-    """`work` as a CUDA graph, after one run of it outside (which compiles, and lets libraries allocate what they need)."""
+    """Capture `work` as a CUDA graph. One run before the capture compiles kernels and lets libraries allocate memory."""
     beside = torch.cuda.Stream(device)
     beside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(beside):
@@ -68,7 +72,7 @@ def captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUD
 
 
 def replays(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> list[float]:
-    """Median seconds of each graph; they take turns, after a round that is not counted."""
+    """Return the median seconds of each CUDA graph. The graphs take turns; a first round is not counted."""
     rounds = []
     for _ in range(repeats + 1):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
@@ -85,7 +89,12 @@ def replays(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> l
 
 @torch.inference_mode()
 def layer_times(sequence: Sequence[Place], step: Step, nbytes: int) -> LayerTime:
-    """Seconds of a layer, the mean over `sequence`: places of one kind. On a GPU; `nbytes` is what all of them read."""
+    """Time the layers of one kind on a GPU and return the mean of one call.
+
+    Args:
+        sequence: places of one kind.
+        nbytes: bytes that all of them read together.
+    """
     device = step.batch.flat.device
     rounds = -(-_CALLS // len(sequence))
     calls = rounds * len(sequence)
@@ -107,10 +116,13 @@ def layer_times(sequence: Sequence[Place], step: Step, nbytes: int) -> LayerTime
 
 @torch.inference_mode()
 def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Place], step: Step) -> dict[str, float]:
-    """Median seconds of the whole decode step, one CUDA graph for each variant (a forward a place). On a GPU.
+    """Return the median seconds of the whole decode step for each variant, as a CUDA graph on a GPU.
 
-    The eager attention takes the lengths from the host, so its graph holds for this one context length; all variants run
-    the same step.
+    Eager attention reads the lengths on the host, so its CUDA graph is valid only for this context length. All variants run the
+    same step.
+
+    Args:
+        variants: one forward for each place, by name of the variant.
     """
     device = step.batch.flat.device
     runs = (partial(stream, forwards, sequence, step.batch, step.cache) for forwards in variants.values())
@@ -119,7 +131,7 @@ def step_times(variants: Mapping[str, Sequence[Forward]], sequence: Sequence[Pla
 
 @torch.inference_mode()
 def launched_time(forwards: Sequence[Forward], sequence: Sequence[Place], step: Step) -> float:
-    """Median seconds of the step as Python launches it, kernel by kernel, on a GPU."""
+    """Return the median seconds of the step on a GPU, launched kernel by kernel from Python."""
     seconds = []
     for _ in range(REPEATS + 1):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The operations around the KV pages for `minirt bench kernels`: rotary embedding with KV write, attention. See `operations`."""
+"""The operations of `minirt bench kernels` on KV pages: rotary embedding with KV write, and attention. See `operations`."""
 
 from functools import partial
 from typing import Any
@@ -16,11 +16,11 @@ from minirt.kernels import reference
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.modeling.rope import rope_table
 
-_ROWS = 48  # of the result that are compared with the truth, which needs all that was cached for each
+_ROWS = 48  # rows of the result that are compared with the truth; fewer than elsewhere, because each row reads its whole context
 
 
 class Pages:
-    """KV pages of B sequences of `length` tokens, in no order, and the block tables [B, pages]."""
+    """KV pages of B sequences of `length` tokens in random order, and the block tables [B, pages]."""
 
     def __init__(self, inputs: Inputs, sequences: int, length: int, fp8: bool) -> None:
         step = inputs.step
@@ -38,12 +38,12 @@ class Pages:
         self.lens = torch.full((sequences,), length, dtype=torch.int32, device=step.device)
 
     def slots(self, start: int, sequence: int | slice = slice(None)) -> Tensor:
-        """Of the tokens from `start` on, [B, n] or [n] int64."""
+        """Return the slots of the tokens from `start` on: [B, n] or, for one sequence, [n]; int64."""
         t = torch.arange(start, self.length, device=self.tables.device)
         return self.tables[sequence][..., t // PAGE_SIZE].long() * PAGE_SIZE + t % PAGE_SIZE
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V at `slots` [...] in fp64 → [..., Nkv, D]."""
+        """Return K and V at `slots` [...] in fp64, both [..., Nkv, D]."""
         read = []
         for pages, scales in ((self.k, self.scales.get("k_scales")), (self.v, self.scales.get("v_scales"))):
             if scales is None:
@@ -54,7 +54,7 @@ class Pages:
         return read[0], read[1]
 
     def blank(self, slots: Tensor) -> None:
-        """NaN at `slots`: what the step itself is to write."""
+        """Fill `slots`, which the step itself writes, with NaN."""
         for pages in (self.k, self.v, *self.scales.values()):
             flat = pages.view(torch.uint8) if pages.dtype == FP8 else pages
             flat.flatten(0, 1)[slots.flatten()] = 0x7F if pages.dtype == FP8 else torch.nan
@@ -65,7 +65,7 @@ class Pages:
 
 
 class Heads:
-    """What the QKV projection leaves, [T, (Nq + 2·Nkv)·D], and what becomes of it before attention."""
+    """The output of the QKV projection [T, (Nq + 2·Nkv)·D], with QK-norm and rotary embedding."""
 
     def __init__(self, inputs: Inputs, positions: Tensor, length: int, normalize: bool) -> None:
         config = inputs.step.config
@@ -77,7 +77,7 @@ class Heads:
         self.k_norm = inputs.norm(self.D) if normalize else None
 
     def split(self, rows: Any = slice(None), double: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k (both normalized and rotated) and v of some tokens, in the activations' dtype or in fp64."""
+        """Return q, k (both normalized and rotated) and v of `rows`, in the dtype of the activations or in fp64."""
         qkv = self.qkv[rows].double() if double else self.qkv[rows]
         q, k, v = qkv.view(len(qkv), -1, self.D).split(self.counts, dim=1)
         turn = self.cos_sin[self.positions[rows]]
@@ -89,7 +89,7 @@ class Heads:
 
 
 def rope_kv_write(step: Step, normalize: bool, fp8: bool = False) -> Problem:
-    """A prompt's tokens: q rotated (and normalized), K and V to the pages."""
+    """Rotate (and optionally normalize) q and k of a prompt, and write K and V to the pages."""
     from minirt.kernels.attention.rope_write import cost, qk_norm_rope_kv_write
 
     inputs, T, config = Inputs(step), step.tokens, step.config
@@ -124,7 +124,7 @@ def rope_kv_write(step: Step, normalize: bool, fp8: bool = False) -> Problem:
 
 
 def _stored(x: Tensor, fp8: bool) -> Tensor:
-    """What pages keep of x [T, Nkv, D], in fp64."""
+    """Return x [T, Nkv, D] in fp64 as it is after a write to the pages: rounded if these are FP8."""
     if not fp8:
         return x.double()
     values, scales = reference.quantize_fp8(x)
@@ -132,7 +132,7 @@ def _stored(x: Tensor, fp8: bool) -> Tensor:
 
 
 def attend64(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """q [R, Nq, D] at `positions` [R] of the cached k, v [total, Nkv, D], all in fp64 → [R, Nq, D]."""
+    """Return causal attention [R, Nq, D] of q [R, Nq, D] at `positions` [R] on k, v [total, Nkv, D], all in fp64."""
     groups = q.unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("rngd,knd->rngk", groups, k) * scale
     hidden = torch.arange(len(k), device=k.device) > positions.unsqueeze(1)
@@ -141,7 +141,7 @@ def attend64(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -
 
 
 def attention_prefill(step: Step, fp8: bool = False) -> Problem:
-    """T new tokens of one sequence on its pages, which hold `context` older ones and themselves."""
+    """Attention of T new tokens of one sequence on its pages, which hold `context` older tokens and the new ones."""
     from minirt.kernels.attention.dispatch import paged_attention_prefill
     from minirt.kernels.attention.partial import workspace_floats
     from minirt.kernels.attention.prefill import cost
@@ -182,7 +182,7 @@ def attention_prefill(step: Step, fp8: bool = False) -> Problem:
 
 
 def attention_decode(step: Step, fp8: bool = False) -> Problem:
-    """One new token of each of T sequences: rotation, KV write and attention on `context` tokens, the new one included."""
+    """Rotary embedding, KV write and attention of one new token for each of T sequences of `context` tokens, with the new one."""
     from minirt.kernels.attention.decode import splits_before, workspace_floats
     from minirt.kernels.attention.dispatch import rope_paged_attention_decode
     from minirt.kernels.attention.prefill import cost
@@ -196,7 +196,7 @@ def attention_decode(step: Step, fp8: bool = False) -> Problem:
     starts = torch.tensor(splits, dtype=torch.int32, device=step.device)
     workspace = Workspace(step.device, num_floats=workspace_floats(splits[-1], Nq, D))
     before = pages.slots(0)
-    before[:, -1] = before[:, 0]  # what is blank would do as well for a time, but NaN may be slower
+    before[:, -1] = before[:, 0]  # the last slot is NaN, which could change the library's time
     k, v = (x.to(step.dtype).transpose(1, 2).contiguous() for x in pages.read(before))
 
     def library() -> Tensor:

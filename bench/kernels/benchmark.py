@@ -1,7 +1,7 @@
-"""`minirt bench kernels`: every kernel on a model's shapes, checked, then timed beside the eager form and PyTorch's own kernels.
+"""`minirt bench kernels`: every kernel on a model's shapes, checked, then timed against the eager code and PyTorch's own kernels.
 
-A form is timed alone with nothing of its inputs in the L2, and all forms take turns, so that whatever the machine does meets all
-of them. On a CPU the Triton form runs in Triton's interpreter: errors count there, and no time is a speed.
+Each implementation is timed alone, with none of its inputs in the L2 cache. The implementations take turns, so that changes in
+clock or load affect all of them. On a CPU the Triton kernel runs in Triton's interpreter: errors are valid there, times are not.
 """
 
 import statistics
@@ -36,7 +36,14 @@ _DECODE = ((1, 128), (1, 1000), (1, 8000), (1, 32768), (8, 1000), (64, 128), (64
 
 @dataclass(frozen=True)
 class Operation:
-    """`points`: (tokens, context) to measure by default; `context`: what the second means, "" if nothing."""
+    """One entry of OPERATIONS.
+
+    Attributes:
+        build: makes the operation's `Problem` for a step.
+        what: a description for the reader of a result.
+        points: (tokens, context) to measure by default.
+        context: what the context means for this operation; "": it has none.
+    """
 
     build: Callable[[Step], Problem]
     what: str
@@ -111,20 +118,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine allows: `products` by the dtype of their operands. None on a CPU, where no figure is a speed."""
+    """The measured speeds that set the roofline; `products` maps an operand dtype to its rate. A CPU has no limits."""
 
     read: Ceiling
     products: dict[torch.dtype, MatmulCeiling]
 
     def seconds(self, problem: Problem) -> tuple[float, str]:
-        """(the least time, what sets it: "memory" or "arithmetic")."""
+        """Return the least time in seconds and what determines it: "memory" or "arithmetic"."""
         nbytes, flops = problem.cost
         memory, arithmetic = nbytes / self.read.bytes_per_s, flops / self.products[problem.rate].flops_per_s
         return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """On a GPU; products of fp8 too, where it has them."""
+    """Measure the limits of a GPU, with FP8 products if the GPU supports them."""
     from minirt.kernels.launch import capability
 
     dtypes = [dtype, *([FP8] if capability(device) >= 89 else [])]
@@ -132,10 +139,10 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
 
 
 def select(patterns: Sequence[str]) -> list[str]:
-    """The operations that the names or globs mean, all without any.
+    """Return the names of the operations that match any of the names or globs; without patterns, all names.
 
     Raises:
-        InputError: a pattern matches none.
+        InputError: a pattern matches no operation.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in OPERATIONS):
@@ -151,13 +158,13 @@ def points(
     tokens: Sequence[int] | None = None,
     contexts: Sequence[int] | None = None,
 ) -> list[Point]:
-    """What to measure: each operation's own points, or every combination of `tokens` and (for attention) `contexts`.
+    """Return what to measure: each operation's default points, or every combination of `tokens` and (for attention) `contexts`.
 
     Raises:
-        InputError: there are contexts, but no operation that has any.
+        InputError: `contexts` is given, but no named operation has a context.
     """
     if contexts is not None and not any(OPERATIONS[name].context for name in names):
-        raise InputError("no kernel that was named has a context", where="--context-len", expected="attention_*")
+        raise InputError("none of the named kernels has a context", where="--context-len", expected="attention_*")
     result = []
     for model, config in models.items():
         for name in names:
@@ -172,11 +179,14 @@ def points(
 
 @torch.inference_mode()
 def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, compiled: bool) -> Row:
-    """Check one point, then time it → a row. Its `fault` says what broke a bound, and then there are no times; `left_out` which
-    forms PyTorch or the GPU lack for this shape, and why; "all" where that is the kernel itself.
+    """Check one point, then time it.
 
     Args:
-        compiled: time torch.compile's form of the eager one too.
+        limits: sets the limit of each time; None: a CPU.
+        compiled: also time the eager code under torch.compile.
+    Returns:
+        a row. `fault` describes a broken bound; such a row has no times. `left_out` maps each implementation that PyTorch or the
+        GPU does not support for this shape to the reason; the key "all" means that the Triton kernel itself is unsupported.
     """
     operation, step = OPERATIONS[point.name], point.step
     row: Row = {
@@ -187,7 +197,7 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
         problem = operation.build(step)
         forms = dict(problem.forms)
         if compiled and problem.compiles:
-            torch._dynamo.reset()  # past a few functions from one place in the source it would go on eagerly
+            torch._dynamo.reset()  # otherwise the recompilation limit makes later shapes run eagerly
             forms = {"eager": forms["eager"], "compiled": Form(torch.compile(forms["eager"].run, dynamic=False)), **forms}
         found, left_out, broken = _check(problem, forms)
     except (UnsupportedError, RuntimeError) as error:
@@ -220,10 +230,15 @@ def _empty() -> Row:
 
 
 def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str], str | None]:
-    """(errors of each form that computes the whole, forms that cannot run and why, what is wrong with the Triton form)."""
+    """Run every implementation and compare with the truth.
+
+    Returns:
+        the errors of each implementation that computes the whole operation; the implementations that cannot run, with the reason;
+        what is wrong with the Triton kernel, or None.
+    """
     results: dict[str, Errors] = {}
     left_out: dict[str, str] = {}
-    exact: tuple[Tensor, Tensor] | None = None  # rows, and what they should be
+    exact: tuple[Tensor, Tensor] | None = None  # sampled rows, and their true values
     broken = None
     for name, form in forms.items():
         problem.blank()
@@ -248,7 +263,7 @@ def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str
 
 
 def _no_memory(error: Exception) -> bool:
-    """On a CPU PyTorch has no class of its own for that."""
+    """Whether memory ran out. For a CPU, PyTorch raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -256,7 +271,7 @@ Clock = Callable[[Callable[[], Any]], float]
 
 
 def _time(runs: dict[str, Callable[[], Any]], clock: Clock, repeats: int) -> Row:
-    """Seconds of each by name, as `measure.summarize` has them; they take turns."""
+    """Time each run `repeats` times and return `measure.summarize` of its seconds by name. The runs take turns."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(_WARM + repeats if repeats > 1 else 1):
         for name, run in runs.items():
@@ -267,7 +282,7 @@ def _time(runs: dict[str, Callable[[], Any]], clock: Clock, repeats: int) -> Row
 
 
 class ColdClock:
-    """Seconds of one launch on the current GPU, queued while the GPU waits, after reading twice as much as the L2 holds."""
+    """Measures one launch on the current GPU with a cold L2 cache: a read of twice the L2's size comes first."""
 
     def __init__(self, device: torch.device) -> None:
         from minirt.kernels.bandwidth import read_sums
@@ -280,26 +295,27 @@ class ColdClock:
         return gpu_seconds(run, self._read)
 
     def nothing(self, repeats: int = 20) -> float:
-        """What two events cost with nothing between: part of every time."""
+        """Return the seconds between two events with nothing between them. Every measured time includes them."""
         return statistics.median(self(lambda: None) for _ in range(repeats))
 
 
 def host_clock(run: Callable[[], Any]) -> float:
-    """Seconds of one call on a CPU."""
+    """Return the seconds of one call on a CPU."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
-# --- two runs ---
+# --- comparing two runs ---
 
-_SLOWER = 1.03  # of the older median, beyond what the spreads of both explain
+_SLOWER = 1.03  # a regression exceeds the older median by this factor, and by more than noise
 
 
 def compare(rows: Sequence[Row], older: Sequence[Row]) -> list[str]:
-    """Give each row its `baseline`, the older run's, where that has the same point → the regressions, in words.
+    """Set each row's `baseline` from an older run that has the same point (else None) and describe the regressions.
 
-    A regression is a median that is more than 3% above the older, and by more than twice the two spreads together.
+    A regression is a median more than 3% above the older one, if the difference is also more than twice the combined standard
+    deviation of both.
     """
     known = {_key(row): row["seconds"]["triton"] for row in older if row["seconds"]}
     slower = []

@@ -1,8 +1,9 @@
-"""What `minirt bench kernels` measures: each operation on a model's shapes, with its inputs and every form that computes it.
+"""The operations of `minirt bench kernels` on a model's shapes, with their inputs and all implementations.
 
-An operation becomes a `Problem` for one model and step. Its forms are the eager one, PyTorch's own kernel for the same or for
-the core of it (matrix product, attention), and the Triton kernel that a layer uses; the truth is the eager form in fp64. What the
-work needs is the `cost` of the kernel's file. Attention is in `attention_operations`.
+Each function makes a `Problem` for one model and step. A problem has up to four implementations: the eager code, PyTorch's own
+kernel for the operation or for its core (matrix product, attention), the same with less precise FP8 accumulation, and the Triton
+kernel that a layer uses. The truth is the eager code in fp64. Bytes and operations come from the `cost` function beside each
+kernel. Attention is in `attention_operations`.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,17 @@ from minirt.kernels import reference
 from minirt.modeling.config import ModelConfig
 from minirt.sampling_params import SamplingParams, resolve
 
-_ROWS = 192  # of an output that are compared with the truth; that all are finite is checked of all
+_ROWS = 192  # rows of an output that are compared with the truth; all rows are checked for NaN and infinity
 FP8 = torch.float8_e4m3fn
 
 
 class Step(NamedTuple):
-    """A model's shapes, T tokens (decoding: sequences), and how many each sequence has cached before them."""
+    """A model's shapes and the size of a step.
+
+    Attributes:
+        tokens: number of new tokens; in decode operations, the number of sequences.
+        context: prefill: cached tokens before the new ones. Decode: tokens of each sequence, with the new one.
+    """
 
     config: ModelConfig
     tokens: int
@@ -37,7 +43,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """`run` computes it; `lacks`: what a library kernel leaves to others, so that its error cannot be compared."""
+    """One implementation of an operation.
+
+    Attributes:
+        run: computes the operation.
+        lacks: the parts of the operation that a library kernel does not compute. If not empty, its error is not compared.
+    """
 
     run: Callable[[], Any]
     lacks: str = ""
@@ -45,17 +56,19 @@ class Form:
 
 @dataclass(frozen=True)
 class Problem:
-    """One operation on inputs that exist.
+    """One operation with its inputs.
 
     Args:
-        shape: its sizes, for a table.
-        forms: "eager" and "triton", and what else there is.
-        truth: rows [R] int64 → those rows of the result in fp64.
-        cost: bytes that must be read and written, floating-point operations.
-        view: what a form returns → [T, …, N], a token a row of the first dimension.
-        blank: fills with NaN what the forms write in place.
-        rate: the dtype of the matrix product whose speed bounds the arithmetic.
-        compiles: whether torch.compile is to try the eager form.
+        shape: the sizes, as text for a table.
+        forms: the implementations by name: "eager", "triton", and library kernels if any.
+        truth: row indices [R] int64 → those rows of the result in fp64.
+        cost: bytes that must be read and written; floating-point operations.
+        rate: dtype of the matrix product whose rate bounds the arithmetic.
+        floor: the error that is allowed where PyTorch's is 0.
+        view: converts what an implementation returns to [T, …, N], one token for each row of the first dimension.
+        blank: fills outputs that are written in place with NaN.
+        rows: number of rows to compare with the truth.
+        compiles: whether to time the eager code under torch.compile.
     """
 
     shape: str
@@ -71,7 +84,7 @@ class Problem:
 
 
 class Inputs:
-    """Seeded tensors for one step."""
+    """Makes random tensors from a seed, with the dtype and device of a step."""
 
     def __init__(self, step: Step, seed: int = 1) -> None:
         self.step = step
@@ -103,7 +116,10 @@ def fill_nan(*tensors: Tensor) -> None:
 
 
 def sampled(T: int, rows: int, device: torch.device) -> Tensor:
-    """`rows` of T: the first and last third of them, and others between at random, in order; all if there are no more."""
+    """Return `rows` indices below T, ascending: a third from the start, a third from the end, the rest at random from between.
+
+    Returns all indices if T is at most `rows`.
+    """
     if rows >= T:
         return torch.arange(T, device=device)
     ends = rows // 3
@@ -118,7 +134,7 @@ def dequantized(pair: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def wide(*tensors: Tensor | None) -> list[Any]:
-    """In fp64, but for what is absent or fp8."""
+    """Convert tensors to fp64, except those that are None or FP8."""
     return [None if t is None else t.double() if t.dtype != FP8 else t for t in tensors]
 
 
@@ -171,7 +187,7 @@ def rms_norm(step: Step, quantized: bool = False) -> Problem:
 
 
 def quantize(step: Step) -> Problem:
-    """Of the inputs of the down projection, the widest there are; a few of them not finite or far out would show as such."""
+    """Quantize the inputs of the down projection, the widest of a model. The first value of each row is an outlier."""
     from minirt.kernels.quantize import cost
     from minirt.kernels.quantize import quantize as kernel
 
@@ -190,7 +206,7 @@ def quantize(step: Step) -> Problem:
 
 
 def draw(step: Step, **settings: Any) -> Problem:
-    """One token for each of T rows of logits: those of the eager sampler, all of them."""
+    """Sample one token from each of T rows of logits. All tokens must equal those of the eager sampler."""
     from minirt.kernels.sampling.sample import SamplingWorkspace, cost
 
     inputs, (B, V) = Inputs(step), (step.tokens, step.config.vocab_size)
@@ -207,12 +223,12 @@ def draw(step: Step, **settings: Any) -> Problem:
     )  # fmt: skip
 
 
-# --- linear layers with what is fused around them ---
+# --- linear layers with their fused operations ---
 
 
 @dataclass(frozen=True)
 class Linear:
-    """x [T, K] by weight [N, K] (with an activation: [2N, K]) and what the layer does around it."""
+    """x [T, K] times weight [N, K] (with an activation: [2N, K]), and the operations fused with the product."""
 
     N: int
     K: int
@@ -224,7 +240,7 @@ class Linear:
 
 
 def linears(config: ModelConfig) -> dict[str, Linear]:
-    """Those of a model by name."""
+    """Return the linear layers of a model by name."""
     H, D, I = config.hidden_size, config.head_dim, config.intermediate_size  # noqa: E741
     return {
         "qkv": Linear((config.num_heads + 2 * config.num_kv_heads) * D, H, norm=True, bias=config.qkv_bias),
@@ -268,13 +284,16 @@ class Operands:
 
     @property
     def lacks(self) -> str:
-        """What a product alone leaves out."""
+        """The fused operations that a matrix product alone does not compute."""
         linear = self.linear
         parts = ["norm"] * linear.norm + ["SwiGLU"] * (linear.activation is not None) + ["residual"] * linear.residual
         return ", ".join(parts)
 
     def products(self, quantized: bool) -> dict[str, Form]:
-        """The library's: of 16-bit values, or of fp8 ones that were quantized before, with sums promoted and not."""
+        """Return PyTorch's products: of 16-bit values, or of FP8 values, with precise and with fast accumulation.
+
+        FP8 activations are quantized outside the timed product. `quantized` says whether the operation excludes that too.
+        """
         if self.scale is None:
             return {"library": Form(lambda: F.linear(self.x, self.weight, self.bias), self.lacks)}
         values, x_scale = reference.quantize_fp8(self.x)
@@ -301,7 +320,7 @@ class Operands:
 
 
 def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
-    """As the layers call it: norm or quantization, product, activation, residual."""
+    """Compute a linear layer as the layers call it: norm, quantization, product, activation, residual."""
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear import dispatch as kernels
 
@@ -320,7 +339,11 @@ def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
 
 
 def gemm(step: Step, name: str, fp8: bool) -> Problem:
-    """The product alone (and the activation, which is its epilogue), as a library has it: fp8 tokens are quantized before."""
+    """Compute the product alone, with the activation in its epilogue. FP8 activations are quantized before the timing.
+
+    Raises:
+        UnsupportedError: FP8 with one token, whose activations are never quantized.
+    """
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear.dispatch import launch
     from minirt.kernels.linear.product import Product
@@ -342,13 +365,13 @@ def gemm(step: Step, name: str, fp8: bool) -> Problem:
 
 
 def _linear_problem(step: Step, o: Operands, forms: dict[str, Form], fp8: bool) -> Problem:
-    eight = fp8 and step.tokens > 1  # a single token keeps its 16 bits
+    eight = fp8 and step.tokens > 1  # one token is not quantized
     rate, blank = FP8 if eight else step.dtype, partial(fill_nan, o.out)
     return Problem(o.shape(), forms, o.truth, o.cost(), rate, floor(step.dtype, eight), blank=blank)
 
 
 def mlp(step: Step, activation: str | None = None) -> Problem:
-    """norm, gate/up, activation, down, residual: two fused kernels; `activation` None: the model's."""
+    """Compute norm, gate/up, activation, down and residual in two fused kernels; `activation` None: the model's."""
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear import dispatch as kernels
 
@@ -366,7 +389,7 @@ def mlp(step: Step, activation: str | None = None) -> Problem:
         return kernels.linear_residual(h, second.weight, first.x, second.bias, second.out, workspace=workspace, check=False)
 
     (a, b), (c, d) = first.cost(), second.cost()
-    between = 2 * step.tokens * first.linear.N * first.x.itemsize  # need not leave the chip
+    between = 2 * step.tokens * first.linear.N * first.x.itemsize  # can stay on the chip
     return Problem(
         f"H={second.linear.N} I={second.linear.K} {first.linear.activation}",
         {"eager": Form(lambda: compute(first.x, *tensors)), "triton": Form(triton)},
@@ -376,7 +399,7 @@ def mlp(step: Step, activation: str | None = None) -> Problem:
 
 
 def residual_norm(step: Step) -> Problem:
-    """The down projection with its residual, and the norm of the sum, which the next layer starts with; both are results."""
+    """Compute the down projection with its residual, then the norm at the start of the next layer. Both are results."""
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear import dispatch as kernels
     from minirt.kernels.norm import rms_norm as norm_kernel

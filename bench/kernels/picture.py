@@ -1,4 +1,4 @@
-"""The pictures of `minirt bench kernels`: a roofline, and each kernel's share of the limit by shape. They need matplotlib."""
+"""The pictures of `minirt bench kernels`: a roofline plot, and each kernel's share of the limit by shape. Needs matplotlib."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ _MARKERS = "osD^vP*X<>hd"
 
 
 def draw(shared: Row, rows: list[Row], folder: Path) -> None:
-    """Write roofline.svg (on a GPU: a CPU has no roof that matters) and sweep.svg for a report's context and rows.
+    """Write roofline.svg (only for a GPU) and sweep.svg from a report's context and rows. Does nothing without timed rows.
 
     Raises:
         MinirtError: a file cannot be written.
@@ -33,7 +33,7 @@ def _title(shared: Row) -> str:
 
 
 def _roofline(shared: Row, rows: list[Row], target: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot: no window, no state
+    from matplotlib.figure import Figure  # pyplot would open windows and keep state
 
     rows = [row for row in rows if row["flops"]]
     figure = Figure(figsize=(9.0, 6.0), layout="constrained")
@@ -79,7 +79,7 @@ def _sweeps(shared: Row, rows: list[Row], target: Path) -> None:
 
 
 def _sweep(axes: "Axes", rows: list[Row]) -> None:
-    """On a GPU the share of the limit, on a CPU the time, of every form that computes the whole or its core."""
+    """Plot every implementation of one kernel: its share of the limit on a GPU, its time on a CPU."""
     limited = rows[0]["limit_s"] is not None
     several = len({row["model"] for row in rows}) > 1
     labels = []

@@ -1,4 +1,4 @@
-"""What `minirt bench kernels` prints: a table row for each kernel and shape, and what broke."""
+"""The report of `minirt bench kernels`: a table row for each kernel and shape, then broken bounds and regressions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from minirt.bench.compare.report import NO_SPEED
 from minirt.bench.report import Column, Report, Row, heading, table
 
 FORMS = {
-    "eager": "eager µs", "compiled": "torch.compile µs", "library": "PyTorch's kernel µs", "library_fast": "its fast sums µs",
+    "eager": "eager µs", "compiled": "torch.compile µs", "library": "PyTorch's kernel µs", "library_fast": "fast accumulation µs",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KernelReport(Report):
-    """As `Report`; its context has what `context` adds."""
+    """The report of `minirt bench kernels`. Its context comes from the function `context` of this module."""
 
     def _markdown(self) -> str:
         shared, rows = self.context, self.results
@@ -24,13 +24,13 @@ class KernelReport(Report):
         for product in shared["matmul_ceilings"]:
             lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
         if shared["event_s"] is not None:
-            lines += [f"{shared['event_s'] * 1e6:.1f} µs of every time are the measuring itself.", ""]
+            lines += [f"Every time includes {shared['event_s'] * 1e6:.1f} µs for the measurement itself.", ""]
         lines += table(_columns(rows), rows, left=4)
         lacks = {f"{row['kernel']}: {what}" for row in rows for name, what in row["lacks"].items() if name in row["seconds"]}
         if lacks:
-            lines += ["", r"\* computes less: it leaves out " + "; ".join(sorted(lacks)) + "."]
+            lines += ["", r"\* PyTorch's kernel does not compute everything; it lacks " + "; ".join(sorted(lacks)) + "."]
         left_out = {f"{_place(row)}: {name}: {why}" for row in rows for name, why in row["left_out"].items()}
-        lines += ["", *(f"- Left out: {text}" for text in sorted(left_out))] if left_out else []
+        lines += ["", *(f"- Not measured: {text}" for text in sorted(left_out))] if left_out else []
         return "\n".join([*lines, "", *_verdict(shared)]) + "\n"
 
 
@@ -40,12 +40,19 @@ def _place(row: Row) -> str:
 
 
 def faults(rows: list[Row]) -> list[str]:
-    """What broke a bound, with its place."""
+    """Return the broken bounds, each with its kernel and shape."""
     return [f"{_place(row)}: {row['fault']}" for row in rows if row["fault"]]
 
 
 def context(shared: Row, rows: list[Row], slower: list[str], products: list[Row], event_s: float | None) -> Row:
-    """`shared` (of `report.machine`) with what all rows share: speeds of products, cost of measuring, faults, regressions."""
+    """Return the context of the report.
+
+    Args:
+        shared: from `report.machine`.
+        slower: the regressions, from `benchmark.compare`.
+        products: measured rates of matrix products.
+        event_s: seconds that measuring adds to every time; None on a CPU.
+    """
     return shared | {
         "no_speed": None if shared["backend"] == "CUDA" else NO_SPEED,
         "matmul_ceilings": products,
@@ -69,7 +76,7 @@ def _verdict(shared: Row) -> list[str]:
 
 
 def _columns(rows: list[Row]) -> list[Column]:
-    """Without those that are empty in every row."""
+    """Return the columns of the table, without those that are empty in every row."""
     timed = {name for row in rows for name in row["seconds"]}
     columns: list[Column] = [
         ("kernel", lambda r: r["kernel"]),
@@ -111,7 +118,7 @@ def _micros(name: str, row: Row) -> str:
 
 
 def _speedup(row: Row) -> str:
-    """Over the fastest of the others that compute the same, and which that is."""
+    """Format the speedup over the fastest other implementation of the whole operation, with that implementation's name."""
     others = {name: own["median"] for name, own in row["seconds"].items() if name != "triton" and name not in row["lacks"]}
     if not others:
         return "-"

@@ -1,10 +1,10 @@
-"""What each fusion and each trick of the Triton layers brings: decode steps with all of them, and without one.
+"""The gain of each fusion and each other trick of the Triton layers: decode steps with all tricks, and without one of them.
 
 python bench/tools/ablation.py MODEL [--fp8] [BATCH …]     random weights; needs a GPU; prints JSON
 
-A variant is the model as it is, with one function of `minirt.kernels` replaced by what one would call without the trick. Its
-logits must agree with those of the step as it is; steps are CUDA graphs that take turns, without the sampler, but for the trick
-that is about it. A trick that a step does not use is not listed.
+A variant is the unchanged model with one function of `minirt.kernels` replaced by the code one would call without the trick. Its
+logits must agree with those of the unchanged step. Steps are CUDA graphs that take turns. They have no sampler, except for the
+trick that concerns sampling. Tricks that a step does not use are not listed.
 """
 
 import json
@@ -37,15 +37,20 @@ from minirt.modeling.model import Model
 from minirt.sampling_params import SamplingParams, resolve
 
 CONTEXT = 128
-_TOLERANCE = {torch.bfloat16: 8 * 2**-7, torch.float16: 8 * 2**-10, torch.float32: 1e-4}  # as before a benchmark, see `check`
+_TOLERANCE = {torch.bfloat16: 8 * 2**-7, torch.float16: 8 * 2**-10, torch.float32: 1e-4}  # the same as in `bench/check.py`
 _FP8_NOISE = 0.2
 
-Replacement = Callable[..., Any]  # the original function, then its arguments
+Replacement = Callable[..., Any]  # called with the original function and its arguments
 
 
 class Trick(NamedTuple):
-    """`name` of a function of the module `where`, and what computes the same without the trick: it gets the original first, and
-    raises Untouched where there is nothing to leave out."""
+    """A trick, and how to leave it out.
+
+    Attributes:
+        what: a description for the reader of a result.
+        where, name: the module and the function that is replaced.
+        without: computes the same without the trick. Raises Untouched if the function does not use the trick for its arguments.
+    """
 
     what: str
     where: str
@@ -54,7 +59,7 @@ class Trick(NamedTuple):
 
 
 class Untouched(Exception):
-    """For these arguments the original has no such trick."""
+    """The original function does not use the trick for these arguments."""
 
 
 def _norm_apart(original: Replacement, product: Any, norm_weight: Tensor | None, eps: float) -> None:
@@ -103,11 +108,11 @@ def _rope_apart(
     return paged_attention_decode(q, k, v, tables, lens, starts, max_splits, scale, workspace, **options)
 
 
-_PLACES: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the lengths' tensor, which is kept, so that no other takes its place
+_PLACES: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id of `lens`; the value keeps `lens` alive, so ids stay unique
 
 
 def _places(tables: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Position and slot of each sequence's last token: a batch has them, and the fused kernel does not ask for them."""
+    """Return position and slot of each sequence's last token, which the fused kernel does not take as arguments."""
     if id(lens) not in _PLACES:
         last = lens.long() - 1
         slots = tables.gather(1, (last // page_size).unsqueeze(1)).squeeze(1).long() * page_size + last % page_size
@@ -191,7 +196,7 @@ TRICKS = {
 
 @contextmanager
 def without(trick: Trick, used: list[str]) -> Iterator[None]:
-    """Within it a trick is left out: by layers that are bound, and by what is called. `used` grows each time that happens."""
+    """Context manager that leaves out a trick. Every call of the replacement appends to `used`."""
     module = import_module(trick.where)
     original = getattr(module, trick.name)
 
@@ -211,7 +216,7 @@ def without(trick: Trick, used: list[str]) -> Iterator[None]:
 
 
 def forwards(sequence: Sequence[Place], trick: Trick) -> tuple[list[Forward], list[str]]:
-    """A forward for each place, without the trick; the list grows with every use of the replacement."""
+    """Return a forward for each place without the trick, and a list that grows with every call of the replacement."""
     used: list[str] = []
 
     def bound(place: Place) -> Forward:
@@ -229,7 +234,7 @@ def forwards(sequence: Sequence[Place], trick: Trick) -> tuple[list[Forward], li
 
 @contextmanager
 def _launches_in_turn(model: Model) -> Iterator[None]:
-    """Layers that are bound within it use no programmatic dependent launch."""
+    """Context manager: layers whose implementations are made within it do not use PDL."""
     shared = model.layers[0].context
     before = shared.pdl
     shared.__dict__["pdl"] = False
@@ -240,10 +245,10 @@ def _launches_in_turn(model: Model) -> Iterator[None]:
 
 
 def variants(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
-    """The step as it is ("all") and without each trick that it uses, whose logits have been compared.
+    """Return the unchanged step ("all") and one variant without each trick that it uses, after comparing their logits.
 
     Raises:
-        NumericsError: a variant computes something else.
+        NumericsError: the logits of a variant differ.
     """
     result = {"all": [place.candidate for place in sequence]}
     expected = compare_layers.stream(result["all"], sequence, step.batch, step.cache).float()
@@ -262,11 +267,12 @@ def variants(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, l
 
 
 def greedy(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, list[Forward]]:
-    """The whole step with the greedy sampler, which reads the "logits" or the "row_maxima" that the head stores beside them. Both
-    find the same tokens. Empty if the head stores none.
+    """Return two variants of the step with the greedy sampler: it reads the "logits", or the "row_maxima" of the LM head.
+
+    The result is empty if the head stores no row maxima.
 
     Raises:
-        NumericsError: they do not.
+        NumericsError: the variants sample different tokens.
     """
     from minirt.kernels.linear.product import RowMaxima
     from minirt.kernels.sampling.sample import SamplingWorkspace
@@ -291,7 +297,7 @@ def greedy(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, lis
     found = {"logits": [*others, over_logits], "row_maxima": [*others, over_row_maxima]}
     tokens = [compare_layers.stream(own, sequence, step.batch, step.cache) for own in found.values()]
     if not torch.equal(*tokens):
-        raise NumericsError("other tokens", where="row_maxima", expected=tokens[0].tolist(), found=tokens[1].tolist())
+        raise NumericsError("the tokens differ", where="row_maxima", expected=tokens[0].tolist(), found=tokens[1].tolist())
     return found
 
 
@@ -300,12 +306,12 @@ def _agree(name: str, logits: Tensor, expected: Tensor, model: Model) -> None:
     fp8 = any(linear.format for layer in model.layers for linear in layer.linears())
     most = _FP8_NOISE if fp8 else _TOLERANCE[model.dtype]
     if not error <= most:
-        raise NumericsError("a variant computes something else", where=name, expected=f"at most {most:.1e}", found=f"{error:.1e}")
+        raise NumericsError("the logits of a variant differ", where=name, expected=f"at most {most:.1e}", found=f"{error:.1e}")
 
 
 @torch.inference_mode()
 def measure(model: Model, tokens: Sequence[int], batch: int) -> dict[str, Any]:
-    """Seconds of a decode step of `batch` sequences with CONTEXT tokens, in every variant, on a GPU."""
+    """Measure a decode step of `batch` sequences with CONTEXT tokens in every variant, on a GPU."""
     sequence = compare_layers.places(model)
     model.reserve_splits(batch * -(-CONTEXT // KV_SPLIT))
     texts = [[tokens[(17 * i + j) % len(tokens)] for j in range(CONTEXT)] for i in range(batch)]
@@ -338,8 +344,8 @@ def main(words: list[str]) -> None:
         shared = machine("ablation", model.device, ["python", "bench/tools/ablation.py", *words], ceiling)
     what = {name: trick.what for name, trick in TRICKS.items()}
     what |= {"pdl": "programmatic dependent launch", "graph": "the CUDA graph"}
-    what |= {"row_maxima": "the LM head leaves each tile's largest logits to the greedy sampler (which both steps have)"}
-    correctness = {"checked": True, "against": "the logits of the step as it is"}
+    what |= {"row_maxima": "the LM head stores each tile's largest logit for the greedy sampler (both steps have a sampler)"}
+    correctness = {"checked": True, "against": "the logits of the unchanged step"}
     own = {"model": names[0], "quantization": "fp8" if "--fp8" in words else None, "what": what, "correctness": correctness}
     print(json.dumps(shared | own | {"results": results}, indent=1, ensure_ascii=False))
 

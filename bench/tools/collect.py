@@ -1,7 +1,7 @@
-"""Measure on this GPU what bench/results holds: `python bench/tools/collect.py FOLDER [NAME or glob …]`; all without a name.
+"""Repeats the measurements of bench/results on this GPU: `python bench/tools/collect.py FOLDER [NAME or glob …]` (default: all).
 
-Each run is a command line of its own in a process of its own, and leaves FOLDER/GPU-NAME.json; one that fails leaves none, and
-the exit code is 1. `bench/tools/tables.py` makes the README's tables and pictures from what is stored.
+Each run is a command line in its own process and writes FOLDER/GPU-NAME.json. A run that fails writes no file, and the exit code
+is 1. `bench/tools/tables.py` makes the README's tables and pictures from the stored results.
 """
 
 import os
@@ -18,12 +18,12 @@ from minirt.errors import InputError, MinirtError
 _MODEL = ["--model", "Qwen2.5-7B", "--random-weights"]
 _DECODE = ["bench", "decode", *_MODEL, "--max-num-seqs", "256", "--max-model-len", "8448"]
 _PREFILL = ["bench", "prefill", *_MODEL, "--max-model-len", "8448", "-p", "128,512,2048,8192", "--repeats", "7", "--skip-check"]
-# Prompts that arrive beside requests which are being answered, by the most tokens of a step: 8448 hold a whole prompt and them.
+# Long prompts while other requests decode, with several limits on the tokens of a step. A whole prompt and all requests fit 8448.
 _BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "--repeats", "3", "--skip-check"]
 _STEP_LIMITS = (8448, 2048, 512)
-# Other shapes than those that the kernels' rules were fitted to.
+# Models with other shapes than the one to which the kernels' rules were fitted.
 _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
-# In parts, since torch.compile takes seconds for each shape.
+# Several runs, because torch.compile takes seconds for each shape.
 _KERNELS = {
     "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
     "attention": ("attention_*",),
@@ -33,7 +33,7 @@ _KERNELS = {
 
 
 def _runs() -> dict[str, list[str]]:
-    """Name of the result → what follows `minirt`; a name that ends with .py is a script of this folder."""
+    """Return the arguments of `minirt` by name of the result. A first argument that ends with .py is a script of this folder."""
     runs = {}
     for kind, flags in (("bf16", []), ("fp8", ["--fp8"])):
         runs[f"decode-{kind}"] = [*_DECODE, "-b", "1,8,64,256", "-c", "128", *flags]
@@ -51,7 +51,7 @@ def _runs() -> dict[str, list[str]]:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
     runs["power"] = ["power.py", "Qwen2.5-7B"]
-    # Real weights: the embedded model, and one that has to be in the Hub's cache.
+    # Real weights: the embedded model, and one that must be in the Hub's cache.
     runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]
     runs["compare-smollm2"] = ["compare", "--model", "SmolLM2-135M-Instruct", "--dtype", "bfloat16", "-b", "3"]
     for name, kernels in _KERNELS.items():
@@ -69,7 +69,11 @@ RUNS = _runs()
 
 
 def select(patterns: Sequence[str]) -> list[str]:
-    """The runs that names or globs mean, all without any. InputError: one matches none."""
+    """Return the names of the runs that match any of the names or globs; without patterns, all names.
+
+    Raises:
+        InputError: a pattern matches no run.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in RUNS):
             raise InputError("matches no run", where=pattern, expected=", ".join(RUNS))
@@ -77,7 +81,7 @@ def select(patterns: Sequence[str]) -> list[str]:
 
 
 def command(name: str) -> list[str]:
-    """What runs it, JSON to stdout."""
+    """Return the command line of a run, which prints JSON to stdout."""
     first, *rest = RUNS[name]
     if first.endswith(".py"):
         return [sys.executable, str(Path(__file__).parent / first), *rest]
@@ -85,7 +89,7 @@ def command(name: str) -> list[str]:
 
 
 def prefix() -> str:
-    """Of the files' names: "NVIDIA H200" → "h200"."""
+    """Return the prefix of file names for this GPU: "h200" for an "NVIDIA H200"."""
     import torch
 
     if not torch.cuda.is_available():
@@ -100,7 +104,7 @@ def main(words: list[str]) -> int:
     names, gpu, failed = select(words[1:]), prefix(), 0
     for name in names:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory() as scratch:  # what is tuned here shall change no other run
+        with tempfile.TemporaryDirectory() as scratch:  # keeps tuning results away from other runs
             cache = {"MINIRT_CACHE": scratch} if name.startswith("tune-") else {}
             done = subprocess.run(command(name), capture_output=True, text=True, check=False, env=os.environ | cache)
         line = f"{name}: {time.monotonic() - started:.0f} s"

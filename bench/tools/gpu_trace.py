@@ -1,9 +1,9 @@
-"""Where the GPU's time goes in decode steps, through `Generator`: a profiler's trace of steps in the steady state.
+"""GPU time of decode steps by kernel, and idle time, from a profiler trace of `Generator` in the steady state.
 
 python bench/tools/gpu_trace.py MODEL [BATCH …]     random weights, greedy and with top-p 0.95; prints JSON
 
-`idle_between_steps`: the share of the time in which nothing runs between a step's last kernel and the next one's first.
-`idle`: that, and the gaps between the kernels of a step.
+`idle_between_steps`: share of the time between the last kernel of a step and the first kernel of the next.
+`idle`: `idle_between_steps` plus the gaps between the kernels of a step.
 """
 
 import json
@@ -19,11 +19,11 @@ from minirt import Generator, SamplingParams
 from minirt.bench.report import machine
 
 STEPS = 40
-_AROUND = 10  # steps before those, which are left out: the prompts', and some to settle; and after them
+_AROUND = 10  # steps left out before the traced ones (prompts, and some until times settle) and after them
 
 
 def trace(generator: Generator, batch: int, context: int, sampling: dict) -> dict:
-    """STEPS decode steps in the middle of a run of `batch` prompts of `context` tokens."""
+    """Trace STEPS decode steps in the middle of a run of `batch` prompts of `context` tokens."""
     prompts = [[(7 * i + j) % 1000 for j in range(context)] for i in range(batch)]
     params = SamplingParams(max_tokens=1 + STEPS + 2 * _AROUND, ignore_eos=True, seed=1, **sampling)
     generator.generate(prompts, params)

@@ -1,8 +1,8 @@
-"""How fast does a real sharded checkpoint load, and in how much host memory?
+"""Measures the time and host memory to load a sharded checkpoint.
 
-python bench/tools/loading.py write FOLDER [PRESET]     random weights on disk, in Hugging Face's form
+python bench/tools/loading.py write FOLDER [PRESET]     writes a checkpoint with random weights in Hugging Face's layout
 python bench/tools/loading.py hub FOLDER [PRESET]       the same as a Hub cache: HF_HUB_CACHE=FOLDER HF_HUB_OFFLINE=1 minirt …
-python bench/tools/loading.py measure MODEL [--fp8]     one load in a fresh process, printed as JSON
+python bench/tools/loading.py measure MODEL [--fp8]     loads a model once and prints JSON
 """
 
 import json
@@ -47,7 +47,7 @@ def write(folder: Path, name: str) -> None:
 
 
 def write_hub(cache: Path, name: str) -> None:
-    """The same in the layout of the Hub's cache, with the embedded model's tokenizer, so that it can be loaded by its name."""
+    """Write the checkpoint in the layout of the Hub's cache, with the embedded model's tokenizer. It then loads by its name."""
     from minirt import models
 
     snapshot = "0" * 40
@@ -61,7 +61,7 @@ def write_hub(cache: Path, name: str) -> None:
 
 
 def measure(model: str, fp8: bool) -> dict:
-    """Load once and generate a few tokens; call in a fresh process, since the peaks are the process's own."""
+    """Load once and generate a few tokens. Needs a new process, because memory peaks are those of the whole process."""
     from minirt import Generator, SamplingParams
     from minirt.bench.report import commit
     from minirt.device import environment, host_peak_memory, peak_memory

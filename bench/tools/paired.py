@@ -1,10 +1,10 @@
-"""Is one build as fast as another? Decode steps and prompts of two installed builds, in alternation on one GPU.
+"""Compares the speed of two installed builds: decode steps and prompts, in alternation on one GPU.
 
 python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--fp8] [--pairs 12]     random weights; prints JSON
 
-OLD and NEW are folders that `pip install --target FOLDER` filled. Each build runs in its own process, and both keep their model
-on the GPU. They measure by turns, and the one that goes first alternates. A result is NEW's time over OLD's: the median of all
-pairs, with a 95% confidence interval of that median by order statistics.
+OLD and NEW are folders made by `pip install --target FOLDER`. Each build runs in its own process, and both keep their model on
+the GPU. They measure in turns, and each goes first in every second pair. A result is NEW's time divided by OLD's: the median of
+all pairs, with a 95% confidence interval of the median from order statistics.
 """
 
 import argparse
@@ -24,7 +24,7 @@ KV_BYTES = 4 << 30
 
 
 def child(model: str, fp8: bool) -> None:
-    """Load a model, then measure once for each line on stdin and answer with a line of JSON."""
+    """Load a model, then measure once for each line on stdin and print a line of JSON."""
     import time
 
     from minirt import Generator, SamplingParams
@@ -35,7 +35,7 @@ def child(model: str, fp8: bool) -> None:
 
     def prompts(count: int, length: int) -> list[list[int]]:
         nonlocal serial
-        serial += 1  # other tokens each time
+        serial += 1  # new tokens in each call
         return [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(length)] for i in range(count)]
 
     def seconds(count: int, length: int, tokens: int) -> float:
@@ -79,7 +79,10 @@ def answer(process: subprocess.Popen) -> Any:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The order statistics that enclose the median with at least 95% (Conover 1999, section 3.2); needs six values."""
+    """Return a confidence interval of the median of at least 95%, from order statistics (Conover 1999, section 3.2).
+
+    Needs at least six values.
+    """
     n, ordered = len(ratios), sorted(ratios)
     outside, low = 0.0, 0
     while outside + math.comb(n, low) / 2**n <= 0.025:

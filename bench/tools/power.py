@@ -1,10 +1,10 @@
-"""What a GPU's power limit does to decode steps and prompts: sustained runs, with their watts, clock and energy.
+"""The effect of a GPU's power limit on decode steps and prompts: sustained runs, with their watts, clock and energy.
 
-python bench/tools/power.py MODEL     random weights, bf16; every visible GPU at once, each in a process of its own; prints JSON
+python bench/tools/power.py MODEL     random weights, bf16; all visible GPUs at once, one process for each; prints JSON
 
-A GPU that draws as much as it may lowers its clock, and then time goes by energy: what saves time but no energy brings nothing.
-(What reading and multiplying cost apart, at their own clocks, does not add up to a least energy of both: at the lower clock
-and voltage of products, reading costs less.) The last run has an engine on every GPU at once share the host.
+A GPU at its power limit lowers its clock. Then energy determines time, and a change that does not save energy saves no time. (The
+energies of reading alone and of multiplying alone, each at its own clock, do not add up to a lower bound: products run at a lower
+clock and voltage, where reading takes less energy.) In the last run, one engine for each GPU shares the host with the others.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import torch
 
 from minirt.errors import MinirtError
 
-SECONDS = 2.0  # of a sustained run, after WARM_UP
+SECONDS = 2.0  # least counted time of a sustained run, after WARM_UP
 WARM_UP = 1.0
 BATCHES = (1, 8, 64, 256)
 CONTEXT = 192
@@ -30,13 +30,13 @@ _SM_CLOCK = 1  # NVML_CLOCK_SM
 
 
 class Meter:
-    """The driver's counters of one GPU, through its library NVML."""
+    """Energy, clock and power limit of one GPU, from the driver's library NVML."""
 
     def __init__(self, device: torch.device) -> None:
         try:
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError as error:
-            raise MinirtError("no NVML, the library of NVIDIA's driver", where="libnvidia-ml.so.1", found=error) from None
+            raise MinirtError("cannot load NVML, a library of NVIDIA's driver", where="libnvidia-ml.so.1", found=error) from None
         self._call("Init_v2")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         self._handle = ctypes.c_void_p()
@@ -45,7 +45,7 @@ class Meter:
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._nvml, f"nvml{name}")(*args)
         if code:
-            raise MinirtError("NVML refused", where=f"nvml{name}", expected="code 0", found=code)
+            raise MinirtError("NVML returned an error", where=f"nvml{name}", expected="code 0", found=code)
 
     def _read(self, name: str, kind: Any, *args: Any) -> int:
         value = kind()
@@ -53,7 +53,7 @@ class Meter:
         return value.value
 
     def joules(self) -> float:
-        """Energy since the driver was loaded; updated some ten times a second."""
+        """Return the energy since the driver was loaded. The driver updates it about ten times per second."""
         return self._read("DeviceGetTotalEnergyConsumption", ctypes.c_ulonglong) / 1e3
 
     def sm_clock_mhz(self) -> int:
@@ -67,7 +67,7 @@ class Meter:
 
 
 class Sustained(NamedTuple):
-    """Means over the counted time, the clock's median."""
+    """Means over the counted time; of the clock, the median."""
 
     seconds: float  # of a run
     watts: float
@@ -77,7 +77,7 @@ class Sustained(NamedTuple):
 def sustained(
     run: Callable[[], object], meter: Meter, seconds: float = SECONDS, clock: Callable[[], float] = time.perf_counter
 ) -> Sustained:
-    """`run`, which waits for the GPU, over and over: counted from one update of the energy counter to another."""
+    """Call `run`, which must wait for the GPU, repeatedly. Counting starts and ends at updates of the energy counter."""
     began = clock()
     while clock() - began < WARM_UP:
         run()
@@ -100,7 +100,7 @@ def _row(what: str, run: Sustained, **facts: Any) -> dict[str, Any]:
 
 
 def ceilings(meter: Meter) -> list[dict[str, Any]]:
-    """An idle GPU at its full clock, reading, and multiplying."""
+    """Measure a GPU that waits at its full clock, a kernel that only reads memory, and a large matrix product."""
     from minirt.kernels.bandwidth import read_sums
 
     def waiting(run: Callable[[], object], times: int = 1) -> Callable[[], None]:
@@ -122,7 +122,7 @@ def ceilings(meter: Meter) -> list[dict[str, Any]]:
 
 
 def measure(model: str) -> list[dict[str, Any]]:
-    """All rows of the current GPU: the ceilings, bare steps, a prompt, and steps through `Generator` of the largest batch."""
+    """Return all rows of the current GPU: ceilings, CUDA graphs of steps, a prompt, and the largest batch through `Generator`."""
     from minirt import Generator, SamplingParams
     from minirt.bench.decode import step_times
     from minirt.bench.flops import linear_flops, prompt_flops
@@ -153,7 +153,7 @@ def measure(model: str) -> list[dict[str, Any]]:
 
 
 def child(model: str, gpu: str) -> "subprocess.Popen[str]":
-    """`measure` in a process that sees this GPU alone."""
+    """Start `measure` in a process that sees only this GPU."""
     command = [sys.executable, __file__, "--child", model]
     return subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}, stdout=subprocess.PIPE, text=True)
 
@@ -168,7 +168,7 @@ def main(words: list[str]) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     processes = [child(words[0], gpu) for gpu in gpus]
-    printed = [process.communicate()[0] for process in processes]  # all end, also beside one that fails
+    printed = [process.communicate()[0] for process in processes]  # waits for all, even if one fails
     results = []
     for index, process in enumerate(processes):
         if process.returncode:

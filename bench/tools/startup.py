@@ -1,8 +1,8 @@
-"""From the start of the process to the first token, with the kernel caches empty and then warm.
+"""The time from the start of the process to the first token, with an empty and with a warm kernel cache.
 
-python bench/tools/startup.py MODEL [--fp8]     random weights, each start a process of its own; prints JSON
+python bench/tools/startup.py MODEL [--fp8]     random weights, a new process for each start; prints JSON
 
-Triton's cache is a folder of its own, which is empty at the first start; the operating system's cache of Python's files is warm.
+Triton's cache is a temporary folder, empty at the first start. The operating system's file cache is warm.
 """
 
 import json
@@ -12,12 +12,14 @@ import sys
 import tempfile
 import time
 
-WARM = 3  # starts, of which the median counts
+WARM = 3  # starts with a warm cache; their median counts
 
 
 def start(began: float, model: str, fp8: bool) -> dict[str, float]:
-    """Seconds since `began`, when this process was started: until all is imported, loaded, warmed up, and until the first
-    token is there."""
+    """Start minirt and return the seconds from `began`, the start of this process, to each stage.
+
+    The stages are the end of imports, of loading and of warm-up, and the first token.
+    """
     from minirt import Generator, SamplingParams
 
     imported = time.time() - began
@@ -34,7 +36,7 @@ def start(began: float, model: str, fp8: bool) -> dict[str, float]:
 
 
 def child(words: list[str], cache: str) -> dict[str, float]:
-    """`start` in a new process with this cache of kernels."""
+    """Run `start` in a new process with the kernel cache in the folder `cache`."""
     command = [sys.executable, __file__, "--child", repr(time.time()), *words]
     environment = os.environ | {"TRITON_CACHE_DIR": cache}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,10 +1,11 @@
 """`minirt tune`: launch configurations measured on this GPU, for the shapes of one model.
 
-Candidates are compiled in parallel; one that cannot be compiled or launched, or computes something else, is out. The others are
-timed in chains of launches with other weights each: with dependent launch the next asks for its weights while the one before
-still runs. A step has other kernels in between, and what is faster in a chain need not be so there; so the fastest are
-finalists, and whole steps of the model decide (`whole_steps`). Chosen on one run and confirmed on another, interleaved with the
-rule's own configuration: the best of many noisy timings flatters itself.
+Candidates are compiled in parallel. A candidate that cannot be compiled or launched, or computes a wrong result, is dropped. The
+others are timed in chains of launches. Each launch of a chain has its own weights, because with PDL a launch fetches its weights
+while the launch before it still runs. A configuration that is faster in a chain can be slower in a step, where other kernels run
+in between. So microbenchmarks pick finalists, and whole steps of the model pick the winner (`whole_steps`). The winner is chosen
+on one run and confirmed on a second one, because the best of many noisy timings is too optimistic. The default configuration
+takes turns with the candidates in both runs.
 """
 
 import statistics
@@ -22,39 +23,46 @@ from minirt.errors import NumericsError
 from minirt.kernels.compile.ahead_of_time import compile_ahead
 from minirt.kernels.compile.tuning import Case
 
-MARGIN = 0.98  # of the rule's time in a chain: what is not this much faster, twice, is not worth a configuration of its own
-STEP_MARGIN = 0.998  # of the rule's time in a step, in which a bucket is one kernel of many
+MARGIN = 0.98  # a winner takes at most this share of the default configuration's time in a chain, in both runs
+STEP_MARGIN = 0.998  # the same for whole steps, in which the tuned kernel is one of many
 FINALISTS = 3
 REPEATS = 20
 CHAIN = 8  # launches that are timed together
 
-Clock = Callable[[Callable[[], None]], float]  # seconds of a chain of launches
-StepClock = Callable[[Case, Sequence[Any]], list[float]]  # seconds of the case's step with each of these configurations
+Clock = Callable[[Callable[[], None]], float]  # a chain of launches → its seconds
+StepClock = Callable[[Case, Sequence[Any]], list[float]]  # a case and configurations → a step's seconds with each of them
 
 
 @dataclass
 class Outcome:
-    """What became of a case; `config` None: the rule's own stays. Times are those of the runs that confirm, the rule's and the
-    best's: in microseconds of a launch in a chain, equal if none is faster; in seconds of a step, if there were finalists."""
+    """The result of tuning one case. All times come from the confirming run.
+
+    Attributes:
+        config: the winner; None: the default configuration stays.
+        default_us, best_us: microseconds of a launch in a chain, with the default and with the fastest configuration. They are
+            equal if no candidate is faster.
+        tried: number of candidates.
+        default_step_s, best_step_s: seconds of a step, with the default and with the best finalist; None: no steps were timed.
+    """
 
     bucket: str
     config: Any
     default_us: float
     best_us: float
     tried: int
-    failed: dict[str, str] = field(default_factory=dict)  # candidate → why it is out
+    failed: dict[str, str] = field(default_factory=dict)  # candidate → why it was dropped
     default_step_s: float | None = None
     best_step_s: float | None = None
 
 
 def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -> Outcome:
-    """Try a case's candidates.
+    """Time a case's candidates and choose the best configuration.
 
     Args:
-        time: how long a chain of launches takes; None: `gpu_seconds`.
-        step: how long a step takes; None, or of a case that no step runs: chains decide alone.
+        time: measures a chain of launches; None: `gpu_seconds`.
+        step: measures whole steps. If it is None, or if no step of the model runs this case, chains alone decide.
     Raises:
-        NumericsError, and whatever else the rule's own configuration raises.
+        NumericsError: the default configuration computes a wrong result. Its other errors are not caught either.
     """
     time = time or gpu_seconds
     launch, check = case.prepare()
@@ -82,8 +90,12 @@ def tune(case: Case, time: Clock | None = None, step: StepClock | None = None) -
 
 
 def _in_steps(case: Case, finalists: Sequence[Any], step: StepClock) -> tuple[Any, float, float]:
-    """The finalist whose steps are shortest, or None if they are not shorter than the rule's, twice; seconds with the rule's and
-    with it."""
+    """Let whole steps choose among the finalists.
+
+    Returns:
+        the fastest finalist, or None if it does not beat the default configuration in both runs; the seconds of a step with the
+        default; the seconds with the fastest finalist.
+    """
 
     def run(configs: Sequence[Any]) -> dict[Any, float]:
         return dict(zip(configs, step(case, configs), strict=True))
@@ -99,12 +111,14 @@ def _beats(config: Any, other: Any, margin: float, *runs: dict[Any, float]) -> b
 
 
 def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[str, str]:
-    """Launch each once, on a GPU after all are compiled side by side → the failures. A kernel that does not fit or does not
-    compile raises what is neither a RuntimeError nor an OSError, so everything is caught."""
+    """Launch each candidate once and return the failures. On a GPU, all candidates are compiled in parallel first.
+
+    A kernel that does not compile or does not fit raises errors of many classes, so all exceptions are caught.
+    """
     if torch.cuda.is_available():
         with compile_ahead(torch.device("cuda", torch.cuda.current_device()), ignore_errors=True):
             for config in candidates:
-                with suppress(Exception):  # its launch tells
+                with suppress(Exception):  # the launch below reports the error
                     launch(config)
     failed: dict[str, str] = {}
     for config in candidates:
@@ -116,7 +130,7 @@ def _compile(launch: Callable[[Any], None], candidates: Sequence[Any]) -> dict[s
 
 
 def _rounds(launch: Callable[[Any], None], configs: Sequence[Any], time: Clock) -> dict[Any, float]:
-    """Microseconds of a launch of each, medians of REPEATS chains, which take turns."""
+    """Return microseconds of a launch with each configuration: medians of REPEATS chains. The configurations take turns."""
     times: dict[Any, list[float]] = {config: [] for config in configs}
     for _ in range(REPEATS):
         for config, own in times.items():
@@ -130,7 +144,7 @@ def _chain(launch: Callable[[Any], None], config: Any) -> None:
 
 
 def row(family: str, outcome: Outcome) -> Row:
-    """An outcome as a result: configurations as Python writes them, times in seconds."""
+    """Return an outcome as a row of the report: configurations by `repr`, times in seconds."""
     return {
         "kernel": family, "bucket": outcome.bucket, "config": None if outcome.config is None else repr(outcome.config),
         "rule_s": outcome.default_us / 1e6, "best_s": outcome.best_us / 1e6, "rule_step_s": outcome.default_step_s,
@@ -139,7 +153,7 @@ def row(family: str, outcome: Outcome) -> Row:
 
 
 class TuneReport(Report):
-    """Its context is `report.machine`'s."""
+    """The report of `minirt tune`. Its context comes from `report.machine`."""
 
     def _markdown(self) -> str:
         columns = [

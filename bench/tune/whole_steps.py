@@ -1,7 +1,7 @@
-"""Whole steps of a model with random weights, in which `minirt tune` confirms what chains of one kernel have found.
+"""Whole steps of a model with random weights. `minirt tune` uses them to choose among the finalists of its microbenchmarks.
 
-A step is a CUDA graph of all layers. Two graphs of the same launches may differ in speed (by up to 1%,
-docs/decisions/tuning.md), so each configuration is captured several times.
+A step is a CUDA graph of all layers. Two CUDA graphs of the same launches can differ in speed by up to 1%
+(docs/decisions/tuning.md), so each configuration is captured several times.
 """
 
 import statistics
@@ -20,12 +20,12 @@ from minirt.kernels.compile.tuning import Case, override_config
 from minirt.modeling.model import Model
 
 CAPTURES = 3
-MOST_DECODED = 256  # tokens of a step that are one of each sequence; more are those of a prompt
-CONTEXT = 128  # tokens of a decoded sequence
+MOST_DECODED = 256  # up to this number of tokens a step is a decode step; larger steps are one prompt
+CONTEXT = 128  # tokens of each decoding sequence
 
 
 def chunks(tokens: int, page_size: int) -> list[Chunk]:
-    """A step of so many tokens, on pages from the first on."""
+    """Return the chunks of a step of `tokens` tokens, on KV pages 0, 1, 2, …"""
     if tokens > MOST_DECODED:
         return [Chunk([0] * tokens, 0, range(-(-tokens // page_size)))]
     own = -(-CONTEXT // page_size)
@@ -33,7 +33,7 @@ def chunks(tokens: int, page_size: int) -> list[Chunk]:
 
 
 class Steps:
-    """Steps of a resolved model whose weights are in place, on a GPU; KV pages of 16 or 32 bits."""
+    """Times steps of a model on a GPU. The model has its weights and implementations, and 16-bit or 32-bit KV pages."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -41,7 +41,11 @@ class Steps:
 
     @torch.inference_mode()
     def seconds(self, case: Case, configs: Sequence[Any]) -> list[float]:
-        """A step's seconds with each configuration in the case's bucket, medians over CAPTURES graphs that take turns."""
+        """Return the seconds of a step with each configuration: medians over CAPTURES CUDA graphs. The graphs take turns.
+
+        Raises:
+            InputError: no step of a model runs this case.
+        """
         if case.tokens is None:
             raise InputError("no step of a model runs this", where="case", found=case.bucket)
         model = self._model
@@ -50,7 +54,7 @@ class Steps:
             pages = sum(len(chunk.pages) for chunk in work)
             if pages > self._cache.num_pages:
                 self._cache = KVCache(model.kv_shapes, pages, model.device, model.kv_dtype)
-                for layer in self._cache.layers:  # what a GPU computes with decides how much power it draws
+                for layer in self._cache.layers:  # power draw depends on the values
                     layer.k.normal_()
                     layer.v.normal_()
             batch = Batch.build(work, PAGE_SIZE).to(model.device)

@@ -1,8 +1,8 @@
-"""The arithmetic of the benchmarks, on a generator and a clock that are made up, so that every figure is known.
+"""The arithmetic of the benchmarks, with a simulated generator and clock, so every figure is known.
 
-Catches: dividing by 129 steps, t(1) and t(129) swapped, the prompts' time counted as decoding, prompts that do not fit one
-step (where sequences start and end one after the other), a warm-up that counts, a median that is a mean, runs that end early,
-wrong answers that are timed all the same.
+Catches: division by 129 steps, t(1) and t(129) swapped, prompt time counted as decoding, errors with prompts that do not fit one
+step (sequences then start and end one after the other), a warm-up that counts, a mean instead of a median, runs that end early,
+timing of wrong results.
 """
 
 import json
@@ -26,9 +26,10 @@ QWEN = models.preset("Qwen2.5-7B").config
 
 
 class Machine:
-    """As much of a Generator as the benchmarks use, on a clock of its own: first come, first served, `budget` tokens a step.
+    """Simulates what the benchmarks use of a Generator, with its own clock: first come, first served, `budget` tokens per step.
 
-    A step takes `slowness` · (2⁻¹⁰ s + 2⁻²⁰ s for each prompt token + 2⁻¹⁴ s for each sequence that decodes): sums are exact.
+    A step takes `slowness` · (2⁻¹⁰ s + 2⁻²⁰ s for each prompt token + 2⁻¹⁴ s for each sequence that decodes). With powers of two,
+    sums are exact.
     """
 
     def __init__(self, budget=8192, slowness=(1.0,)):
@@ -257,8 +258,8 @@ def test_prefill():
 
 
 def test_prompt_flops():
-    """Of Qwen2.5-7B, by hand: 6.53 G weights in linear layers, 204 M of them in the last MLP, which only the last token passes,
-    545 M in the head, 28 heads of 128 in 28 layers."""
+    """Counted by hand for Qwen2.5-7B: 6.53 G weights in linear layers; 204 M of them in the last MLP, which computes only the
+    last token; 545 M in the LM head; 28 heads of 128 in 28 layers."""
     attention, mlp, head = 4608 * 3584 + 3584 * 3584, 3 * 18944 * 3584, 152064 * 3584
     assert flops.prompt_flops(QWEN, 1) == 2 * (28 * attention + 28 * mlp + head) + 28 * 4 * 28 * 128
     assert flops.prompt_flops(QWEN, 3) == 6 * (28 * attention + 27 * mlp) + 2 * (mlp + head) + 28 * 4 * 28 * 128 * 6
@@ -267,7 +268,7 @@ def test_prompt_flops():
 
 @pytest.mark.parametrize(("budget", "largest"), [(8192, 8192), (108, 108)])
 def test_prompts_beside_decoding_requests(budget, largest):
-    """With chunks a step is short; without, every decoding request waits for whole prompts."""
+    """With chunked prompts steps are short. Without, every decoding request waits for whole prompts."""
     machine = Machine(budget)
     row = prefill.beside(machine, 2000, 8, repeats=3, sampling={}, seed=0, clock=machine.clock)
     assert row["inter_token_s"]["max"] == pytest.approx(2**-10 + 8 * 2**-14 + largest * 2**-20, rel=0.05)
@@ -275,7 +276,7 @@ def test_prompts_beside_decoding_requests(budget, largest):
     assert row["decoding"] == 8
     assert len(machine.calls) == 4
     assert len(row["time_to_first_token_s"]["all"]) == 3 * prefill.LONG_PROMPTS
-    full = 1 / (2**-20 + (2**-10 + 8 * 2**-14) / largest)  # prompt tokens a second of steps that hold no fewer
+    full = 1 / (2**-20 + (2**-10 + 8 * 2**-14) / largest)  # prompt tokens per second if every step is full
     assert 0.8 * full < row["tokens_per_s"] < full * 8192 / 8184
 
 
@@ -283,11 +284,11 @@ def test_prompts_that_would_keep_nobody_waiting():
     machine = Machine()
     prefill.check(machine, [2000], 63)
     prefill.check(machine, [20], 0)
-    with pytest.raises(InputError, match="no room for a prompt beside the others"):
+    with pytest.raises(InputError, match="no sequence is left for a prompt beside the decoding requests"):
         prefill.check(machine, [2000], 64)
-    with pytest.raises(InputError, match="too short to keep others waiting"):
+    with pytest.raises(InputError, match="too short to delay other requests"):
         prefill.check(machine, [2000, 20], 8)
-    machine.kv_cache_bytes = (8 * 3 + 6 * 32) * 64_000  # 8 of 160 tokens, and the prompts of a step and of its rest
+    machine.kv_cache_bytes = (8 * 3 + 6 * 32) * 64_000  # 8 of 160 tokens, the prompts of a step, and partly computed ones
     prefill.check(machine, [2000], 8)
     machine.kv_cache_bytes -= 1
     with pytest.raises(ContextLengthError, match="does not fit the KV cache"):
@@ -298,7 +299,7 @@ def test_prompts_that_would_keep_nobody_waiting():
 
 
 class Answers:
-    """A model that always says `tokens`, with `logits` for each prompt; a prompt is told by its length."""
+    """Simulates a model that always gives the same tokens and logits for a prompt. The length identifies the prompt."""
 
     def __init__(self, change=None, logits_change=None, dtype="bfloat16", kv_dtype=torch.bfloat16):
         generator = torch.Generator().manual_seed(4)
@@ -308,7 +309,7 @@ class Answers:
         self.change, self.logits_change = change, logits_change
         self.table = {n: torch.randn(check.NEW_TOKENS, 50, generator=generator) for n in (*check.LENGTHS, 301, check.LONG)}
         self.table[10][5, 7], self.table[10][5, 8] = 9.0, 5.0
-        for length, share in ((9, 0.9), (11, 1.1)):  # a near-tie, since 16 eps of bf16 are 0.125 of the row's rms; and none
+        for length, share in ((9, 0.9), (11, 1.1)):  # a near-tie within 16 eps of bf16, 0.125 of the row's rms; and no near-tie
             row = self.table[length][3]
             row[7] = row[8] = 9.0
             row[8] -= share * 0.125 * row.square().mean().sqrt()
@@ -362,7 +363,7 @@ def test_wrong_answers_are_not_timed():
         compared(planted(11, 3, 8), batch_sizes=[8])
     with pytest.raises(NumericsError, match="nothing to time"):
         compared(lambda prompts, tokens: tokens.reverse(), batch_sizes=[8])
-    compared(planted(10, 5, 8), batch_sizes=[1])  # of which this prompt is no part
+    compared(planted(10, 5, 8), batch_sizes=[1])  # a batch without this prompt
     with pytest.raises(NumericsError, match="relative error"):
         compared(logits_change=lambda logits: logits * 1.07)
     with pytest.raises(NumericsError, match="relative error"):
@@ -377,7 +378,7 @@ def test_wrong_answers_are_not_timed():
 
 
 def test_long_prompts_are_not_timed_unchecked():
-    """Other kernels compute them; also where one request at a time is measured."""
+    """Long prompts use other kernels, also when one request at a time is measured."""
     assert compared(longest=300)["prompt_lens"] == list(check.LENGTHS)
     assert compared(longest=301)["prompt_lens"][0] == 301
     assert compared(longest=8000)["prompt_lens"] == [check.LONG, *check.LENGTHS]
@@ -418,7 +419,7 @@ def test_the_gpu_ceiling():
     sheet = ceiling.datasheet_bandwidth(device)
     assert "Triton" in found.how
     if sheet:
-        assert 0.5 < found.bytes_per_s / sheet < 1, "faster than the datasheet is read from a cache"
+        assert 0.5 < found.bytes_per_s / sheet < 1, "a read faster than the datasheet comes from a cache"
 
 
 def test_the_commit_is_of_this_source_and_no_other(tmp_path, monkeypatch):

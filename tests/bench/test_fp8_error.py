@@ -1,7 +1,8 @@
-"""What FP8 costs in perplexity, on the embedded model as it is and with outliers; and what damaged weights do to it.
+"""The effect of FP8 on perplexity, with the embedded model, with outliers added to it, and with damaged weights.
 
-Catches rounding that is not to the nearest, values that saturate, Inf that turns into a number, a tied head that is quantized
-unasked. e4m3 spans so many magnitudes that outliers of x1000 do not need the scale of each row: test_quantize.py looks at those.
+Catches rounding that is not to nearest, values that saturate, Inf that becomes a number, and a tied LM head that is quantized
+without a request. e4m3 has a wide range, so even outliers of x1000 do not need a scale for each row; test_quantize.py covers the
+scales.
 """
 
 import json
@@ -24,7 +25,7 @@ from minirt.modeling.model import Model
 EMBEDDED = ROOT / "models" / "embedded"
 TEXT = (ROOT / "models" / "recipe" / "heldout.txt").read_text()[:10000]  # 2.5k tokens
 TOKENS = list(range(3, 60))
-WITHIN, WITHIN_KV = 1.01, 1.015  # of the perplexity without FP8
+WITHIN, WITHIN_KV = 1.01, 1.015  # limits, relative to the perplexity without FP8
 
 
 def opened(folder, **options):
@@ -52,7 +53,7 @@ def test_the_embedded_model_keeps_its_perplexity(plain):
 
 
 def test_outliers_cost_no_more(plain, outliers):
-    """x64 changes exponents alone; 1000 is no power of two, so that bf16 weights round once more."""
+    """x64 changes only exponents. 1000 is not a power of two, so bf16 weights are rounded once more."""
     folder, factor = outliers
     own = score(folder)
     assert own == pytest.approx(plain, rel=1e-5 if factor == 64 else 2e-3)
@@ -62,7 +63,7 @@ def test_outliers_cost_no_more(plain, outliers):
 
 @pytest.mark.parametrize(("family", "options"), [("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 32})])
 def test_outliers_are_there_and_change_nothing(family, options, hf_folder, tmp_path):
-    """The variant of every family: GQA, biases, QK-norm."""
+    """Outliers in every model family: GQA, biases, QK-norm."""
     folder = hf_folder(family, seed=21, **options)
     variant = with_outliers(folder, tmp_path, seed=3)
     before, after = (load_file(path / "model.safetensors") for path in (folder, variant))
@@ -99,13 +100,13 @@ def test_rows_and_columns_of_zeros(tmp_path):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_infinities_show(value, tmp_path):
-    """They may not turn into numbers."""
+    """Infinities and NaN must not become numbers."""
 
     def damage(weight):
         weight[5, 7] = value
 
     folder = damaged(tmp_path, "model.layers.4.self_attn.o_proj.weight", damage)
-    with pytest.raises(NumericsError, match="no probability"):
+    with pytest.raises(NumericsError, match="a probability of 0 or NaN"):
         score(folder, TEXT[:500], quantization="fp8")
     with pytest.raises(CheckpointError, match=r"layers\.4\.self_attn\.o_proj\.weight.*NaN or Inf"):
         opened(folder, quantization="fp8", check_weights=True)
@@ -131,11 +132,11 @@ def test_the_plan_counts_the_head_that_stays():
 
 
 def test_format_errors_of_every_linear():
-    """Rounding by at most half an ulp of 3 bits, 2^-4, and 2.6% (rms) of weights of all sizes; on both sides √2 of it."""
+    """Rounding to 3 mantissa bits changes a value by at most 2^-4, and by 2.6% rms; rounding both factors gives √2 times that."""
     with opened(EMBEDDED) as one, opened(EMBEDDED, quantization="fp8") as other:
         before = one.logits(TOKENS)
         errors = format_errors(one._model, other._model, one.encode(TEXT)[:200])
-        assert torch.equal(one.logits(TOKENS), before), "measuring left traces"
+        assert torch.equal(one.logits(TOKENS), before), "the measurement changed the model"
         assert [e.linear for e in errors] == ["qkv", "o", "gate_up", "down"] * 6 + ["lm_head"]
         head = one._model.layers[-1].lm_head.weight.double()
         twin = other._model.layers[-1].lm_head
@@ -166,7 +167,7 @@ def test_format_errors_on_the_command_line(tmp_path, capfd, monkeypatch):
     assert out.startswith("| layer | linear |")
     assert "no --model" in err
     refused(run(*command, "--max-length", 5), "--max-length", code=2)
-    assert run(*command[:-2], "-q")[0] == 0  # as many as the model holds
+    assert run(*command[:-2], "-q")[0] == 0  # default: as many tokens as the model holds
     refused(run(*command[:-1], 513, "-q"), "--num-tokens", "expected 512", "found 513")
     (tmp_path / "text").write_text("a")
     refused(run(*command, "-q"), "text", "from 2 to 512", "found 1")

@@ -1,4 +1,4 @@
-"""How long a GPU takes, on one that is made up. Catches the host's time that counts as the GPU's."""
+"""GPU timing, on a simulated GPU. Catches host time that counts as GPU time."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from minirt.bench import measure
 
 
 class Queue:
-    """As much of a GPU as `gpu_seconds` uses. It sleeps 1 ns a cycle, then does 3 ms of work; the host queues for 1 ms."""
+    """Simulates what `gpu_seconds` uses of a GPU. A sleep takes 1 ns per cycle, the work 3 ms, queuing it 1 ms on the host."""
 
     def __init__(self):
         self.host = self.gpu = 0.0
@@ -41,7 +41,7 @@ class QueueEvent:
 
 
 def test_the_hosts_time_does_not_count(monkeypatch):
-    """As it did where kernels were queued in more time than the GPU slept."""
+    """Host time counted in an earlier version when queuing the kernels took longer than the GPU's sleep."""
     queue = Queue()
     monkeypatch.setattr(torch.cuda, "_sleep", queue.sleep)
     monkeypatch.setattr(torch.cuda, "Event", queue.event)

@@ -1,6 +1,6 @@
-"""`perplexity` beside transformers' own loss, its windows, its refusals, and `minirt eval perplexity`.
+"""`perplexity` against the loss of transformers; its windows and errors; and `minirt eval perplexity`.
 
-Catches a token scored twice, never, or by the wrong row; a window that begins at the wrong place; sums in low precision.
+Catches a token scored twice, never, or from the wrong row; a window that starts at the wrong token; sums in low precision.
 """
 
 import json
@@ -41,7 +41,7 @@ def model(folder):
 
 @torch.no_grad()
 def reference(model, tokens, window, stride):
-    """Token by token, each from exactly the context that the definition gives it: no windows shared, no slices."""
+    """Score token by token, each with a forward pass over exactly the context that the definition gives it."""
     total = 0.0
     for place in range(1, len(tokens)):
         start = 0
@@ -67,7 +67,7 @@ def test_every_token_once_from_its_window(generator, model, count, window, strid
 
 
 def test_defaults_and_progress(generator):
-    """Without a window: all that the model holds, half overlapping. The bar ends at the number of scored tokens."""
+    """The default window is all that the model holds, the stride half of it. Progress ends at the number of scored tokens."""
     seen = []
     result = perplexity(generator, TEXT * 2, progress=lambda done, total: seen.append((done, total)))
     assert (result.window, result.stride) == (256, 128)
@@ -79,7 +79,7 @@ def test_defaults_and_progress(generator):
 
 
 def test_bits_per_byte(generator):
-    """Of the text's bytes, the special token that the tokenizer puts before it left out."""
+    """The bytes are those of the text, without the special token that the tokenizer adds at the start."""
     result = perplexity(generator, TEXT)
     assert result.bytes == len(TEXT)
     assert result.bits_per_byte == pytest.approx(result.nll / math.log(2) / result.bytes)
@@ -104,7 +104,7 @@ def test_refusals(generator):
 
 
 class Broken:
-    """A generator whose logits are bad for one row."""
+    """A generator with bad logits in one row."""
 
     tokenizer, max_len = None, 16
 
@@ -155,7 +155,7 @@ def test_command(folder, generator, tmp_path):
 
 @pytest.mark.slow
 def test_smollm2(smollm2):
-    """A real model and text: transformers' own loss, in fp32, over the same windows; bytes are UTF-8's."""
+    """A real model and text against transformers' loss in fp32 over the same windows. Bytes are those of UTF-8."""
     import transformers
 
     text = "The capital of France is Paris. It lies on the Seine, and its people like café crème – every day. " * 2

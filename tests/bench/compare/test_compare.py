@@ -1,6 +1,6 @@
-"""`minirt compare` on tiny models: what is sound passes, planted faults are refused by name, and what is printed can be read.
+"""`minirt compare` on tiny models: correct layers pass, planted faults are reported by name, and the output can be parsed.
 
-Each fault is an implementation of its own (`compare_faults`), so that nothing else is in its way.
+Each fault is a separate implementation (`compare_faults`), so faults do not hide each other.
 """
 
 import csv
@@ -33,7 +33,7 @@ TOKENS = [(7 * i * i + 3) % 211 for i in range(90)]
 
 @pytest.fixture(scope="module")
 def folder(hf_folder):
-    """Heads of 64, since Triton's attention takes no others here; no tokenizer."""
+    """A model without a tokenizer. Its head size is 64, because the Triton attention kernels support only 64 and 128."""
     return hf_folder("Qwen2", seed=5, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
 
 
@@ -48,12 +48,12 @@ def model(folder):
         yield generator._model
 
 
-# ── what is sound ──
+# ── correct layers ──
 
 
 @pytest.fixture(scope="module")
 def sound(folder):
-    """A whole comparison with Triton, and the context it is printed with."""
+    """The context and the result of a whole comparison with Triton."""
     with Generator.from_pretrained(folder, device="cpu", impl="eager", kv_cache_memory=1 << 22) as generator:
         result = compare.run(generator._model, TOKENS, compare.Shape(9, 2, 5, 20))
         correctness = {"checked": True, "against": "fp64"}
@@ -65,7 +65,7 @@ def test_triton_holds_its_bounds(sound):
     _, result = sound
     assert result.faults == []
     first, last = ["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "head"]
-    assert [row["layer"] for row in result.rows] == [*first, "select", *last, *first, *last], "in decode every row is wanted"
+    assert [row["layer"] for row in result.rows] == [*first, "select", *last, *first, *last], "in decode all rows need logits"
     assert [row["step"] for row in result.rows] == 7 * ["prefill 9"] + 6 * ["decode b2 @ 5"]
     for row in result.rows:
         assert row["within_bounds"]
@@ -76,7 +76,7 @@ def test_triton_holds_its_bounds(sound):
         assert (row["k"]["error"]["relative"] is None) == (row["kind"] != "attention")
         assert row["eager_s"] > 0
         assert row["candidate_s"] > 0
-        assert row["limit_s"] is row["share_of_limit"] is row["cold_l2"] is None, "a CPU has no limit to be near"
+        assert row["limit_s"] is row["share_of_limit"] is row["cold_l2"] is None, "a CPU has no limit"
     text, decode = result.model["text"], result.model["decode"]
     assert text["tokens"] == text["agree"] == 20
     assert text["clear_agree"] == text["clear"] >= 15
@@ -137,7 +137,7 @@ def test_the_command(run, folder, tmp_path):
 
 @pytest.mark.parametrize("options", [("--fp8",), ("--kv-cache-dtype", "fp8")])
 def test_fp8_is_sound_too(options, run, folder):
-    """Weights, activations in the prefill step, pages: what may err is how a value between two codes is rounded."""
+    """FP8 weights, activations and pages. The only differences are values between two codes that round to different sides."""
     code, out, err = run("compare", "-m", folder, *CPU, *SHORT, *options, "--layer", "layers.0.*", "-q", "-o", "json")
     assert code == 0, err
     record = json.loads(out)
@@ -147,7 +147,7 @@ def test_fp8_is_sound_too(options, run, folder):
     assert err == ""
 
 
-# ── what is not ──
+# ── faults ──
 
 
 FAULTS = {
@@ -174,13 +174,13 @@ def test_planted_faults_are_refused(impl, run, folder):
     for words in FAULTS[impl]:
         assert any(words in fault for fault in record["faults"]), record["faults"]
     for fault in record["faults"]:
-        assert "values in the pages" in fault or ("PyTorch's" in fault and "limit" in fault), "both figures are named"
+        assert "values in the pages" in fault or ("PyTorch's" in fault and "limit" in fault), "both errors are named"
     assert not record["results"][0]["within_bounds"]
-    assert all(row["eager_s"] is row["speedup"] is None for row in record["results"]), "no speed of something else"
+    assert all(row["eager_s"] is row["speedup"] is None for row in record["results"]), "wrong results are not timed"
 
 
 def test_a_fault_is_not_lost_in_a_large_residual_stream(model):
-    """Trained models carry a few huge values along, beside which what a layer adds is like rounding."""
+    """Trained models have a few huge values in the residual stream. Next to them, what a layer adds is as small as rounding."""
     model.layers[0].table.weight.mul_(1e6)
     impl = ["eager", "layers.0.mlp=compare-scaled"]
     result = compare.run(model, TOKENS, compare.Shape(9, 1, 5, 0), impl=impl, layer="layers.0.mlp")
@@ -193,7 +193,7 @@ def test_a_fault_is_not_lost_in_a_large_residual_stream(model):
 
 
 def test_select_alone(model):
-    """In a decode step it does nothing, so there is no step to time; but a form of one's own may do anything there."""
+    """Built-in `Select` does nothing in a decode step, so no step is timed. A user's implementation is compared there too."""
     shape = compare.Shape(9, 2, 5, 20)
     result = compare.run(model, TOKENS, shape, impl=["eager", "select=triton"])
     assert [(row["layer"], row["tokens"], row["rows"]) for row in result.rows] == [("select", 9, 1)]
@@ -212,7 +212,7 @@ def test_a_stale_scale_is_refused(run, folder):
     assert code == 1
     record = json.loads(out)
     assert any(fault.startswith("layers.1.mlp, decode b1 @ 5: output") for fault in record["faults"])
-    assert all(row["out"]["limit"]["relative"] < 1e-4 for row in record["results"]), "one row is not quantized, also of a prompt"
+    assert all(row["out"]["limit"]["relative"] < 1e-4 for row in record["results"]), "a single row is never quantized"
     assert "limit" in err
 
 
@@ -227,7 +227,7 @@ def test_a_broken_model_is_refused_and_its_table_says_so(run, folder):
 
 
 def test_divergence_and_agreement_against_their_definitions(model, folder):
-    """Doubled logits: the same first tokens, and a divergence that torch computes too."""
+    """Doubled logits have the same top tokens and a KL divergence that PyTorch also computes."""
     model.resolve(["eager", "head=compare-doubled"])
     places = compare_layers.places(model)
     found = over_text(model, places, TOKENS, bounds.floor(torch.float32))
@@ -244,7 +244,7 @@ def test_divergence_and_agreement_against_their_definitions(model, folder):
     assert [fault.split(":")[0] for fault in found.faults] == ["logits"]
 
 
-# ── what the figures are taken against ──
+# ── the truth, the inputs and the bounds ──
 
 
 @pytest.mark.parametrize(("family", "options"), [("Qwen2", {}), ("Qwen3", {"head_dim": 32}), ("Llama", {})])
@@ -264,11 +264,11 @@ def test_the_truth_is_that_of_transformers_in_fp64(family, options, hf_folder):
     with torch.no_grad():
         expected = oracle(torch.tensor([TOKENS[:40]])).logits[0, -1:]
     error = ((truth - expected).norm() / expected.norm()).item()
-    assert error < 1e-7, "what is left are the roundings to fp32 of rope tables and logits"
+    assert error < 1e-7, "the remaining error comes from fp32 rope tables and logits"
 
 
 def test_inputs_are_those_of_the_running_model(model):
-    """The decode step finds what a prefill of the same tokens computes, whatever pages it got."""
+    """A decode step has the same inputs as a prefill of the same tokens, on any pages."""
     places = compare_layers.places(model)
     texts = [TOKENS[i : i + 70] for i in (0, 5)]
     step = compare_layers.decode(model, places, texts)
@@ -322,7 +322,7 @@ def test_the_bounds():
     assert bounds.fault(bounds.errors(off * torch.nan, truth), edge, floor) is not None
 
 
-# ── what is asked for wrongly ──
+# ── wrong options and inputs ──
 
 
 def test_what_triton_cannot_run_is_said(run, hf_folder):
@@ -360,7 +360,7 @@ def test_bad_input_is_refused(run, folder, tmp_path, monkeypatch):
     (True, 4096, {}, (512, 2, 128, 512)),
     (True, 256, {}, (256, 2, 128, 256)),
     (False, 30, {}, (30, 2, 24, 30)),
-    (True, 256, {"prompt_len": 300, "context_len": 7}, (300, 2, 7, 256)),  # what is asked for is refused, not cut
+    (True, 256, {"prompt_len": 300, "context_len": 7}, (300, 2, 7, 256)),  # a given length is refused later, not reduced
 ])  # fmt: skip
 def test_default_lengths_fit_the_model(cuda, longest, given, expected):
     options = dict.fromkeys(("prompt_len", "context_len", "num_tokens")) | {"batch_size": 2} | given

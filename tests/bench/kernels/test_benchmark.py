@@ -1,7 +1,7 @@
-"""`minirt bench kernels` on tiny shapes: what is sound passes, planted faults get no figure, two runs compare as they should.
+"""`minirt bench kernels` on tiny shapes: correct kernels pass, planted faults are not timed, two runs are compared correctly.
 
-Catches: a builder whose truth is not what the kernel is for, rows of the result that are never compared, costs that do not count
-what is read, a fault that is timed all the same, noise taken for a regression.
+Catches: an operation with a wrong truth, rows of the result that are never compared, costs that do not match the tensors, timing
+of wrong results, noise reported as a regression.
 """
 
 import copy
@@ -29,7 +29,7 @@ from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.reference import quantize_fp8
 from minirt.modeling.config import ModelConfig, RopeConfig
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter; the command itself runs on the GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter; the command itself runs on the GPU")
 
 CONFIG = ModelConfig(
     model_type="qwen2", hidden_size=80, intermediate_size=144, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=64,
@@ -44,7 +44,7 @@ def point(name: str, tokens: int = 5, context: int = 70, dtype: torch.dtype = to
     return bench.Point(name, "tiny", Step(replace(CONFIG, **changes), tokens, context, dtype, CPU))
 
 
-# ── what is sound ──
+# ── correct kernels ──
 
 
 @pytest.mark.slow
@@ -65,13 +65,13 @@ def test_every_kernel_holds_its_bound(name, tokens, context):
 
 @pytest.mark.parametrize("name", ["qkv", "gate_up.fp8", "gemm_down", "gemm_o.fp8", "attention_prefill", "qk_norm_rope_kv_write"])
 def test_many_tokens_of_which_some_are_compared(name):
-    """Past the tiles of the kernels for few tokens, and past the rows that the truth is computed for."""
+    """More tokens than the kernels for few tokens take, and more rows than are compared with the truth."""
     row = once(point(name, 200, 3, torch.float16))
     assert row["fault"] is None
 
 
 def test_other_models():
-    """Biases, norms of q and k, one head for each, gelu."""
+    """Biases, QK-norm, as many KV heads as query heads, GELU."""
     row = once(point("attention_decode", 3, qk_norm=True, num_kv_heads=3))
     assert row["fault"] is None
     for name in ("o", "gate_up", "down", "mlp"):
@@ -93,7 +93,7 @@ def test_rows_to_compare(T, rows):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
 def test_cost_of_linears_is_their_tensors(name, fp8):
-    """Norms, biases and scales, a row each, are not counted."""
+    """Costs leave out norms, biases and scales, which are one row each."""
     step = point(name).step
     own = operations.Operands(step, operations.linears(CONFIG)[name], fp8)
     tensors = [own.x, own.weight, own.out] + [own.residual] * (own.residual is not None)
@@ -101,7 +101,7 @@ def test_cost_of_linears_is_their_tensors(name, fp8):
 
 
 def test_cost_of_attention():
-    """Against a count of the pairs that see each other, two operations for each channel of K and of V."""
+    """Compared with a count of visible pairs: two operations for each channel of K, and two for each channel of V."""
     queries, totals = (3, 1, 4), (10, 7, 4)
     nbytes, flops = prefill.cost(queries, totals, 6, 2, 64, 2)
     new_and_total = zip(queries, totals, strict=True)
@@ -135,7 +135,7 @@ def test_what_sets_the_limit():
 
 
 def wrong(module, name, change):
-    """(module, name, what stands there instead): the kernel with other arguments."""
+    """Return arguments of `monkeypatch.setattr` that replace a kernel with `change` of the kernel."""
     original = getattr(module, name)
     return module, name, lambda *args, **options: change(original, list(args), options)
 
@@ -196,7 +196,7 @@ def test_planted_faults_get_no_figure(fault, monkeypatch):
 
 
 def test_pages_that_are_not_written_are_found(monkeypatch):
-    """The result of attention alone would not show a K that went nowhere: the kernel has it in registers."""
+    """The output of attention does not depend on the written K, because the kernel has the new K in registers."""
 
     def forgets(original, args, options):
         args[2], args[3] = args[2].clone(), args[3].clone()
@@ -296,7 +296,7 @@ def test_wrong_inputs(run, folder, tmp_path):
     refused(run(*BASE, "o", "--dtype", "int8"), "--dtype", code=2)
     refused(run(*BASE, "o", "--dtype", "bfloat16"), "interpreter", "float16")
     refused(run(*BASE, "o", "-m", "nobodys-model"), "nobodys-model")
-    refused(run(*BASE, "o", "-c", "7"), "--context-len: no kernel that was named has a context")
+    refused(run(*BASE, "o", "-c", "7"), "--context-len: none of the named kernels has a context")
     refused(run(*BASE, "o", "-t", "0"), "whole numbers above 0", code=2)
     refused(run(*BASE, "o", "--pictures", tmp_path / "none"), "does not exist", code=2)
     refused(run(*BASE, "o", "--output-file", tmp_path / "none" / "a.md"), "does not exist", code=2)
@@ -324,12 +324,12 @@ def test_list(run):
     assert all(line.split()[0].endswith(".fp8") for line in out.splitlines())
 
 
-# ── what is printed of a GPU ──
+# ── the report of a GPU ──
 
 
 @pytest.fixture(scope="module")
 def on_gpu():
-    """Rows as a GPU gives them, of invented times."""
+    """A report as on a GPU, with simulated times."""
     rows = []
     for name, tokens in (("o", 1), ("o", 2000), ("attention_decode", 3), ("gemm_o.fp8", 64)):
         limits = bench.Limits(Ceiling(4e12, ""), dict.fromkeys((torch.float32, operations.FP8), MatmulCeiling(7e14, "")))
@@ -353,8 +353,8 @@ def test_what_is_printed(on_gpu):
     texts = {form: on_gpu.render(form) for form in FORMATS}
     assert texts["csv"].count("\n") == 5
     assert len(texts["jsonl"].splitlines()) == 4
-    assert "| 12.0 ± 3.0 | 0.83 × eager |" in texts["md"]  # the product alone lacks the residual: no rival
-    assert "leaves out attention_decode: rotation, KV write, pages; o: residual." in texts["md"]
+    assert "| 12.0 ± 3.0 | 0.83 × eager |" in texts["md"]  # the library's product lacks the residual, so it does not compete
+    assert "it lacks attention_decode: rotation, KV write, pages; o: residual." in texts["md"]
     assert "No figure here is a speed" not in texts["md"]
 
 

@@ -1,7 +1,7 @@
-"""The variants of `bench/ablation.py` compute the same as the layers, and each leaves out what it says.
+"""The variants of `bench/tools/ablation.py` compute the same as the layers, and each leaves out its trick.
 
-Catches: a replacement that is never called (a trick that would seem to bring nothing), one that computes something else, patches
-that stay behind.
+Catches: a replacement that is never called (the trick would seem useless), a replacement with a wrong result, patches that stay
+after the measurement.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from minirt.errors import NumericsError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter; the script itself runs on the GPU"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter; the script itself runs on the GPU"),
 ]
 TOKENS = [(7 * i * i + 3) % 211 for i in range(90)]
 HEADS = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -71,5 +71,5 @@ def test_a_variant_that_computes_something_else_is_refused(folder, monkeypatch):
     wrong = ablation.TRICKS["residual"]._replace(without=forgets)
     monkeypatch.setitem(ablation.TRICKS, "residual", wrong)
     for model, sequence, step in steps(folder, 1):
-        with pytest.raises(NumericsError, match=r"residual: a variant computes something else"):
+        with pytest.raises(NumericsError, match=r"residual: the logits of a variant differ"):
             ablation.variants(model, sequence, step)

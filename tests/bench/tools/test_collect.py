@@ -1,6 +1,6 @@
-"""`bench/collect.py` before there is a GPU: every run is a command line that minirt takes, and failures are told.
+"""`bench/tools/collect.py` without a GPU: every run is a valid command line, and failures are reported.
 
-Catches: an option that was renamed, a model that no preset knows, a kernel's name that changed, a failed run that leaves a file.
+Catches: a renamed option, a model without a preset, a renamed kernel, a failed run that leaves a file.
 """
 
 import sys
@@ -17,7 +17,7 @@ from minirt.errors import InputError, MinirtError
 
 
 def parsed(words):
-    """(the command, its options) as click has them."""
+    """Return the name of the command and its options, parsed by click."""
     command, context = cli.cli, click.Context(cli.cli)
     while isinstance(command, click.Group):
         command, words = command.get_command(context, words[0]), words[1:]
@@ -53,7 +53,7 @@ def test_every_kernel_is_measured():
 
 
 def test_what_readme_shows_is_collected():
-    """All but loading, which needs a checkpoint of 15 GB, and what a CPU measured."""
+    """All results except loading, which needs a checkpoint of 15 GB, and results of a CPU."""
     from minirt.bench.tools import tables
 
     shown = {source for block in tables.BLOCKS.values() for source in block.sources}
@@ -65,7 +65,7 @@ def test_what_readme_shows_is_collected():
 
 @pytest.mark.parametrize("limit", collect._STEP_LIMITS)
 def test_prompts_arrive_beside_requests(limit):
-    """The limit's name is its own, there is room for prompts and requests, and one prompt takes several steps or one whole."""
+    """The run has the limit of its name, and there is room for the prompts and the decoding requests."""
     options = parsed(collect.RUNS[f"chunking-{limit}"])[1]
     assert (options["max_num_batched_tokens"], options["beside"], options["input_len"]) == (limit, 32, (8192,))
     assert options["max_num_seqs"] > options["beside"]

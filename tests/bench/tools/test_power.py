@@ -1,5 +1,7 @@
-"""Energy under sustained load, on a GPU that is made up. Catches: energy of runs that are not counted, and updates of the
-counter that are taken for its value at any moment."""
+"""Energy under sustained load, on a simulated GPU.
+
+Catches: energy of runs that are not counted, and code that assumes the energy counter is always up to date.
+"""
 
 import pytest
 
@@ -7,7 +9,7 @@ from minirt.bench.tools import power
 
 
 class Gpu:
-    """Each run takes 25 ms and 10 J; the counter is updated every 100 ms; in the first second twice the energy."""
+    """Simulates a GPU. A run takes 25 ms and 10 J, or 20 J during warm-up. The energy counter is updated every 100 ms."""
 
     def __init__(self):
         self.time = self.energy = self.shown = 0.0

@@ -1,6 +1,8 @@
-"""How configurations are chosen, with times that are made up. Catches a lucky first run that is believed, a candidate that
-computes something else or does not compile and is chosen all the same or ends the tuning, and one that is fastest in a chain of
-one kernel but makes steps longer."""
+"""The choice of configurations, with simulated times.
+
+Catches a choice by a lucky first run; a wrong or failing candidate that is chosen or that stops the tuning; a candidate that is
+fastest in a chain of one kernel but makes steps longer.
+"""
 
 import json
 import random
@@ -27,7 +29,7 @@ class Config:
 
 
 class Bench:
-    """Launches that take as long as their configuration says, times the noise of the run."""
+    """Simulates launches. A launch takes the configuration's time multiplied by the noise of the run."""
 
     def __init__(self, default, candidates, noise=lambda config, count: 1.0):
         self.now, self.counts, self.noise = 0.0, {}, noise
@@ -52,7 +54,7 @@ class Bench:
         return tune.tune(self.case, self.time)
 
     def tune_in_steps(self, *runs):
-        """`runs`: what a step takes with each configuration, by run, in ms."""
+        """Tune with steps. `runs` has a dictionary for each run: the configuration's `us` → milliseconds of a step."""
         self.asked, left = [], list(runs)
 
         def step(case, configs):
@@ -83,7 +85,7 @@ def test_what_fails_is_out():
 
 
 def test_a_lucky_run_is_not_believed():
-    """Equal configurations under noise that lasts as long as a run: the luckiest of thirty is 20% ahead at first."""
+    """Thirty equal configurations, with noise that is constant during a run. The luckiest is 20% faster in the first run."""
     draw = random.Random(5)
     luck = {}
 
@@ -107,7 +109,7 @@ def test_steps_choose_among_the_fastest_of_chains():
 
 @pytest.mark.parametrize("second", [{10: 4.0, 7: 4.0}, {10: 4.0, 7: 3.995}, {10: 4.0, 7: 4.2}])
 def test_what_makes_steps_longer_is_not_kept(second):
-    """Or shorter once: equal graphs differ."""
+    """A step must be shorter in both runs, because equal CUDA graphs differ in speed."""
     outcome = Bench(Config(10), [Config(7)]).tune_in_steps({10: 4.0, 7: 3.9}, second)
     assert (outcome.config, outcome.best_us) == (None, pytest.approx(7))
     assert (outcome.default_step_s, outcome.best_step_s) == (4e-3, second[7] / 1e3)
@@ -150,7 +152,7 @@ def test_what_is_printed():
 
 
 def test_shapes_of_a_model():
-    """Each shape once, with what is fused around it."""
+    """Each shape appears once, with its fused operations."""
     graph = plan_model(LoadOptions(model="Qwen2.5-7B", device="cpu", dtype="bfloat16"))
     shapes = {(s.N, s.K, s.gated, s.residual, s.fp8) for s in linear_shapes(graph)}
     assert shapes == {
@@ -163,7 +165,7 @@ def test_shapes_of_a_model():
 
 
 def test_the_head_has_no_bucket_that_nothing_looks_up(monkeypatch):
-    """Its outputs are fp32, for which `gemm_sm90.lookup_gemm_sm90_config` takes the rule's."""
+    """The LM head has fp32 outputs, for which `gemm_sm90.lookup_gemm_sm90_config` always takes the rule's configuration."""
     monkeypatch.setattr(tuning_cases, "capability", lambda device: 90)
     monkeypatch.setattr(tuning_cases, "_sm_count", lambda device: 132)
     shapes = [LinearShape(4096, 512, False, False, torch.bfloat16, False, logits) for logits in (False, True)]
@@ -173,7 +175,7 @@ def test_the_head_has_no_bucket_that_nothing_looks_up(monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "counts", "context"), [(1, [1], 128), (100, [1] * 100, 128), (257, [257], 257)])
 def test_the_steps_of_so_many_tokens(tokens, counts, context):
-    """On pages of their own each, with the context cached."""
+    """Each sequence has its own pages and a cached context."""
     found = whole_steps.chunks(tokens, 48)
     assert [len(chunk.tokens) for chunk in found] == counts
     assert {chunk.start + len(chunk.tokens) for chunk in found} == {context}
@@ -182,7 +184,7 @@ def test_the_steps_of_so_many_tokens(tokens, counts, context):
 
 
 def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
-    """On a CPU a graph is what the look-up said while it was captured. Catches answers from before, and those that stay."""
+    """On a CPU the captured "graph" is the configuration looked up during the capture. Catches stale cached look-ups."""
     from minirt import Generator
     from minirt.kernels.compile.tuning import Tunable, cached_lookup
 
@@ -223,7 +225,7 @@ def test_what_is_stored_has_one_form(call, option):
 
 @pytest.mark.gpu
 def test_tuning_a_model(tmp_path, monkeypatch, call):
-    """End to end: what is stored is looked up by the next launch, and computes the same."""
+    """End to end: launches look up the stored configurations."""
     from minirt.kernels.compile import tuning
     from minirt.kernels.linear import gemv
 
