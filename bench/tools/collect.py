@@ -1,7 +1,7 @@
 """Measure on this GPU what bench/results holds: `python bench/tools/collect.py FOLDER [NAME or glob …]`; all without a name.
 
 Each run is a command line of its own in a process of its own, and leaves FOLDER/GPU-NAME.json; one that fails leaves none, and
-the exit code is 1. `bench/tools/tables.py` makes the README's tables and pictures from what is stored.
+the exit code is 1. `bench/tools/tables.py` makes tables and pictures from what is stored.
 """
 
 import os
