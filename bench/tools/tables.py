@@ -141,7 +141,7 @@ def _beside_vllm(
             own += [milliseconds(row[time]["median"] * 1e3), f"{row[share]:.0%}"] if row else [NONE, NONE]
             own += [milliseconds(peer)]
         rows.append(own)
-    return table([title, *(text for form in FORMATS for text in (title_of(form), "% of limit", f"vLLM {form}"))], rows)
+    return table([title, *(text for form in FORMATS for text in (title_of(form), "% of limit", f"vLLM 0.24, {form}"))], rows)
 
 
 # What README.md shows of these.
