@@ -331,8 +331,8 @@ def cpu_table(records: Records) -> str:
     """Of SmolLM2-135M, beside transformers."""
     (record,) = records.values()
     return (
-        f"On {record['threads']} CPU threads, SmolLM2-135M decodes at {record['ratio']:.2f} times the speed of transformers. It "
-        f"needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. The first token comes "
+        f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of transformers "
+        f"and needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. The first token comes "
         f"{record['first_token_s_after_process_start']:.1f} s after the process starts (`tests/tools/compare_transformers.py`)."
     )
 
@@ -740,7 +740,7 @@ BLOCKS = {
     ),
     "power": Block(
         ("h200-power",), power_table, _SYSTEM,
-        "Two GPUs of one host under sustained load at the same time: milliseconds, watts and the clock that the power limit "
+        "The GPUs of one host under sustained load at the same time: milliseconds, watts and the clock that the power limit "
         "leaves. Energy is what the GPU draws above its idle power (`bench/tools/power.py`):",
     ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
