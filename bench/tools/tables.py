@@ -331,8 +331,8 @@ def cpu_table(records: Records) -> str:
     """Of SmolLM2-135M, beside transformers."""
     (record,) = records.values()
     return (
-        f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of transformers "
-        f"and needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. The first token comes "
+        f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
+        f"transformers and needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. The first token comes "
         f"{record['first_token_s_after_process_start']:.1f} s after the process starts (`tests/tools/compare_transformers.py`)."
     )
 
