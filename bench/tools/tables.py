@@ -332,8 +332,9 @@ def cpu_table(records: Records) -> str:
     (record,) = records.values()
     return (
         f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
-        f"transformers and needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. The first token comes "
-        f"{record['first_token_s_after_process_start']:.1f} s after the process starts (`tests/tools/compare_transformers.py`)."
+        f"transformers and needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. "
+        f"The first token comes {record['first_token_s_after_process_start']:.1f} s after the process starts "
+        "(`tests/tools/compare_transformers.py`)."
     )
 
 
