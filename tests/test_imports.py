@@ -1,11 +1,8 @@
 """Which module may import which, checked on the syntax trees. Catches upward imports, cycles, and slow or forbidden imports."""
 
 import ast
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 
-import pytest
 from support.package import ROOT
 
 # From bottom to top. A module may import from lower tiers and from its own tier, without cycles. A folder may be spread over

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -98,6 +99,11 @@ def test_an_sdist_installs_the_same(content, tmp_path):
     source = copy_source(tmp_path / "source")
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", tmp_path / "dist", source)
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        held = {name.partition("/")[2] for name in members.getnames()}
+    wanted = [path for folder in ("docs", "examples", "bench/results") for path in (ROOT / folder).rglob("*.*")]
+    wanted += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/test_docs.py")]
+    assert {path.relative_to(ROOT).as_posix() for path in wanted if "__pycache__" not in path.parts} <= held
     assert installed_files(archive, target=tmp_path / "site") == content
 
 

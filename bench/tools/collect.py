@@ -1,7 +1,7 @@
 """Repeats the measurements of bench/results on this GPU: `python bench/tools/collect.py FOLDER [NAME or glob …]` (default: all).
 
 Each run is a command line in its own process and writes FOLDER/GPU-NAME.json. A run that fails writes no file, and the exit code
-is 1. `bench/tools/tables.py` makes the README's tables and pictures from the stored results.
+is 1. `bench/tools/tables.py` makes tables and pictures from the stored results.
 """
 
 import os

@@ -1,9 +1,10 @@
-"""The README's tables and pictures of measurements, made from the stored results.
+"""The tables and pictures of measurements in README.md and docs/, made from the stored results.
 
-python bench/tools/tables.py [FILE …]     copies the files to bench/results if there are any, then makes all of them anew
+python bench/tools/tables.py [FILE …]     copies the files to bench/results if there are any, then makes all tables and pictures
 
-A block stands between `<!-- NAME -->` and `<!-- end of NAME -->` and is empty as long as none of its results is stored; a
-picture, beside its results, carries their digest. A test compares both with the results. Pictures need matplotlib.
+A block stands between `<!-- NAME -->` and `<!-- end of NAME -->` on the page that `BLOCKS` names. It is empty as long as none of
+its results is stored. A picture lies beside its results and carries their digest. A test compares both with the results.
+Pictures need matplotlib.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 Result = Any  # what a file holds: a dictionary, of older loads a list of them
 Records = Mapping[str, Result]
 
-# vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured apart on the same GPU model with the same torch: not
-# among the stored results.
+# vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured separately on the same GPU model with the same torch.
+# These figures are not among the stored results.
 VLLM_STEPS = {
     (1, 128): (4.78, 3.41), (1, 8000): (4.91, 3.61), (8, 128): (4.93, 3.47), (64, 128): (5.22, 3.99), (256, 128): (9.08, 7.29)
 }  # fmt: skip
@@ -33,6 +34,11 @@ VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: 
 
 FORMATS = ("bf16", "fp8")
 NONE = "–"  # in a cell: not measured
+# The first line of every page of docs/benchmarks.
+NOTICE = (
+    "> Generated: every table and picture in this folder comes from [stored results](../../bench/results) by "
+    "`python bench/tools/tables.py`. Do not edit them by hand."
+)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -98,18 +104,19 @@ def about_table(records: Records) -> str:
         for form in FORMATS
     }
     return (
-        f"{where[0].upper()}{where[1:]}; {first['model']} shapes, random weights, greedy, through `Generator` with every token "
-        f"in Python's hands. A step's limit is the time in which a kernel that only reads would read the weights, "
-        f"{rates(reads, '.2f', 'TB/s')} in the same run, or PyTorch's large matrix product would multiply by them, "
-        f"{rates(products['bf16'], ',.0f', 'TFLOP/s')} in bf16 and {rates(products['fp8'], ',.0f', 'TFLOP/s')} in fp8, "
-        f"whichever is longer, and then read the KV cache; a prompt's is that of its products alone."
+        f"{where[0].upper()}{where[1:]}. {first['model']} shapes, random weights, greedy decoding, measured through `Generator`: "
+        f"every token reaches Python. The *limit* of a decode step is the time to read the weights, or to multiply by them, "
+        f"whichever is longer, plus the time to read the KV cache. The speeds behind the limit were measured in the same runs: "
+        f"{rates(reads, '.2f', 'TB/s')} for a kernel that only reads, and for a large matrix product of PyTorch "
+        f"{rates(products['bf16'], ',.0f', 'TFLOP/s')} in bf16 and {rates(products['fp8'], ',.0f', 'TFLOP/s')} in fp8. "
+        f"The limit of a prompt is the time of its matrix products at that speed."
     )
 
 
 def decode_table(records: Records) -> str:
     """Milliseconds of a decode step, and the limit's share of it."""
     return _beside_vllm(
-        "ms a step", _steps(records), VLLM_STEPS, lambda key: f"batch {key[0]}, context {key[1]}", "step_s",
+        "decode step, ms", _steps(records), VLLM_STEPS, lambda key: f"batch {key[0]}, context {key[1]}", "step_s",
         "share_of_limit",
     )  # fmt: skip
 
@@ -117,7 +124,7 @@ def decode_table(records: Records) -> str:
 def prefill_table(records: Records) -> str:
     """Milliseconds to the first token of one prompt, and the share of the rate of PyTorch's matrix product."""
     return _beside_vllm(
-        "ms to the first token", _prompts(records), VLLM_PROMPTS, lambda key: f"{key} tokens", "time_to_first_token_s",
+        "time to the first token, ms", _prompts(records), VLLM_PROMPTS, lambda key: f"{key} tokens", "time_to_first_token_s",
         "share_of_matmul_ceiling",
     )  # fmt: skip
 
@@ -134,7 +141,42 @@ def _beside_vllm(
             own += [milliseconds(row[time]["median"] * 1e3), f"{row[share]:.0%}"] if row else [NONE, NONE]
             own += [milliseconds(peer)]
         rows.append(own)
-    return table([title, *(text for form in FORMATS for text in (title_of(form), "of the limit", "vLLM 0.24"))], rows)
+    return table([title, *(text for form in FORMATS for text in (title_of(form), "% of limit", f"vLLM 0.24, {form}"))], rows)
+
+
+# What README.md shows of these.
+_README_STEPS, _README_PROMPTS = ((1, 128), (64, 128), (256, 128)), (512, 8192)
+
+
+def vllm_table(records: Records) -> str:
+    """README.md's choice of decode steps and prompts, beside vLLM's, and where they come from."""
+    steps = _steps({name: r for name, r in records.items() if r["benchmark"] == "decode"})
+    prompts = _prompts({name: r for name, r in records.items() if r["benchmark"] == "prefill"})
+    rows = [
+        _row_beside_vllm(f"decode step, batch {key[0]}", [steps[form].get(key) for form in FORMATS], "step_s", VLLM_STEPS[key])
+        for key in _README_STEPS
+    ]
+    rows += [
+        _row_beside_vllm(
+            f"first token, prompt of {key:,} tokens", [prompts[form].get(key) for form in FORMATS], "time_to_first_token_s",
+            VLLM_PROMPTS[key],
+        )
+        for key in _README_PROMPTS
+    ]  # fmt: skip
+    first = next(iter(records.values()))
+    commits = " and ".join(dict.fromkeys(f"`{record['commit']}`" for record in records.values()))
+    days = " to ".join(sorted({record["date"].partition(" ")[0] for record in records.values()}))
+    shown = table([f"{first['model']}, ms", "minirt bf16", "vLLM bf16", "minirt `--fp8`", "vLLM fp8"], rows)
+    return (
+        f"{shown}\n\nminirt at commit {commits}, {days}; vLLM 0.24.0. One {first['device']}, torch {first['versions']['torch']}, "
+        f"random weights, greedy decoding, context of 128 tokens. Caveat: vLLM was measured separately on the same GPU model and "
+        f"torch version, its date and raw output are not stored, and newer vLLM releases exist."
+    )
+
+
+def _row_beside_vllm(name: str, found: Sequence[Result | None], time: str, theirs: tuple[float, float]) -> list[str]:
+    own = [NONE if row is None else milliseconds(row[time]["median"] * 1e3) for row in found]
+    return [name, *(cell for pair in zip(own, map(milliseconds, theirs), strict=True) for cell in pair)]
 
 
 def losses_table(records: Records) -> str:
@@ -156,8 +198,8 @@ def losses_table(records: Records) -> str:
         compared += len(pairs)
         found += [f"{form}, {what}: {own / peer - 1:+.1%}" for what, own, peer in pairs if own > peer]
     if not found:
-        return f"None of these {compared} figures is above vLLM's."
-    return f"Slower than vLLM at {len(found)} of these {compared} figures: {'; '.join(found)}."
+        return f"minirt is slower than vLLM at none of these {compared} points."
+    return f"minirt is slower than vLLM at {len(found)} of these {compared} points: {'; '.join(found)}."
 
 
 def checks_table(records: Records) -> str:
@@ -165,9 +207,9 @@ def checks_table(records: Records) -> str:
     done: dict[str, list[str]] = {}
     for name, record in records.items():
         own = record["correctness"]
-        how = f"before timing compared with {own['against']}" if own["checked"] else own["why"]
+        how = f"compared with {own['against']}" if own["checked"] else own["why"]
         done.setdefault(how, []).append(f"`{name}`")
-    return "; ".join(f"{', '.join(names)}: {how}" for how, names in done.items()) + "."
+    return "Checks before timing. " + "; ".join(f"{', '.join(names)}: {how}" for how, names in done.items()) + "."
 
 
 def others_table(records: Records) -> str:
@@ -180,14 +222,14 @@ def others_table(records: Records) -> str:
             row = found[form].get(key)
             own += [milliseconds(row["step_s"]["median"] * 1e3), f"{row['share_of_read_ceiling']:.0%}"] if row else [NONE, NONE]
         rows.append(own)
-    return table(["ms a step", *(text for form in FORMATS for text in (title_of(form), "of the read ceiling"))], rows)
+    return table(["decode step, ms", *(text for form in FORMATS for text in (title_of(form), "% of memory bandwidth"))], rows)
 
 
 # --- around a step ---
 
 
 def trace_table(records: Records) -> str:
-    """Idle time, and the cost of drawing from the nucleus, for each batch size."""
+    """Idle time, and the cost of top-p sampling, for each batch size."""
     greedy: dict[Any, Result] = {}
     drawn: dict[Any, Result] = {}
     for record in records.values():
@@ -201,7 +243,7 @@ def trace_table(records: Records) -> str:
             own += [milliseconds(other["step_ms"]), f"{other['idle']:.1%}"]
             own += [signed((other["step_ms"] / row["step_ms"] - 1) * 100, 1) + "%"]
         rows.append(own if other else [*own, *[NONE] * 3])
-    return table(["decode step, traced", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p over greedy"], rows)
+    return table(["decode step", "greedy, ms", "GPU idle", "top-p 0.95, ms", "GPU idle", "top-p costs"], rows)
 
 
 def power_table(records: Records) -> str:
@@ -231,9 +273,9 @@ def power_table(records: Records) -> str:
         count, scale, unit = units[row["what"]]
         return f"{(row['watts'] - awake[row['gpu']]) * row['seconds'] / row[count] * scale:.3f} {unit}"
 
-    lines = cells(lambda r: "awake, of its limit" if r["what"] == "awake" else None, draw)
+    lines = cells(lambda r: "idle but awake, of the power limit" if r["what"] == "awake" else None, draw)
     lines |= cells(lambda r: {"reading": "reading", "product": "multiplying, bf16"}.get(r["what"]), cost)
-    lines |= cells(lambda r: f"bare step, batch {r['batch_size']}" if r["what"] == "step" else None, whole)
+    lines |= cells(lambda r: f"CUDA graph of a step, batch {r['batch_size']}" if r["what"] == "step" else None, whole)
     lines |= cells(lambda r: f"prompt of {r['input_len']} tokens" if r["what"] == "prompt" else None, whole)
     lines |= cells(
         lambda r: f"step of batch {r['batch_size']} through `Generator`" if r["what"] == "generator" else None,
@@ -250,7 +292,7 @@ def startup_table(records: Records) -> str:
         for record in records.values()
         for row in sorted(record["results"], key=lambda row: row["caches"], reverse=True)  # warm, then empty
     ]
-    return table(["seconds from the process's start", "imported", "loaded", "warmed up", "first token"], rows)
+    return table(["seconds since process start", "imported", "loaded", "warmed up", "first token"], rows)
 
 
 def loading_table(records: Records) -> str:
@@ -266,8 +308,8 @@ def loading_table(records: Records) -> str:
             f"{max(run['host_peak_gb'] for run in runs):.1f}",
             *(NONE if size is None else f"{size:.2f}" for size in last),
         ])  # fmt: skip
-    names = ["checkpoint in the page cache", "GB/s", "host memory at most, GB", "weights in the end, GB"]
-    return table([*names, "on the GPU in the end, GB", "at most, until the first tokens, GB"], rows)
+    names = ["checkpoint, in the page cache", "GB/s", "peak host memory, GB", "weights, GB"]
+    return table([*names, "GPU memory after loading, GB", "peak GPU memory to first tokens, GB"], rows)
 
 
 def chunking_table(records: Records) -> str:
@@ -281,17 +323,18 @@ def chunking_table(records: Records) -> str:
         ]
         for row in sorted(found, key=lambda row: -row["max_num_batched_tokens"])
     ]
-    title = "tokens of a step at most"
-    return table([title, "between two tokens: p50, ms", "p99, ms", "longest, ms", "prompt tokens/s"], rows)
+    title = "`--max-num-batched-tokens`"
+    return table([title, "time between tokens: p50, ms", "p99, ms", "longest, ms", "prompt tokens/s"], rows)
 
 
 def cpu_table(records: Records) -> str:
     """Of SmolLM2-135M, beside transformers."""
     (record,) = records.values()
     return (
-        f"On {record['threads']} CPU threads SmolLM2-135M decodes at {record['ratio']:.2f} times transformers' speed, in "
-        f"{record['peak_mb']:,.0f} MB ({record['weights_mb']:,.0f} MB of it weights);\nthe first token comes "
-        f"{record['first_token_s_after_process_start']:.1f} s after the process starts (`tests/tools/compare_transformers.py`)."
+        f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
+        f"transformers and needs {record['peak_mb']:,.0f} MB, of which {record['weights_mb']:,.0f} MB are weights. "
+        f"The first token comes {record['first_token_s_after_process_start']:.1f} s after the process starts "
+        "(`tests/tools/compare_transformers.py`)."
     )
 
 
@@ -306,7 +349,7 @@ def ablation_table(records: Records) -> str:
         own = [row["tricks"].get(name) for _, row in columns]
         if any(own):
             rows.append([text, *("" if one is None else signed(one["brings_s"] * 1e3, 2) for one in own)])
-    return table(["ms more without", *(f"{title_of(form)}, batch {row['batch_size']}" for form, row in columns)], rows)
+    return table(["ms added when left out", *(f"{title_of(form)}, batch {row['batch_size']}" for form, row in columns)], rows)
 
 
 def fusion_table(records: Records) -> str:
@@ -330,7 +373,7 @@ def fusion_table(records: Records) -> str:
     several = len({record["model"] for record, _ in whole}) > 1
     for record, _ in whole:
         title = title_of(format_of(record))
-        columns += [f"{record['model']}, {title}, ms" if several else f"{title}, ms", "Triton is faster by"]
+        columns += [f"{record['model']}, {title}, ms" if several else f"{title}, ms", "over Triton"]
     return table(columns, cells)
 
 
@@ -344,9 +387,9 @@ def layers_table(records: Records) -> str:
             own = [row for row in record["results"] if (row["step"], row["kind"]) == (step, kind)]
             cells += _layer(own)
         rows.append(cells)
-    names = ("eager, µs", "Triton, µs", "of the limit", "error / PyTorch's")
+    names = ("eager, µs", "Triton, µs", "% of limit", "error / PyTorch's error")
     columns = [f"{title_of(format_of(record))}: {name}" for record in records.values() for name in names]
-    return "\n\n".join(filter(None, (table(["layer, medians", *columns], rows), fusion_table(records))))
+    return "\n\n".join(filter(None, (table(["layer", *columns], rows), fusion_table(records))))
 
 
 def _layer(rows: list[Result]) -> list[str]:
@@ -362,7 +405,7 @@ def _layer(rows: list[Result]) -> list[str]:
     return [*cells, " / ".join(f"{error:.1e}" for error in errors) or NONE]
 
 
-_MODEL = "Qwen2.5-7B"  # whose shapes have a row each; the others count in the summary
+_MODEL = "Qwen2.5-7B"  # each kernel has a row for this model's shapes; other models count in the summary
 _BESIDE = {
     "eager": "eager PyTorch", "compiled": "torch.compile", "library": "PyTorch's own kernel", "library_fast": "cuBLAS, fast sums"
 }  # fmt: skip
@@ -370,14 +413,14 @@ _SUMS = ("library", "library_fast")  # cuBLAS's, exact and fast
 
 
 class Telling(NamedTuple):
-    """(tokens, context) of the few and of the many; the context is None where there is none."""
+    """(tokens, context) of a small and of a large point; kernels other than attention have no context."""
 
     few: tuple[int, int | None]
     many: tuple[int, int | None]
 
 
 def telling(kernel: str) -> Telling:
-    """The two of a kernel's points that the README shows."""
+    """The two points of a kernel that its table shows."""
     if kernel.startswith("attention_prefill"):
         return Telling((16, 32752), (8192, 0))
     if kernel.startswith("attention_decode"):
@@ -388,7 +431,7 @@ def telling(kernel: str) -> Telling:
 
 
 def kernels_table(records: Records) -> str:
-    """A row for each operation at two points, then how often it beats what over all of them."""
+    """A row for each operation at two points, then how often it beats each alternative over all points."""
     rows = _points(records)
     own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == _MODEL}
     cells = []
@@ -396,7 +439,7 @@ def kernels_table(records: Records) -> str:
         cells.append([f"`{kernel}`"])
         for tokens, context in telling(kernel):
             cells[-1] += _kernel(own.get((kernel, tokens, context)))
-    point = ["tokens", "µs", "of the limit", "speedups"]
+    point = ["tokens", "µs", "% of limit", "speedups"]
     parts = [table([f"kernel, {_MODEL}", *point, *point], cells)] if cells else []
     return "\n\n".join([*parts, _summary(rows)])
 
@@ -443,11 +486,12 @@ def _summary(rows: list[Result]) -> str:
                 f"{statistics.median(ratio for ratio, _ in found):.2f} ×",
                 f"{least:.2f} × (`{where['kernel']}`, {where['tokens']:,}{context}{model})",
             ])  # fmt: skip
-    return table(["Triton beside, all stored points", "points", "Triton faster at", "median", "least"], lines)
+    columns = ["Triton compared with, all stored points", "points", "Triton faster at", "median speedup", "lowest speedup"]
+    return table(columns, lines)
 
 
 def shapes_table(records: Records) -> str:
-    """Microseconds that each kernel loses to its limit, a model's mean over its points, and the most beside Qwen2.5-7B's."""
+    """Microseconds of each kernel above its limit: the mean over a model's points, and the highest relative to Qwen2.5-7B's."""
     rows = [row for row in _points(records) if row["seconds"]]
     models = list(dict.fromkeys(row["model"] for row in rows))
     cells = []
@@ -460,7 +504,7 @@ def shapes_table(records: Records) -> str:
         factor = NONE if own is None or not means else f"{max(means.values()) / own:.2f} ×"
         shown = ({_MODEL: own} if own is not None else {}) | means
         cells.append([f"`{kernel}`", *(f"{shown[m] * 1e6:,.1f}" if m in shown else NONE for m in models), factor])
-    return table(["µs lost", *models, f"the most, beside {_MODEL}'s"], cells)
+    return table(["µs above the limit", *models, f"highest, relative to {_MODEL}"], cells)
 
 
 def gemms_table(records: Records) -> str:
@@ -474,7 +518,7 @@ def gemms_table(records: Records) -> str:
         forms = [name for name in ("triton", *_SUMS) if any(name in row["errors"] for row in own.values())]
         most = (max(row["errors"][name]["relative"] for row in own.values() if name in row["errors"]) for name in forms)
         cells[-1].append(" · ".join(f"{error:.1e}" for error in most))
-    return table(["product, model", *(f"{count:,} tokens" for count in counts), "largest error"], cells)
+    return table(["GEMM, model", *(f"{count:,} tokens" for count in counts), "largest error"], cells)
 
 
 def _gemm(row: Result | None) -> str:
@@ -532,7 +576,8 @@ def tuned_table(records: Records) -> str:
             steps = [1 - row["best_step_s"] / row["rule_step_s"] for row in kept]
             name = f"`{kernel}`, {title_of(format_of(record))}"
             cells.append([name, str(len(own)), str(sum(row["tried"] for row in own)), *_gains(chains), *_gains(steps)])
-    columns = ["kernel", "buckets", "tried", "faster in chains", "median", "most", "and in steps", "median", "most"]
+    columns = ["kernel", "buckets", "configurations tried", "faster alone", "median gain", "highest"]
+    columns += ["faster in whole steps", "median gain", "highest"]
     return table(columns, cells)
 
 
@@ -549,7 +594,7 @@ def speed_picture(records: Records, target: Path, note: str) -> None:
         own = [steps[key]["step_s"]["median"] * 1e3 for key in VLLM_STEPS]
         least = [t * steps[key]["share_of_limit"] for t, key in zip(own, VLLM_STEPS, strict=True)]
         _bars(axes[0][column], labels, own, [peers[column] for peers in VLLM_STEPS.values()], least)
-        axes[0][column].set_title(f"{kind}: a decode step, ms", fontsize=9)
+        axes[0][column].set_title(f"{kind}: decode step, ms (lower is better)", fontsize=9)
         prompts = {row["input_len"]: row for row in records[f"h200-prefill-{kind}"]["results"]}
         each = [1e3 / n for n in VLLM_PROMPTS]  # ms of a prompt → µs of a token
         own = [prompts[n]["time_to_first_token_s"]["median"] * 1e3 for n in VLLM_PROMPTS]
@@ -558,7 +603,7 @@ def speed_picture(records: Records, target: Path, note: str) -> None:
         labels = [f"{n} tokens" for n in VLLM_PROMPTS]
         peers = [peers[column] for peers in VLLM_PROMPTS.values()]
         _bars(axes[1][column], labels, *([t * e for t, e in zip(ms, each, strict=True)] for ms in (own, peers, least)))
-        axes[1][column].set_title(f"{kind}: a prompt's first token, µs for each of its tokens", fontsize=9)
+        axes[1][column].set_title(f"{kind}: time to the first token, µs per prompt token (lower is better)", fontsize=9)
     first = next(iter(records.values()))
     commits = ", ".join(dict.fromkeys(record["commit"] for record in records.values()))
     figure.suptitle(f"{first['model']} shapes, random weights · {first['device']} · minirt {commits}", fontsize=9)
@@ -568,8 +613,8 @@ def speed_picture(records: Records, target: Path, note: str) -> None:
 def _bars(axes: "Axes", labels: list[str], own: list[float], peers: list[float], least: list[float]) -> None:
     where = range(len(labels))
     axes.bar([i - 0.2 for i in where], own, 0.4, label="minirt", color="C1")
-    axes.bar([i + 0.2 for i in where], peers, 0.4, label="vLLM 0.24, measured apart", color="C7")
-    axes.hlines(least, [i - 0.4 for i in where], [i + 0.4 for i in where], "k", label="what the measured ceilings allow")
+    axes.bar([i + 0.2 for i in where], peers, 0.4, label="vLLM 0.24.0, measured separately", color="C7")
+    axes.hlines(least, [i - 0.4 for i in where], [i + 0.4 for i in where], "k", label="limit of the hardware, measured")
     axes.set_xticks(where, labels, fontsize=7)
     axes.tick_params(axis="y", labelsize=7)
     axes.set_ylim(0, 1.3 * max(*own, *peers))
@@ -582,16 +627,41 @@ def layers_picture(records: Records, target: Path, note: str) -> None:
     draw(record, record["results"], target, note)
 
 
-_BENCH = Path(__file__).resolve().parents[1]
-README, RESULTS = _BENCH.parent / "README.md", _BENCH / "results"
+def quality_table(records: Records) -> str:
+    """What FP8 costs: the loss in nats per token above fp32."""
+    (lines,) = records.values()
+    about = next(line for line in lines if line["kind"] == "about")
+    found = {line["name"]: line for line in lines if "difference" in line}
+    rows = [[title, *(_loss(found.get(name)) for name in names)] for title, names in _QUALITY.items()]
+    shown = table(["nats per token above fp32", "`--fp8`", "and `--kv-cache-dtype fp8`", "`--fp8 --fp8-head`"], rows)
+    where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
+    return f"{shown}\n\nFrom `cpu-fp8-quality` ({where}); ± is the standard error over windows of 512 tokens."
+
+
+# Row → the names in the result of its columns. None: the column does not differ from the first.
+_QUALITY: dict[str, tuple[str | None, ...]] = {
+    "embedded model": ("embedded fp8", "embedded fp8 + kv", None),
+    "embedded model with outliers": ("embedded outliers, fp8", "embedded outliers, fp8 + kv", None),
+    "SmolLM2-135M-Instruct": ("SmolLM2-135M fp8", "SmolLM2-135M fp8 + kv", "WA all"),
+}
+
+
+def _loss(line: Result | None) -> str:
+    return NONE if line is None else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f} ({line['tokens']:,} tokens)"
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+README, RESULTS, BENCHMARKS = _ROOT / "README.md", _ROOT / "bench" / "results", _ROOT / "docs" / "benchmarks"
+QUANTIZATION = _ROOT / "docs" / "quantization.md"
 
 
 class Block(NamedTuple):
-    """`sources`: names or globs of the results, in order; `says`: what stands before the table, if there is one; `names`: say
-    below it which results they are."""
+    """`sources`: names or globs of the results, in order; `page`: where the block stands; `says`: the text before its table;
+    `names`: whether the results and their commits are named below it."""
 
     sources: tuple[str, ...]
     make: Callable[[Records], str]
+    page: Path
     says: str = ""
     names: bool = True
 
@@ -599,93 +669,107 @@ class Block(NamedTuple):
 _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000")
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
+_MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
-    "about": Block(_STEPS + _PROMPTS, about_table, names=False),
-    "decode": Block(_STEPS, decode_table),
-    "prefill": Block(_PROMPTS, prefill_table),
-    "losses": Block(_STEPS + _PROMPTS, losses_table, names=False),
-    "checks": Block(_STEPS + _PROMPTS, checks_table, names=False),
+    "vllm": Block(_STEPS + _PROMPTS, vllm_table, README, names=False),
+    "about": Block(_STEPS + _PROMPTS, about_table, _MODELS, names=False),
+    "decode": Block(_STEPS, decode_table, _MODELS),
+    "prefill": Block(_PROMPTS, prefill_table, _MODELS),
+    "losses": Block(_STEPS + _PROMPTS, losses_table, _MODELS, names=False),
+    "checks": Block(_STEPS + _PROMPTS, checks_table, _MODELS, names=False),
     "others": Block(
-        tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table,
-        "Decode steps of models, batches and contexts that the kernels' rules were not fitted to:",
-    ),
-    "trace": Block(
-        ("h200-trace",), trace_table,
-        "The GPU while decoding, by the profiler; every gap between two kernels counts as idle (`bench/tools/gpu_trace.py`):",
-    ),
-    "power": Block(
-        ("h200-power",), power_table,
-        "GPUs of one host side by side, under sustained load: milliseconds, watts, and the clock to which the power limit brings "
-        "them; energies are those above an idle GPU's (`bench/tools/power.py`):",
-    ),
-    "startup": Block(
-        ("h200-startup-bf16", "h200-startup-fp8"), startup_table,
-        "Process start to first token, random weights; warm: the median of several starts (`bench/tools/startup.py`):",
-    ),
-    "loading": Block(
-        ("h200-loading-bf16", "h200-loading-fp8"), loading_table, "Loading a checkpoint (`bench/tools/loading.py`):"
+        tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table, _MODELS,
+        "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
     ),
     "chunking": Block(
-        ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table,
-        "Long prompts that arrive at once beside requests that are being answered: the times between two tokens of those, by the "
-        "most tokens of a step (`minirt bench prefill --beside`; the commands are in the results):",
-    ),
-    "ablation": Block(
-        ("h200-ablation-bf16", "h200-ablation-fp8"), ablation_table,
-        "What each fusion and trick brings to a decode step of Qwen2.5-7B: milliseconds that a step takes more when that one "
-        "is left out. An empty cell: the step does not use it. Steps are CUDA graphs, without the sampler "
-        "(`bench/tools/ablation.py`):",
+        ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
+        "Long prompts arrive while other requests decode. The table shows the time between two tokens of a decoding request, by "
+        "the largest number of tokens in a step (`minirt bench prefill --beside`; the commands are in the results):",
     ),
     "kernels": Block(
         tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others-attention", "others")),
-        kernels_table,
-        "Kernel by kernel, with a cold L2 (`minirt bench kernels`). Speedups are those over eager PyTorch · torch.compile · "
-        "PyTorch's own kernel (cuBLAS, SDPA); where one is marked \\*, that form computes less than the kernel. Tokens of "
-        "attention are new ones @ those in the cache; in decode, sequences @ tokens of each. Every point, with its error and "
-        "its spread, is in the results:",
+        kernels_table, _KERNELS,
+        "Each kernel alone, with a cold L2 cache (`minirt bench kernels`). The three speedups are over eager PyTorch · "
+        "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over a form that computes less than the "
+        "kernel does. Attention tokens are given as new tokens @ cached tokens; for decode, as sequences @ tokens of each. Each "
+        "row shows a small and a large point. The results hold every point, with its error and spread.",
     ),
     "shapes": Block(
-        ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table,
-        "Microseconds by which the kernels of a decode step miss their limits, means over 1, 3, 24 and 100 tokens, attention "
-        "over 128 and 3000 tokens of context each:",
+        ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table, _KERNELS,
+        "Microseconds by which the kernels of a decode step exceed their limits. Each cell is the mean over 1, 3, 24 and 100 "
+        "tokens; for attention, with 128 and with 3000 tokens of context:",
     ),
     "gemms": Block(
-        ("h200-kernels-gemm",), gemms_table,
-        "The products of prompts alone: microseconds · cuBLAS's time over ours, with `.fp8` that of its exact sums · of its fast "
-        "ones (\\*: without the activation); errors against fp64, in the same order:",
+        ("h200-kernels-gemm",), gemms_table, _KERNELS,
+        "GEMMs of prompts alone. Each cell is microseconds · cuBLAS's time divided by that. Rows with `.fp8` have two such "
+        "quotients: cuBLAS with exact accumulation, then with fast accumulation. A quotient marked \\* is of cuBLAS without the "
+        "activation. Errors are relative to fp64, in the same order:",
     ),
     "attention": Block(
-        ("h200-kernels-attention",), attention_table,
-        "Attention of prompts alone, new tokens @ those in the cache; SDPA's fastest backend, which reads no pages, takes so "
-        "many times as long:",
+        ("h200-kernels-attention",), attention_table, _KERNELS,
+        "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is the time of SDPA's fastest backend, which "
+        "reads contiguous tensors instead of pages, divided by the kernel's time:",
     ),
     "tuned": Block(
-        ("h200-tune-bf16", "h200-tune-fp8"), tuned_table,
-        "What `minirt tune` finds for Qwen2.5-7B beside the rules that are built in: buckets where a configuration is faster in "
-        "chains of dependent launches, and those where it makes a whole step shorter, which alone are kept:",
+        ("h200-tune-bf16", "h200-tune-fp8"), tuned_table, _KERNELS,
+        "What `minirt tune` finds for Qwen2.5-7B compared with the built-in rules. A bucket is a kernel, a shape and a range of "
+        "token counts. *Faster alone* counts buckets with a configuration that is faster in chains of dependent launches; only "
+        "those that also make a whole decode step faster are kept:",
     ),
-    "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), fusion_table),
+    "fusion": Block(("h200-compare-embedded", "h200-compare-smollm2"), fusion_table, _LAYERS),
     "layers-7b": Block(
-        ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers_table,
-        "The same of Qwen2.5-7B, random weights, where the time goes into reading weights (`minirt compare`); errors are "
-        "relative to fp64, the largest of all layers of a kind:",
+        ("h200-compare-7b-bf16", "h200-compare-7b-fp8"), layers_table, _LAYERS,
+        "Qwen2.5-7B, random weights (`minirt compare`). Times are medians over the layers of a kind. Errors, relative to "
+        "fp64, are the largest of a kind:",
     ),
-    "cpu": Block(("cpu-smollm2",), cpu_table),
+    "ablation": Block(
+        ("h200-ablation-bf16", "h200-ablation-fp8"), ablation_table, _LAYERS,
+        "Milliseconds that a decode step of Qwen2.5-7B takes longer when one technique is left out. An empty cell means that the "
+        "step does not use it. Steps are CUDA graphs without the sampler (`bench/tools/ablation.py`):",
+    ),
+    "startup": Block(
+        ("h200-startup-bf16", "h200-startup-fp8"), startup_table, _SYSTEM,
+        "From process start to the first token, Qwen2.5-7B with random weights. Warm rows are medians of several starts "
+        "(`bench/tools/startup.py`):",
+    ),
+    "loading": Block(
+        ("h200-loading-bf16", "h200-loading-fp8"), loading_table, _SYSTEM, "Loading a checkpoint (`bench/tools/loading.py`):"
+    ),
+    "trace": Block(
+        ("h200-trace",), trace_table, _SYSTEM,
+        "The GPU during decoding, by PyTorch's profiler (`bench/tools/gpu_trace.py`). A gap between two kernels counts as idle:",
+    ),
+    "power": Block(
+        ("h200-power",), power_table, _SYSTEM,
+        "The GPUs of one host under sustained load at the same time: milliseconds, watts and the clock that the power limit "
+        "leaves. Energy is what the GPU draws above its idle power (`bench/tools/power.py`):",
+    ),
+    "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
+    "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
 
 
 def load(name: str) -> Result:
+    """The content of a stored result; a list of records where it is a .jsonl file."""
+    lines = RESULTS / f"{name}.jsonl"
+    if lines.exists():
+        return [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def stored(sources: tuple[str, ...]) -> dict[str, Result]:
-    """Those of the results that there are, each once, in the order of the sources."""
-    names = dict.fromkeys(file.stem for source in sources for file in sorted(RESULTS.glob(f"{source}.json")))
-    return {name: load(name) for name in names}
+    """The results that are stored, each once, in the order of the sources."""
+    found = (file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*")))
+    return {name: load(name) for name in dict.fromkeys(file.stem for file in found)}
+
+
+def pages() -> list[Path]:
+    """Every page that has blocks."""
+    return list(dict.fromkeys(block.page for block in BLOCKS.values()))
 
 
 def block(name: str) -> str:
-    """What stands in a block: text, table, and which results at which commit that is; "" if none is stored."""
+    """The content of a block: text, table, and the results with their commits; "" if no result is stored."""
     own = BLOCKS[name]
     records = stored(own.sources)
     made = own.make(records) if records else ""
@@ -703,7 +787,7 @@ def origin(records: Records) -> str:
 
 
 def render(text: str) -> str:
-    """`text`, a README, with every block made anew."""
+    """`text`, a page, with every block made anew."""
 
     def anew(match: re.Match[str]) -> str:
         made = block(match["name"])
@@ -714,24 +798,35 @@ def render(text: str) -> str:
     return re.sub(pattern, anew, text, flags=re.DOTALL)
 
 
-# Name → the results that it shows.
-PICTURES = {"speed": _STEPS + _PROMPTS, "layers": ("h200-compare-embedded",)}
+class Picture(NamedTuple):
+    """`sources`: the results that it shows; `page`: where it stands."""
+
+    sources: tuple[str, ...]
+    draw: Callable[[Records, Path, str], None]
+    page: Path
+
+
+PICTURES = {
+    "speed": Picture(_STEPS + _PROMPTS, speed_picture, README),
+    "layers": Picture(("h200-compare-embedded",), layers_picture, _LAYERS),
+}
 
 
 def digest(name: str) -> str:
     """Of the results that a picture shows."""
-    content = b"".join((RESULTS / f"{source}.json").read_bytes() for source in PICTURES[name])
+    content = b"".join((RESULTS / f"{source}.json").read_bytes() for source in PICTURES[name].sources)
     return f"results {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def picture(name: str, target: Path) -> None:
-    {"speed": speed_picture, "layers": layers_picture}[name](stored(PICTURES[name]), target, digest(name))
+    PICTURES[name].draw(stored(PICTURES[name].sources), target, digest(name))
 
 
 def main(files: list[str]) -> None:
     for file in files:
         shutil.copy(file, RESULTS)
-    README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in pages():
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name in PICTURES:
         picture(name, RESULTS / f"{name}.svg")
 

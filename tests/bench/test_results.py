@@ -1,5 +1,5 @@
-"""What is stored and what the README says of it. Catches a figure that was typed, one of another run, a result that nobody shows,
-and one of which nobody can say where it comes from."""
+"""What is stored, and what README.md and docs/ say of it. Catches a figure that was typed, one of another run, a result that no
+page shows, and one of which nobody can say where it comes from."""
 
 import json
 import re
@@ -28,40 +28,81 @@ UNCHECKED = ("trace", "startup", "power")  # they time what runs beside the kern
 WITHOUT_CEILING = ("trace", "startup", "tune", "power")  # these have no limit that they are compared with
 
 
-def measured(text):
-    """The README's section of measurements."""
-    return re.search(r"^## Measured\n(.*?)^## ", text, flags=re.DOTALL | re.MULTILINE)[1]
+DOCS = tables.README.parent / "docs"
+BENCHMARKS = sorted(tables.BENCHMARKS.glob("*.md"))
+# The pages whose prose is not about measurements, but might hold one. docs/design and docs/decisions have rules of their own.
+OTHERS = [*sorted(DOCS.glob("*.md")), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "examples" / "README.md"]
+# What README.md says of versions and hardware: Python, PyTorch, Triton, compute capabilities, model families, bytes and bits.
+NOT_MEASURED = {"1", "2", "3", "4", "16", "32", "3.1", "3.2", "2.11", "3.6", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
+
+
+def without_blocks(text):
+    return re.sub(r"<!-- (\S+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
 
 
 def figures_outside(text):
-    """Figures of a section that stand in no block: not those of names, such as Qwen2.5-7B, and not what stands in `code`."""
-    text = re.sub(r"<!-- (\S+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    """Figures of a text that stand in no block: not those of names, such as Qwen2.5-7B, and not what stands in `code`."""
+    text = re.sub(r"^```.*?^```$", "", without_blocks(text), flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"`[^`]*`|!?\[[^]]*\]\([^)]*\)", "", text)
     return re.findall(r"(?<![\w.-])[\d.,]*\d[\w%]*", text)
 
 
-def test_the_blocks_are_those_of_the_stored_results():
-    text = tables.README.read_text()
+def measurements_outside(text):
+    """Figures with a unit of speed, time, power or comparison that stand in no block, in code or not."""
+    units = r"%|×|[mµn]?s|W|[kMG]Hz|[KMGT]?B/s|[GT]FLOP/s|tokens/s|tokens a second|times"
+    return [found[0] for found in re.finditer(rf"(?<![\w.-])\d[\d.,]*\s?(?:{units})(?!\w)", without_blocks(text))]
+
+
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
+def test_the_blocks_are_those_of_the_stored_results(page):
+    text = page.read_text()
     assert tables.render(text) == text, "run `python bench/tools/tables.py`"
     assert re.findall("<!-- end of (.*) -->", text) == re.findall("<!-- (?!end of )(.*) -->", text)
-    assert sorted(re.findall("<!-- end of (.*) -->", text)) == sorted(tables.BLOCKS)
-    for name in tables.BLOCKS:
+    own = [name for name, block in tables.BLOCKS.items() if block.page == page]
+    assert sorted(re.findall("<!-- end of (.*) -->", text)) == sorted(own)
+    for name in own:
         made = tables.block(name)
         assert f"<!-- {name} -->\n{made}\n<!-- end of {name} -->" in text if made else True
 
 
-def test_another_figure_is_found():
-    text = tables.README.read_text()
-    changed = re.sub(r"(\| batch 1, context 128 \| )\d", r"\g<1>1", text)
-    assert changed != text
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
+def test_another_figure_is_found(page):
+    text = page.read_text()
+    first = re.search(r"<!-- (\S+) -->\n(.*?)<!-- end of", text, flags=re.DOTALL)
+    digit = first.start(2) + re.search(r"\d", first[2]).start()
+    changed = text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :]
     assert tables.render(changed) == text
 
 
-def test_no_figure_is_typed():
-    section = measured(tables.README.read_text())
-    assert figures_outside(section) == []
+def test_pages_of_benchmarks_say_what_made_them():
+    assert {page.parent for page in tables.pages()} == {tables.README.parent, tables.BENCHMARKS, DOCS}
+    for page in BENCHMARKS:
+        assert page.read_text().partition("\n")[0] == tables.NOTICE
+
+
+@pytest.mark.parametrize("page", BENCHMARKS, ids=lambda page: page.name)
+def test_no_figure_is_typed(page):
+    text = page.read_text()
+    assert figures_outside(text) == []
     typed = "\nIdle for 0.7% (batch 64), 1,356 TFLOP/s, Qwen2.5-7B in bf16, `-b 3`.\n<!-- a -->\n7 ms\n<!-- end of a -->\n"
-    assert figures_outside(section + typed) == ["0.7%", "64", "1,356"]
+    assert figures_outside(text + typed) == ["0.7%", "64", "1,356"]
+
+
+def test_no_figure_is_typed_in_the_readme():
+    text = tables.README.read_text()
+    assert set(figures_outside(text)) <= NOT_MEASURED
+    assert measurements_outside(text) == []
+    section = re.search(r"^## Speed\n(.*?)^## ", text, flags=re.DOTALL | re.MULTILINE)[1]
+    assert figures_outside(section) == []
+    assert not {"3.37", "1.4"} & NOT_MEASURED
+    assert figures_outside("decodes in 3.37 ms, 1.4 times as fast") == ["3.37", "1.4"]
+
+
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.name)
+def test_no_measurement_is_typed_elsewhere(page):
+    assert measurements_outside(page.read_text()) == []
+    typed = "It takes 3.4 ms, 91% of 4.5 TB/s, `1.2 s` or 5 × as long; 12 layers of 64 heads.\n"
+    assert measurements_outside(typed) == ["3.4 ms", "91%", "4.5 TB/s", "1.2 s", "5 ×"]
 
 
 def test_all_that_is_stored_or_collected_is_shown():
@@ -134,7 +175,7 @@ def test_a_load_says_where_it_ran(name):
 def test_the_pictures_are_of_the_stored_results(name):
     text = (tables.RESULTS / f"{name}.svg").read_text()
     assert tables.digest(name) in text, "run `python bench/tools/tables.py`"
-    assert f"(bench/results/{name}.svg)" in tables.README.read_text()
+    assert f"bench/results/{name}.svg)" in tables.PICTURES[name].page.read_text()
 
 
 @pytest.mark.parametrize("name", tables.PICTURES)
@@ -142,4 +183,4 @@ def test_the_pictures_can_be_drawn(name, tmp_path):
     tables.picture(name, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert tables.digest(name) in text
-    assert tables.load(tables.PICTURES[name][0])["commit"] in text or "<use" in text  # words are drawn as shapes
+    assert tables.load(tables.PICTURES[name].sources[0])["commit"] in text or "<use" in text  # words are drawn as shapes

@@ -1,17 +1,15 @@
-"""Composition from Python: a custom implementation, a model composed of layers, and README.md's examples.
+"""Composition from Python: a custom implementation, and a model composed of layers. tests/test_docs.py runs the examples.
 
 The references are transformers models with rewritten checkpoints: blocks removed, or repeated with separate KV caches. Catches
-layers that depend on their index, KV pages shared by two uses of one layer, and examples that do not run.
+layers that depend on their index, and KV pages shared by two uses of one layer.
 """
 
 import json
-import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.package import ROOT
 
 from minirt import Generator, SamplingParams
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
@@ -19,52 +17,6 @@ from minirt.layers import base
 
 CACHE = 1 << 24
 PROMPT = [5, 17, 99, 3, 42, 42, 180]
-
-
-# The two examples. README.md shows the same code.
-
-
-def own_implementation(MODEL):
-    import torch
-
-    from minirt import Generator, SamplingParams
-    from minirt.layers import register
-
-    @register("mlp", "plain")  # a kind of layer, a name of your own
-    def plain(layer):
-        def forward(x, batch, kv):  # x [tokens, hidden] → the same, residual included
-            h = torch.nn.functional.rms_norm(x, x.shape[-1:], layer.norm.weight, layer.config.rms_norm_eps)
-            gate, up = (h @ layer.gate_up.weight.T).chunk(2, dim=-1)
-            return x + (torch.nn.functional.silu(gate) * up) @ layer.down.weight.T
-
-        return forward
-
-    with Generator.from_pretrained(MODEL, impl="layers.*.mlp=plain") as generator:
-        print(generator.plan.rows[2])
-        print(generator.generate("The capital of France is", SamplingParams(max_tokens=8)).text)
-
-
-def own_model(MODEL):
-    from minirt import Generator, SamplingParams
-    from minirt.layers import MLP, Attention, Embedding, Head
-
-    def compose(config):
-        """The model without block 20, and with block 10 run twice: one set of weights, a KV cache for each place."""
-        layers = [Embedding(config, weight="model.embed_tokens")]
-        for i in range(config.num_layers):
-            at = f"model.layers.{i}"
-            q, k, v, o = (f"{at}.self_attn.{name}_proj" for name in "qkvo")
-            gate, up, down = (f"{at}.mlp.{name}_proj" for name in ("gate", "up", "down"))
-            attention = Attention(config, name=f"layers.{i}.attention", norm=f"{at}.input_layernorm", q=q, k=k, v=v, o=o)
-            mlp = MLP(config, name=f"layers.{i}.mlp", norm=f"{at}.post_attention_layernorm", gate=gate, up=up, down=down)
-            layers += [attention, mlp] * {10: 2, 20: 0}.get(i, 1)
-        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        return [*layers, Head(config, norm="model.norm", weight=head)]
-
-    with Generator.from_pretrained(MODEL, layers=compose, impl=["auto", "layers.10.*=eager"]) as generator:
-        print(len(generator.plan.rows), "layers; not used:", *generator.unused_tensors[:2])
-        for piece in generator.stream("The capital of France is", SamplingParams(max_tokens=8)):
-            print(piece.text, end="", flush=True)
 
 
 @pytest.fixture(autouse=True)
@@ -269,22 +221,3 @@ def test_impossible_compositions(hf_folder):
     for wrong in (lambda c: [], lambda c: models.build(c)[1:], lambda c: models.build(c)[::-1], lambda c: models.build(c)[:1]):
         with pytest.raises(ConfigError, match="one embedding"):
             load(folder, layers=wrong)
-
-
-def test_examples(smollm2, capsys):
-    own_implementation(smollm2)
-    assert "plain" in (out := capsys.readouterr().out)
-    assert "\n Paris." in out
-    own_model(smollm2)
-    first, _, text = capsys.readouterr().out.partition("\n")
-    assert first.startswith("63 layers; not used: model.layers.20.")
-    assert text
-
-
-def test_readme(smollm2, monkeypatch, tmp_path):
-    """Every Python block of README.md runs, in order, in one namespace where MODEL is a model's folder."""
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
-    namespace = {"__name__": "readme", "MODEL": str(smollm2)}
-    for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"README.md, Python block {number}", "exec"), namespace)

@@ -1,5 +1,5 @@
-"""The README's tables on small records of awkward values. Catches a wrong unit or sign, a swapped column, a quotient upside down,
-a missing value that is shown as one, and a form that computes less counted as one that computes the same."""
+"""The tables of README.md and docs/ on small records of awkward values. Catches a wrong unit or sign, a swapped column, a
+quotient upside down, a missing value that is shown as one, and a form that computes less counted as one that computes as much."""
 
 import pytest
 
@@ -62,14 +62,36 @@ def test_prefill_with_gaps():
     ]
 
 
+def test_the_choice_for_the_readme():
+    def of(commit, date, record, **own):
+        return record | {"model": "M", "commit": commit, "date": date, "device": "X", "versions": {"torch": "2"}} | own
+
+    records = {
+        "a": of("1", "2026-01-02 03:04 UTC", STEPS["a"]),
+        "c": of("2", "2026-01-01 03:04 UTC", PROMPTS["c"]),
+        "d": of("1", "2026-01-02 05:00 UTC", STEPS["b"]),
+    }
+    text = tables.vllm_table(records)
+    shown, _, origin = text.partition("\n\n")
+    assert shown.splitlines()[0] == "| M, ms | minirt bf16 | vLLM bf16 | minirt `--fp8` | vLLM fp8 |"
+    assert rows(shown) == [
+        ["decode step, batch 1", "4.78", "4.78", "–", "3.41"],
+        ["decode step, batch 64", "–", "5.22", "–", "3.99"],
+        ["decode step, batch 256", "12.3", "9.08", "–", "7.29"],
+        ["first token, prompt of 512 tokens", "–", "13.9", "–", "9.25"],
+        ["first token, prompt of 8,192 tokens", "–", "195.0", "129.9", "129.0"],
+    ]
+    assert origin.startswith("minirt at commit `1` and `2`, 2026-01-01 to 2026-01-02; vLLM 0.24.0. One X, torch 2, ")
+
+
 def test_losses_are_told_and_a_tie_is_none():
     text = tables.losses_table(STEPS | PROMPTS)
     assert text == (
-        "Slower than vLLM at 3 of these 5 figures: bf16, batch 256 at context 128: +35.5%; "
+        "minirt is slower than vLLM at 3 of these 5 points: bf16, batch 256 at context 128: +35.5%; "
         "fp8, batch 1 at context 8000: +38.5%; fp8, a prompt of 8192 tokens: +0.7%."
     )
     best = {"a": STEPS["a"] | {"results": [step(1, 128, 0.001)]}}
-    assert tables.losses_table(best) == "None of these 1 figures is above vLLM's."
+    assert tables.losses_table(best) == "minirt is slower than vLLM at none of these 1 points."
 
 
 def test_other_shapes():
@@ -84,7 +106,7 @@ def test_other_shapes():
 def test_checks():
     own = [{"checked": True, "against": "the truth"}, {"checked": False, "why": "no time"}, {"checked": False, "why": "no time"}]
     text = tables.checks_table({name: {"correctness": one} for name, one in zip("abc", own, strict=True)})
-    assert text == "`a`: before timing compared with the truth; `b`, `c`: no time."
+    assert text == "Checks before timing. `a`: compared with the truth; `b`, `c`: no time."
 
 
 def test_about_tells_every_machine_and_the_range_of_ceilings():
@@ -96,10 +118,10 @@ def test_about_tells_every_machine_and_the_range_of_ceilings():
 
     records = {"a": record("X", 4.514e12, None), "b": record("X", 4.516e12, None), "c": record("Y", None, 1.2345e15, "fp8")}
     text = tables.about_table(records)
-    assert text.startswith("One X, torch 2, Triton 3; one Y, torch 2, Triton 3; M shapes")
-    assert "would read the weights, 4.51 to 4.52 TB/s in the same run," in text
+    assert text.startswith("One X, torch 2, Triton 3; one Y, torch 2, Triton 3. M shapes")
+    assert "4.51 to 4.52 TB/s for a kernel that only reads" in text
     assert "not measured in bf16 and 1,23" in text
-    assert " TFLOP/s in fp8, whichever is longer" in text
+    assert " TFLOP/s in fp8. " in text
 
 
 def test_trace():
@@ -129,10 +151,10 @@ def test_power():
     record = {"results": [*gpu(1, 100.0), *gpu(0, 125.0)]}
     record["results"].append({"gpu": 1, "limit_w": 700.0, "what": "generator", "batch_size": 256, "seconds": 0.0078})
     assert rows(tables.power_table({"a": record})) == [
-        ["awake, of its limit", "125 of 700 W", "100 of 700 W"],
+        ["idle but awake, of the power limit", "125 of 700 W", "100 of 700 W"],
         ["reading", "0.100 J/GB", "0.100 J/GB"],
         ["multiplying, bf16", "1.000 J/TFLOP", "1.000 J/TFLOP"],
-        ["bare step, batch 8", "4.00 · 690 W · 1,980 MHz", "4.00 · 690 W · 1,980 MHz"],
+        ["CUDA graph of a step, batch 8", "4.00 · 690 W · 1,980 MHz", "4.00 · 690 W · 1,980 MHz"],
         ["prompt of 8192 tokens", "200.0 · 695 W · 1,410 MHz", "200.0 · 695 W · 1,410 MHz"],
         ["step of batch 256 through `Generator`", "–", "7.80"],
     ]
@@ -186,7 +208,7 @@ def test_ablation_shows_losses_and_leaves_out_what_no_step_uses():
         "b": {"quantization": "fp8", "what": what, "results": [at(1, 0.002, pdl=0.0)]},
     }
     text = tables.ablation_table(records)
-    assert text.splitlines()[0] == "| ms more without | bf16, batch 1 | bf16, batch 256 | `--fp8`, batch 1 |"
+    assert text.splitlines()[0] == "| ms added when left out | bf16, batch 1 | bf16, batch 256 | `--fp8`, batch 1 |"
     assert rows(text) == [
         ["the step as it is, ms", "3.40", "12.3", "2.00"],
         ["the norm", "+0.09", "", ""],
@@ -213,9 +235,9 @@ def test_fusion_of_two_records():
         ["Triton, but head eager", "–", "–", "1.000", "1.00 ×"],
     ]
     assert tables.fusion_table({"c": records["c"]}) == ""
-    assert "| bf16, ms | Triton is faster by | `--fp8`, ms |" in tables.fusion_table(records)
+    assert "| bf16, ms | over Triton | `--fp8`, ms |" in tables.fusion_table(records)
     records["b"]["model"] = "N"
-    assert "| M, bf16, ms | Triton is faster by | N, `--fp8`, ms |" in tables.fusion_table(records)
+    assert "| M, bf16, ms | over Triton | N, `--fp8`, ms |" in tables.fusion_table(records)
 
 
 def layer(kind, eager, own, added, out, share=0.5):
@@ -280,7 +302,7 @@ def test_products_beside_both_of_cublas_sums():
         product("gemm_gate_up", 2, 1e-3, library=1e-3, lacks=["library"]), product("gemm_down", 2, None),
     ]  # fmt: skip
     text = tables.gemms_table({"a": {"results": found}})
-    assert text.splitlines()[0] == "| product, model | 2 tokens | 129 tokens | largest error |"
+    assert text.splitlines()[0] == "| GEMM, model | 2 tokens | 129 tokens | largest error |"
     assert rows(text) == [
         ["`gemm_o`, Qwen2.5-7B", "20.0 · 2.00", "10.0 · 0.79", "1.3e-01 · 1.3e-01"],
         ["`gemm_o.fp8`, Qwen2.5-7B", "10.0 · 2.00 · 1.00", "–", "2.0e-03 · 2.0e-03 · 2.0e-03"],
@@ -328,7 +350,7 @@ def test_what_other_shapes_lose():
     ]  # fmt: skip
     older = [row("o", "Qwen2.5-7B", 99e-6), row("o", "B", 99e-6)]  # of two that have a point the first counts
     text = tables.shapes_table({"a": {"results": found}, "b": {"results": older}})
-    assert text.splitlines()[0] == "| µs lost | Qwen2.5-7B | A | B | the most, beside Qwen2.5-7B's |"
+    assert text.splitlines()[0] == "| µs above the limit | Qwen2.5-7B | A | B | highest, relative to Qwen2.5-7B |"
     assert rows(text) == [
         ["`o`", "3.0", "6.0", "3.0", "2.00 ×"],
         ["`down`", "–", "1.0", "–", "–"],
@@ -350,8 +372,24 @@ def test_the_cpu():
     text = tables.cpu_table({"a": record})
     assert "On 2 CPU threads" in text
     assert "1.05 times" in text
-    assert "844 MB (538 MB" in text
+    assert "844 MB, of which 538 MB are weights" in text
     assert "1.4 s after" in text
+
+
+def test_the_quality_of_fp8():
+    def line(name, difference, tokens=10220):
+        return {"kind": "perplexity", "name": name, "difference": difference, "standard_error": 0.00347, "tokens": tokens}
+
+    about = {"kind": "about", "date": "2026-01-02", "versions": {"torch": "2"}}
+    lines = [about, {"kind": "perplexity", "name": "embedded fp32"}, line("embedded fp8", -2.3e-5), line("WA all", 0.05388, 5110)]
+    text = tables.quality_table({"a": [*lines, line("SmolLM2-135M fp8", -0.0223)]})
+    shown, _, origin = text.partition("\n\n")
+    assert rows(shown) == [
+        ["embedded model", "0.0000 ± 0.0035 (10,220 tokens)", "–", "–"],
+        ["embedded model with outliers", "–", "–", "–"],
+        ["SmolLM2-135M-Instruct", "−0.0223 ± 0.0035 (10,220 tokens)", "–", "+0.0539 ± 0.0035 (5,110 tokens)"],
+    ]
+    assert "2026-01-02, torch 2, eager layers on a CPU" in origin
 
 
 def test_results_are_named_by_their_commits():

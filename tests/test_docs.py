@@ -1,0 +1,234 @@
+"""README.md, CONTRIBUTING.md, docs/ and examples/: links resolve, and what is shown runs and prints what is shown.
+
+`tests/support/pages.py` says which blocks run. Pages run on a CPU, also where there is a GPU, since outputs are those of a CPU.
+Catches a page or heading that moved, an option that a command lacks, a snippet without its imports, and output that has changed.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from urllib.parse import unquote
+
+import pytest
+from support import pages
+from support.package import ROOT
+
+TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
+RUN = [*TOP, *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/benchmarks/*.md"))]
+LINKED = [*TOP, ROOT / "CHANGELOG.md", ROOT / "models" / "embedded" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+SCRIPTS = sorted(ROOT.glob("examples/*.py"))
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+# --- links ---
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    found, seen = [], {}
+    for heading in re.findall(r"^#+ +(.*?) *#*$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE):
+        plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        count = seen[slug] = seen.get(slug, -1) + 1
+        found.append(f"{slug}-{count}" if count else slug)
+    return found
+
+
+def broken_links(page, text):
+    """The relative links of a page that lead nowhere."""
+    broken = []
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)", prose):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / unquote(file)).resolve() if file else page
+        good = linked.exists() and linked.is_relative_to(ROOT)
+        if good and anchor:
+            good = linked.suffix == ".md" and anchor in anchors(linked.read_text("utf-8") if file else text)
+        if not good:
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name)
+def test_links_resolve(page):
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_broken_links_are_found():
+    text = "# A `b` & c\n[1](nowhere.md) [2](#a-b--c) [3](#a) [4](docs/README.md#none) [5](https://a.b/c) ![6](x.svg) `[7](y)`\n"
+    assert broken_links(ROOT / "README.md", text) == ["nowhere.md", "#a", "docs/README.md#none", "x.svg"]
+
+
+def test_every_page_is_in_the_index():
+    """docs/README.md, one line for each."""
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#]+\.md)", index)}
+    folders = ("*.md", "*/README.md", "design/*.md", "benchmarks/*.md")
+    expected = {page for pattern in folders for page in ROOT.glob(f"docs/{pattern}")}
+    assert expected - {ROOT / "docs" / "README.md"} <= listed
+
+
+# --- examples ---
+
+
+@pytest.fixture(scope="module")
+def results(smollm2, tmp_path_factory):
+    """Page → its faults, in a folder that looks like the repository. The Hub's cache holds the tests' SmolLM2-135M-Instruct."""
+    folder = tmp_path_factory.mktemp("repository")
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith("."):
+            (folder / entry.name).symlink_to(entry)
+    cache = tmp_path_factory.mktemp("hub")
+    repository = cache / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / ("0" * 40)).symlink_to(smollm2)
+    environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "MINIRT_MODEL")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(ROOT / "tests" / "support" / "pages.py"), str(folder), *map(name, RUN)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=name)
+def test_examples_run_and_print_what_is_shown(page, results):
+    assert results[name(page)] == [], "\n\n".join(results[name(page)])
+
+
+@pytest.mark.parametrize("page", RUN, ids=name)
+def test_examples_that_do_not_run_here_have_options_that_exist(page):
+    left_out = [e for e in pages.examples(page.read_text(encoding="utf-8")) if e.why]
+    assert {e.source: fault for e in left_out if (fault := pages.skipped_fault(e))} == {}
+
+
+def test_most_of_the_readme_runs():
+    found = pages.examples((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert sum(e.kind == "python" and e.why is None for e in found) >= 2
+    assert sum(e.kind == "console" and e.why is None and bool(e.expected) for e in found) >= 2
+
+
+def test_every_example_is_run():
+    """examples/README.md shows what each script prints."""
+    shown = pages.examples((ROOT / "examples" / "README.md").read_text(encoding="utf-8"))
+    run = {word for e in shown if e.why is None and e.expected for word in e.source.split() if word.endswith(".py")}
+    assert run == set(map(name, SCRIPTS))
+    assert len(SCRIPTS) >= 5
+
+
+# --- what finds faults finds them ---
+
+PAGE = """
+```python
+x = 3
+print(x)
+```
+
+```text
+3
+```
+```console
+$ minirt generate -q --temperature 0 --max-tokens 3 hi    # a comment
+one
+$ cat a.txt
+…
+```
+```console error
+$ minirt generate --top-p 2 hi
+minirt: …
+```
+```python gpu
+import triton
+```
+"""
+
+
+def test_examples_of_a_page():
+    found = pages.examples(PAGE)
+    assert [(e.kind, e.expected, e.why) for e in found] == [
+        ("python", "3\n", None), ("console", "one\n", None), ("console", "…\n", None), ("error", "minirt: …\n", None),
+        ("python", None, "gpu"),
+    ]  # fmt: skip
+    assert [e.line for e in found] == [2, 11, 13, 17, 20]
+    for wrong in ("pyhton\nx", "python tired\nx", "console\n$ rm -r x", "console\nminirt", "console tired\n$ minirt"):
+        with pytest.raises(ValueError, match=r"line [12]: "):
+            pages.examples(f"```{wrong}\n```\n")
+
+
+def test_expected_output():
+    assert pages.matches("a … d\ne\n", "a b\nc d  \ne\n")
+    assert pages.matches("", "")
+    assert not pages.matches("a\n", "a\nb\n")
+    assert not pages.matches("…b\n", "a\n")
+    assert not pages.matches("", "a\n")
+
+
+def test_options_that_do_not_exist_are_found():
+    assert pages.parses("minirt generate --chat --model M hi") is None
+    assert pages.parses("minirt bench decode -b 1,8 --random-weights") is None
+    assert "--chatt" in pages.parses("minirt generate --chatt hi")
+    assert "--beside" in pages.parses("minirt bench decode --beside 3")
+    assert pages.parses("minirt serve") is not None
+    assert pages.skipped_fault(pages.Example(1, "python", "x = (", None, "gpu"))
+
+
+@pytest.mark.slow
+def test_a_wrong_example_is_found(tmp_path):
+    """One fault for each of the five examples that are wrong, none for the others."""
+    text = PAGE.replace("$ cat a.txt", "$ cat b.txt").replace("\n3\n", "\n4\n")
+    text += "```python\nprint(x + 1)\n```\n\n```text\n4\n```\n```python\nprint(y)\n```\n"
+    (tmp_path / "page.md").write_text(text.replace("--top-p 2", "-q --max-tokens 1"))
+    command = [sys.executable, str(ROOT / "tests" / "support" / "pages.py"), str(tmp_path), "page.md"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
+    found = json.loads(done.stdout)["page.md"]
+    assert [fault.partition(": ")[0] for fault in found] == [f"page.md:{line}" for line in (2, 11, 13, 17, 30)]
+    for fault, word in zip(found, ("expected:\n4", "expected:\none", "No such file", "exit code 0", "NameError"), strict=True):
+        assert word in fault
+
+
+# --- docs/cli.md and docs/python-api.md are complete ---
+
+
+def commands(group, path=()):
+    """(words, command) of all commands that are no groups."""
+    for word, command in group.commands.items():
+        yield from commands(command, (*path, word)) if hasattr(command, "commands") else [((*path, word), command)]
+
+
+def test_every_option_is_documented_and_exists():
+    from minirt.cli.app import cli
+
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    table = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    shown = set(re.findall(r"`(--?[a-z0-9-]+)`", table)) | set(re.findall(r"`(--[a-z0-9-]+) ", table))
+    known = {"--help", "--version", "-h", "-q"}  # of all commands
+    for words, command in commands(cli):
+        assert f"`{words[-1]}`" in table or f"`minirt {' '.join(words)}" in table or f"`{' '.join(words)}`" in table, words
+        known |= {option for p in command.params for option in (*p.opts, *p.secondary_opts) if option.startswith("-")}
+    assert shown - known == set()
+    assert known - shown - {"--help", "--version", "-h", "-q"} == set()
+
+
+def test_the_python_api_is_documented():
+    import inspect
+    from dataclasses import fields
+
+    from minirt import Completion, Generator, SamplingParams, errors
+
+    text = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    names = set(inspect.signature(Generator.from_pretrained).parameters)
+    names |= {field.name for kind in (SamplingParams, Completion) for field in fields(kind)}
+    names |= {name for kind in (Generator, Completion) for name in vars(kind) if not name.startswith("_")}
+    names |= {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert {name for name in names if not re.search(rf"`[^`\n]*\b{name}\b", text)} == set()
