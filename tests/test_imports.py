@@ -1,8 +1,11 @@
 """Which module may import which, checked on the syntax trees. Catches upward imports, cycles, and slow or forbidden imports."""
 
 import ast
+import subprocess
+import sys
 from fnmatch import fnmatchcase
 
+import pytest
 from support.package import ROOT
 
 # From bottom to top. A module may import from lower tiers and from its own tier, without cycles. A folder may be spread over
@@ -113,3 +116,43 @@ def test_outsiders():
         assert not names & {"tests", "support"}
         if not module.startswith("minirt.kernels"):
             assert "triton" not in names, f"{path} imports triton"
+
+
+def test_no_guard_is_an_assert():
+    """python -O removes assert statements. Kernels may use tl.static_assert."""
+    for path, _ in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.Assert), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("code", ["import minirt", "import minirt.models", "from minirt.cli.app import cli"])
+def test_light_imports(code):
+    """`import minirt` and --help must not import torch, Triton, tokenizers or the Hub client."""
+    heavy = ["torch", "triton", "tokenizers", "huggingface_hub", "jinja2", "rich", "transformers"]
+    script = f"import sys; {code}; print([m for m in {heavy!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_eager_needs_no_triton():
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import json, torch; from minirt import models; from minirt.modeling.model import Model\n"
+        "config = models.preset('SmolLM2-135M').config\n"
+        "print(len(Model(config, models.build(config)).layers))"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert out.stdout.strip() == "63", out.stderr
+
+
+def test_generating_on_a_cpu_needs_no_triton():
+    """Also with an implementation of one's own."""
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from minirt import Generator, SamplingParams; from minirt.layers import base, register\n"
+        "register('mlp', 'own')(base.implementation('mlp', 'eager').factory)\n"
+        "with Generator.from_pretrained(device='cpu', impl=['eager', 'layers.0.mlp=own']) as generator:\n"
+        "    print(len(generator.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids))"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert out.stdout.strip() == "3", out.stderr

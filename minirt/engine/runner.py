@@ -91,7 +91,7 @@ class Runner:
             count_ahead(cache.capacity)
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
-        if isinstance(model, Model):
+        if isinstance(model, Model) and model.uses_triton:  # other layers work without Triton, which buckets import
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
             if cuda_graphs:
                 sizes = {"max_seq_len": max_seq_len, "vocab_size": vocab_size}

@@ -81,6 +81,11 @@ class Model:
         return sum(p.nbytes(dtype) for p in self.parameters())
 
     @property
+    def uses_triton(self) -> bool:
+        """Whether any layer runs its Triton implementation."""
+        return any(row.implementation == "triton" for row in self.plan.rows)
+
+    @property
     def capturable(self) -> bool:
         """Whether a decode step can be captured in a CUDA graph: every layer runs on Triton, on a GPU."""
         return self.device.type == "cuda" and all(row.implementation == "triton" for row in self.plan.rows)
