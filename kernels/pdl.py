@@ -5,11 +5,9 @@ before has either *triggered* (`gdc_launch_dependents`) or ended. *Waiting* (`gd
 completely and its writes are visible. Two rules keep this correct:
 
 1. Every program waits before it reads what an earlier kernel wrote, and before it writes anything. Weights, block tables and
-lengths
-   are not written by kernels of the step, so they may be read before the wait.
+    lengths are not written by kernels of the step, so they may be read before the wait.
 2. Every program waits at least once, even if it has nothing to do. So a kernel ends only after all earlier kernels have ended,
-and
-   waiting for the predecessor is waiting for all of them.
+    and waiting for the predecessor is waiting for all of them.
 
 When to trigger is a matter of speed only: the waiting programs of the next kernel take room on the SMs. docs/design/pdl.md lists
 what each kernel does, and why.

@@ -96,8 +96,7 @@ class Generator:
 
         Args:
             model: a folder with config.json and safetensors, a Hub id ("Qwen/Qwen2.5-7B"), a preset ("Qwen2.5-7B"), or
-            "embedded",
-                the small model that is part of the package. Or all options as `minirt.LoadOptions`.
+                "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
             progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
                 kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, revision, random_weights,

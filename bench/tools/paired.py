@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 BATCHES, PROMPTS = ((1, 128), (8, 128), (64, 128), (1, 8000)), (128, 512, 2048)  # (sequences, context), tokens
-STEPS, REPEATS = 128, 3
+STEPS, REPEATS = 128, 5
 KV_BYTES = 4 << 30
 
 
@@ -50,7 +50,7 @@ def child(model: str, fp8: bool) -> None:
             pairs = [(seconds(count, context, 8), seconds(count, context, 8 + STEPS)) for _ in range(REPEATS)]
             found[f"decode step, batch {count} @ {context}"] = statistics.median(b - a for a, b in pairs) / STEPS
         for length in PROMPTS:
-            found[f"first token, {length} tokens"] = statistics.median(seconds(1, length, 1) for _ in range(8 * REPEATS))
+            found[f"first token, {length} tokens"] = statistics.median(seconds(1, length, 1) for _ in range(12 * REPEATS))
         return found
 
     measure()

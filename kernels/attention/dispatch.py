@@ -110,20 +110,18 @@ def paged_attention_decode(
         max_splits: a bound of split_starts[B], which sizes the grid and the workspace.
         scale: the scores' factor, positive.
         query_starts: [B + 1] int32. q is then [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b;
-        sequences
-            with another number of rows than one are left to `paged_attention_prefill`, which leaves single ones with shortest=2.
+            sequences with another number of rows than one are left to `paged_attention_prefill`, which leaves single ones with
+            shortest=2.
         split: tokens of a KV split, a power of two from 64 to 1024. A result's bits depend on it, but not on the rest of the
         batch.
         max_seq_len: a bound of seq_lens. Where it is at most a split, there is nothing to combine, and rows of padding stay as
-        they
-            are.
+            they are.
         pdl: overlap with the kernel before it in the stream (sm_90 and later), which must not write block_tables, seq_lens or
             split_starts.
         config: of `decode`, which then runs on any GPU.
     Raises:
         InputError: tensors that do not fit each other. That lengths, starts and bounds agree is not checked: it would take a read
-        from
-            the device.
+            from the device.
     """
     if check:
         check_activations("q", q, 3)

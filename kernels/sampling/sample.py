@@ -48,7 +48,6 @@ CASES = [{"B": B, "V": V} for B, V in ((1, 17), (3, 1), (5, 1031), (2, 4099), (7
 MAX_VOCAB = 2**22  # the sum of this many masses, at most 2⁴⁰ each, fits in an int64
 
 
-
 class Variant(NamedTuple):
     """What the sampling kernels are compiled for: the flags of `sample`."""
 

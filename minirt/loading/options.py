@@ -74,14 +74,6 @@ class LoadOptions:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
         check_limits(self.max_num_seqs, self.max_num_batched_tokens)
 
-
-
-
-
-
-
-
-
     @property
     def formats(self) -> Quantization | None:
         """The weight formats; None: all weights keep the dtype."""

@@ -301,11 +301,10 @@ def test_prompts_that_would_keep_nobody_waiting():
 class Answers:
     """Simulates a model that always gives the same tokens and logits for a prompt. The length identifies the prompt."""
 
-    def __init__(self, change=None, logits_change=None, dtype="bfloat16", kv_dtype=torch.bfloat16):
+    def __init__(self, change=None, logits_change=None, formats=(), kv_dtype=torch.bfloat16):
         generator = torch.Generator().manual_seed(4)
-        rows = [SimpleNamespace(dtype="bfloat16"), SimpleNamespace(dtype=dtype)]
-        self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(rows=rows)
-        self.max_len, self.model = 2048, SimpleNamespace(kv_dtype=kv_dtype)
+        self.config, self.plan = SimpleNamespace(vocab_size=50), SimpleNamespace(formats=formats)
+        self.max_len, self.model = 2048, SimpleNamespace(dtype=torch.bfloat16, kv_dtype=kv_dtype)
         self.change, self.logits_change = change, logits_change
         self.table = {n: torch.randn(check.NEW_TOKENS, 50, generator=generator) for n in (*check.LENGTHS, 301, check.LONG)}
         self.table[10][5, 7], self.table[10][5, 8] = 9.0, 5.0
@@ -371,10 +370,10 @@ def test_wrong_answers_are_not_timed():
     with pytest.raises(NumericsError, match="found nan"):
         compared(logits_change=lambda logits: logits.clone().fill_(math.nan))
     compared(logits_change=lambda logits: logits * 1.05)  # within 8 eps of bf16
-    compared(logits_change=lambda logits: logits * 1.18, dtype="bfloat16 · fp8")
+    compared(logits_change=lambda logits: logits * 1.18, formats=("fp8",))
     compared(logits_change=lambda logits: logits * 1.18, kv_dtype=torch.float8_e4m3fn)
     with pytest.raises(NumericsError, match="relative error"):
-        compared(logits_change=lambda logits: logits * 1.2, dtype="bfloat16 · fp8")
+        compared(logits_change=lambda logits: logits * 1.2, formats=("fp8",))
 
 
 def test_long_prompts_are_not_timed_unchecked():
