@@ -86,6 +86,10 @@ class OutOfMemoryError(DeviceError):
     """Not enough device memory. The message says how much is needed, how much is free and what to change."""
 
 
+class EngineError(MinirtError):
+    """The engine could not go on with a request: an unforeseen exception, which is its `__cause__`, or the generator was closed."""
+
+
 class NumericsError(MinirtError):
     """The model computed NaN, or only infinities, instead of finite numbers."""
 

@@ -4,17 +4,18 @@ On a GPU the host runs one step ahead: it queues a step before the tokens of the
 for Python. The cost is one row computed in vain when a request ends at an EOS token or a stop string.
 """
 
-import itertools
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from minirt.device import is_device_failure, is_out_of_memory
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.runner import ProgressCallback, Runner, Step
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
@@ -30,6 +31,23 @@ from minirt.errors import (
 from minirt.sampling_params import EffectiveSampling
 
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for completion, in plain values, so that it can cross to another thread or process.
+
+    Args:
+        id: unique among the open requests of an engine.
+        prompt_token_ids: the prompt, at least one token.
+        sampling: how tokens are drawn, and how many at most.
+        eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
+    """
+
+    id: int
+    prompt_token_ids: Seq[int]
+    sampling: EffectiveSampling
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class TokenOutput(NamedTuple):
@@ -90,7 +108,6 @@ class Engine:
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _RequestState] = {}
-        self._ids = itertools.count()
         self._failure: DeviceFailedError | None = None
 
     @property
@@ -121,28 +138,47 @@ class Engine:
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Run the bare CUDA graph of a decode step `repeats` times; returns seconds. See `Generator.replay_times`."""
-        return self._runner.replay_times(batch_size, context_len, repeats)
+        with self._device_errors():
+            return self._runner.replay_times(batch_size, context_len, repeats)
 
-    def add(self, prompt: Seq[int], sampling: EffectiveSampling, eos_token_ids: Seq[int] = ()) -> int:
-        """Queue a request and return its id.
+    def check(self, prompt_token_ids: Seq[int]) -> None:
+        """Raise what a request would be refused for. Changes nothing, so any thread may call it.
 
         Raises:
             InputError: the prompt is empty, or an id is outside the vocabulary.
             ContextLengthError: the prompt can never fit.
         """
-        self.check_tokens(prompt)
+        self.check_tokens(prompt_token_ids)
+        self._scheduler.check_length(len(prompt_token_ids))
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose prompt has passed `check`."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(next(self._ids), array("q", prompt), len(prompt), final_len)
+        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len)
+        eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
+        self._requests[request.id] = _RequestState(sequence, sampling, eos)
         self._scheduler.add(sequence)
-        eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        self._requests[sequence.id] = _RequestState(sequence, sampling, eos)
-        return sequence.id
+
+    def __contains__(self, request_id: int) -> bool:
+        """Whether a request is open: added, and neither ended nor aborted."""
+        return request_id in self._requests
 
     def abort(self, request_id: int) -> None:
         """Drop a request at any time. Unknown ids are ignored, because the request may just have ended."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._scheduler.remove(request.sequence)
+
+    def recover(self) -> None:
+        """Make the engine consistent after any of its methods was left by an exception, at whatever line.
+
+        Requests that have started are dropped, and all pages are free again. Requests that were waiting for their first step
+        stay.
+        """
+        self._in_flight.clear()
+        self._requests = {i: request for i, request in self._requests.items() if not request.sequence.has_started}
+        self._scheduler.reset(request.sequence for request in self._requests.values())
 
     def step(self) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
@@ -152,17 +188,24 @@ class Engine:
 
         Raises:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
+            Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
-        if self._failure is not None:
-            raise self._failure
-        try:
+        with self._device_errors():
             work = self._scheduler.schedule()
             outputs = self._start(work) if work else []
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
                 outputs += self._collect(self._in_flight.popleft())
             return outputs
-        except RuntimeError as error:
-            if not any(sign in str(error) for sign in ("CUDA error", "[CUDA]")):  # in messages of PyTorch and Triton
+
+    @contextmanager
+    def _device_errors(self) -> Iterator[None]:
+        """Turn errors of the GPU or its driver into a `DeviceFailedError`, and raise it again at every later use."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            if not is_device_failure(error):
                 raise
             hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
             self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
@@ -173,15 +216,11 @@ class Engine:
         settings = [(self._requests[s.id].sampling, s.num_generated) for s in sampled]
         try:
             step = self._runner.start([chunk for _, chunk in work], settings)
-        except RuntimeError as error:  # from PyTorch, or from Triton when a kernel cannot be loaded
-            if "out of memory" not in str(error):
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
             tokens = sum(len(chunk.tokens) for _, chunk in work)
-            failure = OutOfMemoryError(
-                f"no memory left for a step of {len(work)} sequences and {tokens} tokens",
-                found=str(error).strip().splitlines()[0],
-                hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
-            )
+            failure = _out_of_memory(f"a step of {len(work)} sequences and {tokens} tokens", error)
             return [self._fail(sequence.id, failure) for sequence, _ in work]
         for sequence, chunk in work:
             sequence.num_computed += len(chunk.tokens)
@@ -221,9 +260,7 @@ class Engine:
             InputError: no tokens, or an id is outside the vocabulary.
             ContextLengthError: the tokens do not fit into the model, or into the free pages of the KV cache.
         """
-        self.check_tokens(tokens)
-        if len(tokens) > self.max_len:
-            raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
+        self.check_logits(tokens)
         needed, allocator = self._cache.pages_for(len(tokens)), self._cache.allocator
         if needed > allocator.num_free:
             raise ContextLengthError(
@@ -231,14 +268,30 @@ class Engine:
             )
         pages = allocator.allocate(needed)
         try:
-            rows = []
-            step = min(EVALUATION_CHUNK, self._scheduler.max_num_batched_tokens)
-            for start in range(0, len(tokens), step):
-                chunk = Chunk(tokens[start : start + step], start, pages, all_logits=True)
-                rows.append(self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu())
+            with self._device_errors():
+                return torch.cat(list(self._logits(tokens, pages)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise _out_of_memory(f"the logits of {len(tokens)} tokens", error) from error
         finally:
             allocator.release(pages)
-        return torch.cat(rows)
+
+    def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Iterator[Tensor]:
+        size = min(EVALUATION_CHUNK, self.max_num_batched_tokens)
+        for start in range(0, len(tokens), size):
+            chunk = Chunk(tokens[start : start + size], start, pages, all_logits=True)
+            yield self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu()
+
+    def check_logits(self, tokens: Seq[int]) -> None:
+        """Raise InputError or ContextLengthError if `logits` can never compute these tokens. Any thread may call it."""
+        self.check_tokens(tokens)
+        if len(tokens) > self.max_len:
+            raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether the KV cache has free pages for `logits` of this many tokens now."""
+        return self._cache.pages_for(tokens) <= self._cache.allocator.num_free
 
     def check_tokens(self, tokens: Seq[int]) -> None:
         """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""
@@ -254,3 +307,11 @@ class Engine:
                     expected=f"an integer from 0 to {self._vocab_size - 1}",
                     found=repr(token),
                 )
+
+
+def _out_of_memory(what: str, error: Exception) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"no memory left for {what}",
+        found=str(error).strip().partition("\n")[0],
+        hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
+    )

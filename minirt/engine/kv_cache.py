@@ -70,8 +70,13 @@ class PageAllocator:
     """Allocates page numbers. A page returns to the free list when its last holder releases it."""
 
     def __init__(self, num_pages: int) -> None:
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._references = [0] * num_pages
+        self._num_pages = num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """Make all pages free, whoever holds them."""
+        self._free = list(range(self._num_pages - 1, -1, -1))
+        self._references = [0] * self._num_pages
 
     @property
     def num_free(self) -> int:

@@ -6,7 +6,8 @@ before the tokens of the previous step are known: a token that is still on the d
 """
 
 from array import array
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minirt.engine.kv_cache import KVCache
@@ -39,6 +40,11 @@ class Sequence:
     def num_generated(self) -> int:
         return self.length - self.prompt_len
 
+    @property
+    def has_started(self) -> bool:
+        """Whether it holds pages, or a token was sampled for it."""
+        return len(self.pages) > 0 or self.num_generated > 0
+
 
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
@@ -61,68 +67,75 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_len = min(max_model_len, cache.capacity)
         self._limit = "--max-model-len" if max_model_len <= cache.capacity else "--kv-cache-memory"
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id, the next one first
+        self.running: OrderedDict[int, Sequence] = OrderedDict()  # by id, the youngest last
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
-
-        Raises:
-            ContextLengthError: the prompt and one new token can never fit.
-        """
-        if len(sequence.tokens) >= self.max_len:
+    def check_length(self, tokens: int) -> None:
+        """Raise ContextLengthError if a prompt of this many tokens and one new token can never fit."""
+        if tokens >= self.max_len:
             raise ContextLengthError(
                 "the prompt is too long",
                 expected=f"at most {self.max_len - 1} tokens, to leave room for one new token",
-                found=f"{len(sequence.tokens)} tokens",
+                found=f"{tokens} tokens",
                 hint=f"shorten it, or raise {self._limit} if the model and the memory allow",
             )
-        self.waiting.append(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose length has been checked."""
+        self.waiting[sequence.id] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its pages.
 
         A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.running.pop(sequence.id, None)
+        self.waiting.pop(sequence.id, None)
         self._free(sequence)
+
+    def reset(self, waiting: Iterable[Sequence]) -> None:
+        """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
+        self.running.clear()
+        self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
+        self._cache.allocator.reset()
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self.max_num_batched_tokens
         chosen: list[tuple[Sequence, Chunk]] = []
-        index, preempted = 0, False
-        while index < len(self.running) and budget > 0:
-            sequence = self.running[index]
+        preempted = False
+        for sequence in list(self.running.values()):
+            if budget <= 0:
+                break
+            if sequence.id not in self.running:  # preempted for an older one, as all behind it are
+                break
             if sequence.length >= sequence.final_len:  # its last token is pending
-                index += 1
                 continue
             count = min(sequence.length - sequence.num_computed, budget)
-            while not self._reserve(sequence, count):
-                victim = self.running.pop()  # the youngest, possibly `sequence` itself
-                self._free(victim)
-                self.waiting.appendleft(victim)
+            while sequence.id in self.running and not self._reserve(sequence, count):
+                self._preempt_youngest()  # possibly `sequence` itself
                 preempted = True
-                if victim is sequence:
-                    break
-            else:
+            if sequence.id in self.running:
                 chosen.append((sequence, _chunk(sequence, count)))
                 budget -= count
-                index += 1
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
-            sequence = self.waiting[0]
+            sequence = next(iter(self.waiting.values()))
             # Chunks take pages as they run, but a sequence starts only when all of it fits: otherwise it would be preempted.
             if self._cache.pages_for(sequence.length + 1) > self._cache.allocator.num_free:
                 break
             count = min(sequence.length, budget)
             self._reserve(sequence, count)
-            self.running.append(self.waiting.popleft())
+            self.running[sequence.id] = self.waiting.pop(sequence.id)
             chosen.append((sequence, _chunk(sequence, count)))
             budget -= count
         return chosen
+
+    def _preempt_youngest(self) -> None:
+        """Take the pages of the youngest running sequence, which is computed again from its start later."""
+        _, sequence = self.running.popitem()
+        self._free(sequence)
+        self.waiting[sequence.id] = sequence
+        self.waiting.move_to_end(sequence.id, last=False)
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         needed = self._cache.pages_for(sequence.num_computed + count) - len(sequence.pages)

@@ -4,12 +4,14 @@ Catches pages shared by mistake, positions or slots off by one, stale pages afte
 requests, and wrong chunk boundaries.
 """
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirt.engine.engine import Engine
+from minirt.engine.engine import Engine, Request
 from minirt.engine.kv_cache import KVCache, PageAllocator
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.sampling_params import SamplingParams, resolve
@@ -67,13 +69,24 @@ def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1):
     ), cache  # fmt: skip
 
 
+IDS = itertools.count()
+
+
+def add(it, prompt, sampling=None, eos=()):
+    """Queue a request and return its id."""
+    it.check(prompt)
+    request = Request(next(IDS), prompt, sampling or resolve(None, None), eos)
+    it.add(request)
+    return request.id
+
+
 def run(it, requests, aborts=()):
     """Run `requests` (arrival step, prompt, max tokens) with `aborts` (step, request) → tokens and reasons by request."""
     ids, tokens, reasons = {}, {i: [] for i in range(len(requests))}, {}
     for step in range(10_000):
         for i, (arrival, prompt, count) in enumerate(requests):
             if arrival == step:
-                ids[it.add(prompt, resolve(SamplingParams(max_tokens=count), None), (5,))] = i
+                ids[add(it, prompt, resolve(SamplingParams(max_tokens=count), None), (5,))] = i
         for when, which in aborts:
             if when == step:
                 for request, i in ids.items():
@@ -137,7 +150,7 @@ def test_ten_thousand_aborts_leak_nothing():
     live = []
     for _ in range(10_000):
         length = int(torch.randint(1, 20, (1,), generator=random))
-        live.append(it.add([1] * length, resolve(SamplingParams(max_tokens=20), None)))
+        live.append(add(it, [1] * length, resolve(SamplingParams(max_tokens=20), None)))
         if len(live) % 7 == 0:
             it.step()
         it.abort(live.pop(int(torch.randint(len(live), (1,), generator=random))))
@@ -151,17 +164,17 @@ def test_ten_thousand_aborts_leak_nothing():
 def test_bad_prompts(prompt):
     it, _ = engine()
     with pytest.raises(InputError):
-        it.add(prompt, resolve(None, None))
+        add(it, prompt)
     assert not it.has_work
 
 
 def test_too_long_prompts_name_the_limit_and_the_flag():
     it, _ = engine(pages=4, length=64)
     with pytest.raises(ContextLengthError, match=r"at most 15 tokens.*16 tokens.*--kv-cache-memory"):
-        it.add([1] * 16, resolve(None, None))
+        add(it, [1] * 16)
     it, _ = engine(pages=64, length=8)
     with pytest.raises(ContextLengthError, match="--max-model-len"):
-        it.add([1] * 8, resolve(None, None))
+        add(it, [1] * 8)
 
 
 def test_generation_ends_at_the_context_limit():

@@ -8,6 +8,7 @@ Catches what the mock model cannot: stale or foreign KV values, wrong rope posit
 
 import pytest
 import torch
+from engine.test_engine import add
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def run(engine, cache, requests, aborts):
         for i, (arrival, which, count) in enumerate(requests):
             if arrival == step:
                 params = SamplingParams(max_tokens=count, temperature=0.0)
-                ids[engine.add(prompt(LENGTHS[which]), resolve(params, None))] = i
+                ids[add(engine, prompt(LENGTHS[which]), resolve(params, None))] = i
         for when, which in aborts:
             if when == step:
                 for request, i in ids.items():

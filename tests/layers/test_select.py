@@ -11,10 +11,10 @@ import torch
 
 from minirt import models
 from minirt.engine.buckets import Bucket, Buckets
-from minirt.engine.engine import Engine
+from minirt.engine.engine import Engine, Request
 from minirt.engine.kv_cache import PAGE_SIZE, KVCache
 from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
+from minirt.engine.step_input import Batch, Chunk, Layout, Ranges, pack_chunks
 from minirt.errors import ConfigError
 from minirt.layers import Layer, Select, implementation
 from minirt.loading import checkpoint as weights
@@ -87,11 +87,11 @@ def test_every_row_is_no_copy(chunks, gather):
 
 def test_as_many_rows_as_tokens_in_another_order(gather):
     """A static batch with room for as many sequences as tokens."""
-    layout = Layout(4, 4, 4, 1)
-    flat = torch.zeros(layout.words, dtype=torch.int32)
+    layout = Layout(4, 4, 4, 4)
+    flat, tables = torch.zeros(layout.words, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32, device=DEVICE)
     pack_chunks(layout, flat, [Chunk([5, 6, 7], 0, [0]), Chunk([8], 3, [1])], PAGE_SIZE)
     flat = flat.to(DEVICE)
-    batch = Batch.static(flat, layout, 64, 4, decode=False, previous=flat, logits=flat)
+    batch = Batch.static(flat, layout, tables, 64, 4, decode=False, previous=flat, logits=flat)
     x = torch.arange(4.0, device=DEVICE).unsqueeze(1).repeat(1, 96)
     assert gather(x, batch, None)[:2, 0].tolist() == [2, 3]
 
@@ -223,8 +223,9 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
         rows = watch(model.layers[-1])
         cache = KVCache(model.kv_shapes, 4, DEVICE)
         engine = Engine(model, cache, vocab_size=211, max_model_len=128, max_num_batched_tokens=budget, device=DEVICE)
-        for prompt in (TOKENS[:30], TOKENS[30:55]):
-            engine.add(prompt, resolve(SamplingParams(max_tokens=6, temperature=0.0), None))
+        sampling = resolve(SamplingParams(max_tokens=6, temperature=0.0), None)
+        for number, prompt in enumerate((TOKENS[:30], TOKENS[30:55])):
+            engine.add(Request(number, prompt, sampling))
         tokens = {0: [], 1: []}
         while engine.has_work:
             for output in engine.step():
@@ -265,7 +266,7 @@ def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
 def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
     model = SimpleNamespace(row_maxima_tiles=lambda rows: 7)
     previous, sizes = torch.zeros(64, dtype=torch.int64), {"max_seq_len": 512, "vocab_size": 211}
-    buffers = StepBuffers(model, KVCache([(1, 64)], 70), Buckets(64, 2048), previous, **sizes)
+    buffers = StepBuffers(model, KVCache([(1, 64)], 70), Buckets(64, 2048), previous, Ranges(), **sizes)
     batch = buffers.batch(bucket)
     assert batch.num_tokens == tokens
     assert len(batch.logits_indices) == len(batch.logits) == len(batch.row_maxima.values) == rows

@@ -11,6 +11,7 @@ import torch
 from minirt import models
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
+from minirt.kernels.block_tables import expand_block_tables
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import FP8, Quantization
 from minirt.modeling.model import Model
@@ -160,11 +161,13 @@ def test_a_padded_batch(tokens, seqs):
         model(Batch.build(cached, cache.page_size), cache)
         batch = Batch.build(chunks, cache.page_size).after(sampled)
         if padded:
-            layout = Layout(tokens, seqs, seqs, 4)
+            layout = Layout(tokens, seqs, seqs, 4 * seqs)
             flat = torch.full((layout.words,), 9, dtype=torch.int32)
             pack_chunks(layout, flat, chunks, cache.page_size)
             logits = torch.full((seqs, 211), float("nan"), device=DEVICE)
-            batch = Batch.static(flat.to(DEVICE), layout, 256, 40, decode=False, previous=sampled, logits=logits)
+            tables = torch.full((seqs, 4), 8, dtype=torch.int32, device=DEVICE)
+            batch = Batch.static(flat.to(DEVICE), layout, tables, 256, 40, decode=False, previous=sampled, logits=logits)
+            expand_block_tables(batch.pages, batch.page_starts, batch.block_tables)
         out = model(batch, cache)[: sum(c.wants_logits for c in chunks)]
         results.append((out.cpu(), [x.cpu() for layer in cache.layers for x in layer if x is not None]))
     (plain, pages), (out, own) = results
