@@ -87,7 +87,7 @@ class OutOfMemoryError(DeviceError):
 
 
 class EngineError(MinirtError):
-    """The engine could not go on with a request: an unforeseen exception, which is its `__cause__`, or the generator was closed."""
+    """The engine cannot go on with a request: the generator was closed, or an unforeseen exception occurred (`__cause__`)."""
 
 
 class NumericsError(MinirtError):

@@ -40,8 +40,8 @@ Messages = Sequence[dict[str, str]]
 class Generator:
     """A loaded model that generates. Make one with `from_pretrained`; use it as a context manager to free the device.
 
-    All methods may be called from any thread. Requests of all callers share the steps of one engine, which runs in a thread of its
-    own. An iterator (`stream`, `completions`) belongs to the thread that made it.
+    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in a thread
+    of its own. An iterator (`stream`, `completions`) belongs to the thread that made it.
 
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
@@ -259,7 +259,7 @@ class Generator:
         return self._cache.nbytes if self._cache else 0
 
     def close(self) -> None:
-        """Free the model and the cache. Open requests, of any thread, end with an error. The generator cannot be used afterwards."""
+        """Free the model and the cache. Open requests of all threads end with an error, and so does every later use."""
         cuda = self._model is not None and self.device.type == "cuda" and not self._engine.failed
         self._stop()
         self._model = self._cache = None

@@ -1,10 +1,11 @@
 """`EngineThread`: one thread that owns an engine and its device. `EngineClient`: how other threads use it.
 
-Callers put commands into the thread's inbox and wait for outputs on a queue of their own. So a step costs nothing for requests
-that are not in it, several streams can be open at once, and one that nobody reads delays no other. (vLLM separates its engine core
-from its callers in the same way, by processes.)
+Callers put commands into the thread's inbox and wait for outputs on a queue of their own. A step costs nothing for requests that
+are not in it. Several streams can be open at once, and a stream that nobody reads delays no other. (vLLM separates its engine
+core from its callers in the same way, by processes.)
 """
 
+import atexit
 import itertools
 import os
 import threading
@@ -69,8 +70,8 @@ _Command = _Submit | _Abort | _Close | _Call | _Stop
 class EngineThread:
     """Runs an engine in a thread of its own, which starts with the first command and ends with `stop`.
 
-    Commands are carried out in order, between steps. An exception that nothing foresaw ends the requests that have started with an
-    `EngineError`, and the command that raised it; the engine goes on with the others. A failed GPU ends the thread.
+    Commands are carried out in order, between steps. After an unforeseen exception, the requests that have started and the
+    command that raised it end with an `EngineError`, and the engine goes on with the others. A failed GPU ends the thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -146,6 +147,7 @@ class EngineThread:
             if self._thread is None:  # daemon: a program that forgets to close the generator must still end
                 self._thread = threading.Thread(target=self._run, name="minirt-engine", daemon=True)
                 self._thread.start()
+                atexit.register(self.stop)  # a daemon thread in PyTorch's code would abort the process
 
     def _reason(self) -> MinirtError:
         """Why the thread has ended, as an error of the caller's own: exceptions must not be raised in several threads."""
@@ -154,12 +156,12 @@ class EngineThread:
     # ── what follows runs in the engine's thread ──
 
     def _run(self) -> None:
-        reason: EngineError | DeviceFailedError = _closed()
+        reason: EngineError | DeviceFailedError | None = None
         try:
             while True:
                 try:
                     self._loop()
-                    reason = _closed()
+                    reason = None
                     return
                 except DeviceFailedError as error:
                     reason = _copy(error)
@@ -168,7 +170,7 @@ class EngineThread:
                     reason = _unforeseen(error)
                     self._recover(error)
         finally:
-            self._end(reason)
+            self._end(reason or _closed())
 
     def _loop(self) -> None:
         while self._take_commands():
@@ -223,7 +225,7 @@ class EngineThread:
                     except DeviceFailedError:
                         raise
                     except Exception as error:
-                        result.set_exception(error)
+                        result.set_exception(_for_request(error))
         return True
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
@@ -280,6 +282,7 @@ class EngineThread:
         """End all requests and commands with an error, and let go of the engine."""
         with self._lock:  # from here on no command comes in
             self._ended, self._engine = reason, None
+        atexit.unregister(self.stop)
         while not self._inbox.empty():
             self._commands.append(self._inbox.get())
         for command in self._commands:

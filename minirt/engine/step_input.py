@@ -195,7 +195,12 @@ class Batch:
         cls, flat: Tensor, layout: Layout, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int,
         max_splits: int, every_row: bool, table_width: int,
     ) -> "Batch":  # fmt: skip
-        return cls(flat, layout, *layout.views(flat), query_lens, seq_lens, max_seq_len, max_splits, every_row, table_width)
+        tokens, positions, slots, indices, query_starts, lens, split_starts, logits_needed, *rest = layout.views(flat)
+        page_starts, pages = rest
+        return cls(
+            flat, layout, tokens, positions, slots, indices, query_starts, lens, split_starts, logits_needed, page_starts, pages,
+            query_lens, seq_lens, max_seq_len, max_splits, every_row, table_width,
+        )  # fmt: skip
 
 
 class Ranges:
@@ -222,9 +227,9 @@ def pack_chunks(
 ) -> int:  # fmt: skip
     """Write chunks to a host buffer of a layout that has room for them, and padding behind them.
 
-    Padding tokens go nowhere (slot −1) and belong to no sequence; padding sequences have no tokens. Everything runs in the calling
-    thread: PyTorch would share more than 32,768 words among all cores, and wait for milliseconds where other processes keep one
-    of them busy.
+    Padding tokens go nowhere (slot −1) and belong to no sequence; padding sequences have no tokens. Everything runs in the
+    calling thread: PyTorch would share more than 32,768 words among all cores, and wait for milliseconds where other processes
+    keep one of them busy.
 
     Returns:
         The number of words in use, counted from the buffer's start.

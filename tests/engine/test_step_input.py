@@ -119,7 +119,8 @@ def test_a_mixed_batch_in_a_static_buffer():
     assert views["logits_indices"][:2].tolist() == [2, 3]
     assert 0 <= views["logits_indices"].min() <= views["logits_indices"].max() < 16
     same_pages(views, built)
-    static = Batch.static(flat, layout, torch.zeros(5, 24, dtype=torch.int32), 24 * PAGE, 40, decode=False, previous=flat, logits=flat)
+    tables = torch.zeros(5, 24, dtype=torch.int32)
+    static = Batch.static(flat, layout, tables, 24 * PAGE, 40, decode=False, previous=flat, logits=flat)
     assert not static.every_row
     assert static.max_query_len > 1
 
