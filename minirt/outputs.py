@@ -66,18 +66,29 @@ class CompletionStream:
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason)
-        done.token_times_s.append(time.perf_counter() - self.started)
-        done.token_ids.append(output.token)
-        done.finish_reason = output.finish_reason
-        text, stopped = "", False
-        if self.decoder is not None:
-            text, stopped = self.stops.push(self.decoder.push(output.token))
-            if not stopped and output.finish_reason is not None:
-                tail, stopped = self.stops.push(self.decoder.flush())
-                text += tail if stopped else tail + self.stops.flush()
-            if stopped:
+        now, text = time.perf_counter() - self.started, ""
+        for i, token in enumerate(output.token_ids, 1):
+            done.token_times_s.append(now)
+            done.token_ids.append(token)
+            last = i == len(output.token_ids) and output.finish_reason is not None
+            new, stopped = self._decode(token, last)
+            text += new
+            if stopped:  # tokens behind the stop string do not count
                 done.finish_reason = "stop"
+                break
+        else:
+            i, done.finish_reason = len(output.token_ids), output.finish_reason
         done.text += text
         if done.finish_reason is not None:
             done.peak_memory_bytes = peak_memory(self.device)
-        return Piece(text, (output.token,), done.finish_reason)
+        return Piece(text, output.token_ids[:i], done.finish_reason)
+
+    def _decode(self, token: int, last: bool) -> tuple[str, bool]:
+        """The text that a token completes, and whether a stop string was found. `last`: nothing is held back."""
+        if self.decoder is None:
+            return "", False
+        text, stopped = self.stops.push(self.decoder.push(token))
+        if last and not stopped:
+            tail, stopped = self.stops.push(self.decoder.flush())
+            text += tail if stopped else tail + self.stops.flush()
+        return text, stopped

@@ -51,14 +51,14 @@ class Request:
 
 
 class TokenOutput(NamedTuple):
-    """One new token of one request.
+    """The new tokens of one request, one or more.
 
-    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token
-    (`token` is −1), and `error` says what happened.
+    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
+    `error` says what happened.
     """
 
     request_id: int
-    token: int
+    token_ids: tuple[int, ...]
     finish_reason: str | None
     error: MinirtError | None = None
 
@@ -72,7 +72,7 @@ class _RequestState:
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[Sequence]  # the sequences that the step samples a token for, in row order
+    sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
 
 
 class Engine:
@@ -212,8 +212,8 @@ class Engine:
             raise self._failure from error
 
     def _start(self, work: list[tuple[Sequence, Chunk]]) -> list[TokenOutput]:
-        sampled = [sequence for sequence, chunk in work if chunk.wants_logits]
-        settings = [(self._requests[s.id].sampling, s.num_generated) for s in sampled]
+        sampled = [(sequence, chunk.num_logits) for sequence, chunk in work if chunk.num_logits]
+        settings = [(self._requests[s.id].sampling, s.num_generated) for s, _ in sampled]
         try:
             step = self._runner.start([chunk for _, chunk in work], settings)
         except Exception as error:
@@ -224,34 +224,44 @@ class Engine:
             return [self._fail(sequence.id, failure) for sequence, _ in work]
         for sequence, chunk in work:
             sequence.num_computed += len(chunk.tokens)
-        for row, sequence in enumerate(sampled):
+        for row, (sequence, _) in enumerate(sampled):
             sequence.row = row
             sequence.pending += 1
         self._in_flight.append(_InFlight(step, sampled))
         return []
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        outputs = []
-        for sequence, token in zip(ended.sampled, ended.step.tokens(), strict=True):
+        outputs, result = [], ended.step.result()
+        for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
             request = self._requests.get(sequence.id)
             if request is None:  # the request ended or was aborted after this step had started
                 continue
             sequence.pending -= 1
-            if token < 0:  # the sampler returns -1 for logits with NaN or only -inf
+            sequence.num_computed -= num_rows - len(tokens)  # the KV values of rejected drafts are overwritten
+            if result.drafts is not None:
+                sequence.drafts = result.drafts[i]
+            outputs.append(self._extend(request, tokens))
+        return outputs
+
+    def _extend(self, request: _RequestState, tokens: Seq[int]) -> TokenOutput:
+        """Append new tokens to a request, up to the one that ends it."""
+        sequence, ends, count = request.sequence, None, 0
+        for token in tokens:
+            if token < 0:  # the sampler returns −1 for logits that are no numbers
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
-                outputs.append(self._fail(sequence.id, NumericsError("the logits are NaN or infinite", where=where, hint=hint)))
-                continue
+                return self._fail(sequence.id, NumericsError("the logits are NaN or infinite", where=where, hint=hint))
             sequence.tokens.append(token)
+            count += 1
             ends = "stop" if token in request.eos else "length" if len(sequence.tokens) >= sequence.final_len else None
             if ends is not None:
                 self.abort(sequence.id)
-            outputs.append(TokenOutput(sequence.id, token, ends))
-        return outputs
+                break
+        return TokenOutput(sequence.id, tuple(tokens[:count]), ends)
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)
-        return TokenOutput(request_id, -1, "error", error)
+        return TokenOutput(request_id, (), "error", error)
 
     def logits(self, tokens: Seq[int]) -> Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU, for evaluation.
@@ -280,7 +290,8 @@ class Engine:
     def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Iterator[Tensor]:
         size = min(EVALUATION_CHUNK, self.max_num_batched_tokens)
         for start in range(0, len(tokens), size):
-            chunk = Chunk(tokens[start : start + size], start, pages, all_logits=True)
+            part = tokens[start : start + size]
+            chunk = Chunk(part, start, pages, num_logits=len(part))
             yield self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu()
 
     def check_logits(self, tokens: Seq[int]) -> None:

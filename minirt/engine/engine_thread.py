@@ -275,7 +275,7 @@ class EngineThread:
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         outbox = self._outboxes[request_id]
-        outbox.queue.put([TokenOutput(request_id, -1, "error", _for_request(error))])
+        outbox.queue.put([TokenOutput(request_id, (), "error", _for_request(error))])
         self._forget(request_id)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:

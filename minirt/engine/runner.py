@@ -48,6 +48,19 @@ class _Static(NamedTuple):
     graphs: StepGraphs
 
 
+class StepResult(NamedTuple):
+    """What a step gives for each of its chunks that needed logits, in order.
+
+    Args:
+        tokens: new tokens, one or more. A token of −1 means that the logits were no numbers.
+        drafts: proposals for the tokens after these, which the next step verifies; None: the runner makes none. With drafts, the
+            engine must not look ahead.
+    """
+
+    tokens: list[list[int]]
+    drafts: list[list[int]] | None = None
+
+
 @dataclass(frozen=True)
 class Step:
     """A step that was started."""
@@ -55,11 +68,11 @@ class Step:
     _tokens: Tensor
     _ended: "torch.cuda.Event | None" = None  # None: the step was over when it was returned
 
-    def tokens(self) -> list[int]:
-        """The sampled tokens, one for each row that wanted logits. Waits for the end of the step, also if there are none."""
+    def result(self) -> StepResult:
+        """Waits for the end of the step, also if no chunk needed logits."""
         if self._ended is not None:
             self._ended.synchronize()
-        return self._tokens.tolist()
+        return StepResult([[token] for token in self._tokens.tolist()])
 
 
 class Runner:
@@ -105,7 +118,7 @@ class Runner:
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
-        """Queue a step; `settings` has a row for each chunk that wants logits. Raises torch.OutOfMemoryError."""
+        """Queue a step; `settings` has a row for each chunk that needs logits, of one row. Raises torch.OutOfMemoryError."""
         with on_device(self._device):
             return self._start(chunks, settings)
 
@@ -133,7 +146,7 @@ class Runner:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
             static.buffers.send(batch.layout, chunks, logits_needed=sampled)
             static.graphs.replay(bucket)
-            logits, rows = static.buffers.logits, sum(c.wants_logits for c in chunks)
+            logits, rows = static.buffers.logits, sum(c.num_logits for c in chunks)
         else:
             batch = self._batch(chunks)
             logits = self._model(batch, self._cache)

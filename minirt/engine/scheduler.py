@@ -29,6 +29,7 @@ class Sequence:
     num_computed: int = 0
     pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
     row: int = 0  # the row of the pending token among the last step's sampled tokens
+    drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
 
     @property
@@ -111,7 +112,8 @@ class Scheduler:
                 break
             if sequence.length >= sequence.final_len:  # its last token is pending
                 continue
-            count = min(sequence.length - sequence.num_computed, budget)
+            del sequence.drafts[sequence.final_len - sequence.length - 1 :]  # a step gives one token more than it verifies
+            count = min(sequence.length + len(sequence.drafts) - sequence.num_computed, budget)
             while sequence.id in self.running and not self._reserve(sequence, count):
                 self._preempt_youngest()  # possibly `sequence` itself
                 preempted = True
@@ -148,12 +150,16 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self._cache.allocator.release(sequence.pages)
         sequence.pages, sequence.num_computed = array("i"), 0
+        sequence.drafts.clear()
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
+    """The next `count` tokens: known ones, a pending one, then drafts. From the last known or pending one on, each needs logits."""
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]
     if stop > len(sequence.tokens):
-        tokens.append(~sequence.row)
-    return Chunk(tokens, start, sequence.pages, wants_logits=stop == sequence.length)
+        if sequence.pending:
+            tokens.append(~sequence.row)
+        tokens.extend(sequence.drafts[: stop - sequence.length])
+    return Chunk(tokens, start, sequence.pages, num_logits=max(0, stop - sequence.length + 1))

@@ -28,8 +28,7 @@ class Chunk(NamedTuple):
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    all_logits: bool = False  # logits for every token of the chunk (evaluation)
-    wants_logits: bool = True  # logits for the last token: False for a chunk that does not end its prompt
+    num_logits: int = 1  # of its last tokens, how many need logits: 0 in the middle of a prompt, all for an evaluation
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class Batch:
         """Lay the chunks out flat, on the host; `pinned`: in memory from which a GPU copies while the host goes on."""
         seq_lens = [c.start + len(c.tokens) for c in chunks]
         pages = [-(-n // page_size) for n in seq_lens]
-        logits = sum(len(c.tokens) if c.all_logits else c.wants_logits for c in chunks)
+        logits = sum(c.num_logits for c in chunks)
         layout = Layout(sum(len(c.tokens) for c in chunks), logits, len(chunks), sum(pages))
         flat = torch.empty(layout.words, dtype=torch.int32, pin_memory=pinned)
         pack_chunks(layout, flat, chunks, page_size, ranges=ranges)
@@ -255,10 +254,10 @@ def pack_chunks(
         starts.append(first + count)
         lens.append(stop)
         splits.append(splits[-1] - (-stop // KV_SPLIT))
-        if chunk.all_logits:
-            logits.extend(ranges(first, first + count))
-        elif chunk.wants_logits:
+        if chunk.num_logits == 1:
             logits.append(first + count - 1)
+        else:
+            logits.extend(ranges(first + count - chunk.num_logits, first + count))
         used.extend(pages[: -(-stop // page_size)])
         page_starts.append(len(used))
     rows, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)

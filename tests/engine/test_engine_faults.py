@@ -46,7 +46,7 @@ def test_out_of_memory_ends_the_requests_of_that_step(error, at, lookahead):
         for output in it.step():
             if output.finish_reason == "error":
                 errors[output.request_id] = output.error
-                assert output.token == -1
+                assert output.token_ids == ()
     assert sorted(errors) == ids
     assert all(isinstance(e, OutOfMemoryError) and "7.00 GiB" in str(e) and "--max-num-seqs" in str(e) for e in errors.values())
     assert cache.allocator.num_free == 64
@@ -89,7 +89,7 @@ def test_other_errors_of_a_layer_come_through(message):
     assert second in it
     tokens = []
     while it.has_work:
-        tokens += [output.token for output in it.step()]
+        tokens += [token for output in it.step() for token in output.token_ids]
     assert tokens == undisturbed([60, 61], 6, eos=5)
     assert cache.allocator.num_free == 64
 
@@ -110,6 +110,6 @@ def test_logits_without_numbers(lookahead):
     assert [o.finish_reason for o in mine] == [None, "error"]
     assert isinstance(mine[-1].error, NumericsError)
     assert "generated token 1" in str(mine[-1].error)
-    tokens = [o.token for o in outputs if o.request_id == good]
+    tokens = [token for o in outputs if o.request_id == good for token in o.token_ids]
     assert tokens == undisturbed([53, 54, 55, 56, 57], len(tokens))
     assert cache.allocator.num_free == 64

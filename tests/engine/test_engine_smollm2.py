@@ -53,7 +53,7 @@ def run(engine, cache, requests, aborts):
                         ended[i] = "abort"
         for output in engine.step():
             assert ids[output.request_id] not in ended, "a token after the end"
-            tokens[ids[output.request_id]].append(output.token)
+            tokens[ids[output.request_id]] += output.token_ids
             if output.finish_reason:
                 ended[ids[output.request_id]] = str(output.error or output.finish_reason)
         if not engine.has_work and step > max(r[0] for r in requests):

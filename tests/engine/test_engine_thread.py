@@ -58,7 +58,7 @@ def complete(thread, prompts, count=8, leave_after=None):
                 assert output.request_id in tokens, "another caller's output"
                 if output.error is not None:
                     raise output.error
-                tokens[output.request_id].append(output.token)
+                tokens[output.request_id] += output.token_ids
                 if output.finish_reason:
                     running.remove(output.request_id)
                 if leave_after is not None and sum(map(len, tokens.values())) >= leave_after:
@@ -141,7 +141,7 @@ def test_streams_are_read_in_any_order(thread):
         tokens, ended = [], None
         while not ended:
             for output in client.receive():
-                tokens.append(output.token)
+                tokens += output.token_ids
                 ended = output.finish_reason
         assert [tokens] == expected([prompt])
     for client in clients:
@@ -340,7 +340,7 @@ def test_a_call_waits_until_it_can_run(thread):
         tokens = []
         while not tokens or not tokens[-1].finish_reason:
             tokens += first.receive()
-        assert [t.token for t in tokens] == undisturbed([1, 2], 20, eos=EOS)
+        assert [token for output in tokens for token in output.token_ids] == undisturbed([1, 2], 20, eos=EOS)
     assert order == ["call"]
     assert at_rest(it, cache)
 

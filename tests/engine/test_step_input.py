@@ -36,7 +36,7 @@ def test_views_are_aligned_and_apart(layout):
 
 
 def test_a_mixed_batch():
-    chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], wants_logits=False)]
+    chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], num_logits=0)]
     batch = Batch.build(chunks, PAGE)
     assert batch.tokens.tolist() == [7, 8, 9, ~4, 1, 2]
     assert batch.positions.tolist() == [14, 15, 16, 300, 0, 1]
@@ -104,7 +104,7 @@ def test_decode_in_a_static_buffer(lengths):
 
 def test_a_mixed_batch_in_a_static_buffer():
     """Padding tokens belong to no sequence and have no slot; padding sequences have no tokens."""
-    chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], wants_logits=False)]
+    chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], num_logits=0)]
     layout = Layout(16, 5, 5, 5 * 24)
     flat = torch.full((layout.words,), 12345, dtype=torch.int32)
     used = pack_chunks(layout, flat, chunks, PAGE)
@@ -132,7 +132,7 @@ def test_as_many_rows_as_tokens_are_not_every_row():
     pack_chunks(layout, flat, [Chunk([5, 6, 7], 0, [1])], PAGE)
     assert layout.views(flat)[3][0] == 2
     assert not Batch.static(flat, layout, flat.view(1, -1), 64, 16, decode=False, previous=flat, logits=flat).every_row
-    assert Batch.build([Chunk([5, 6], 0, [1], all_logits=True), Chunk([3], 9, [2])], PAGE).every_row
+    assert Batch.build([Chunk([5, 6], 0, [1], num_logits=2), Chunk([3], 9, [2])], PAGE).every_row
     assert not Batch.build([Chunk([5, 6], 0, [1])], PAGE).every_row
 
 

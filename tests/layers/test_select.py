@@ -67,7 +67,7 @@ def gather(request):
 
 def test_rows_that_want_logits(gather):
     x = torch.arange(7.0, device=DEVICE).unsqueeze(1).repeat(1, 96)
-    chunks = [Chunk([1, 2, 3], 0, [0]), Chunk([4], 5, [1], wants_logits=False), Chunk([5, 6], 0, [2], all_logits=True),
+    chunks = [Chunk([1, 2, 3], 0, [0]), Chunk([4], 5, [1], num_logits=0), Chunk([5, 6], 0, [2], num_logits=2),
               Chunk([7], 8, [3])]  # fmt: skip
     out = gather(x, Batch.build(chunks, PAGE_SIZE).to(DEVICE), None)
     assert out.shape == (4, 96)
@@ -75,11 +75,11 @@ def test_rows_that_want_logits(gather):
 
 
 def test_no_row(gather):
-    batch = Batch.build([Chunk([1, 2, 3], 0, [0], wants_logits=False)], PAGE_SIZE).to(DEVICE)
+    batch = Batch.build([Chunk([1, 2, 3], 0, [0], num_logits=0)], PAGE_SIZE).to(DEVICE)
     assert gather(torch.ones(3, 96, device=DEVICE), batch, None).shape == (0, 96)
 
 
-@pytest.mark.parametrize("chunks", [[Chunk([1], 5, [0]), Chunk([2], 9, [1])], [Chunk([1, 2, 3], 0, [0], all_logits=True)]])
+@pytest.mark.parametrize("chunks", [[Chunk([1], 5, [0]), Chunk([2], 9, [1])], [Chunk([1, 2, 3], 0, [0], num_logits=3)]])
 def test_every_row_is_no_copy(chunks, gather):
     x = torch.ones(sum(len(c.tokens) for c in chunks), 96, device=DEVICE)
     assert gather(x, Batch.build(chunks, PAGE_SIZE).to(DEVICE), None) is x
@@ -153,12 +153,12 @@ def steps(model):
 
     return [
         logits(Chunk(TOKENS[:9], 0, [4])),
-        logits(Chunk(TOKENS[10:30], 0, [2], wants_logits=False)),
+        logits(Chunk(TOKENS[10:30], 0, [2], num_logits=0)),
         logits(
             Chunk(TOKENS[20:27], 0, [0]),  # a whole prompt
-            Chunk(TOKENS[30:40], 20, [2], wants_logits=False),  # the middle of a prompt
+            Chunk(TOKENS[30:40], 20, [2], num_logits=0),  # the middle of a prompt
             Chunk(TOKENS[9:10], 9, [4]),  # a single token
-            Chunk(TOKENS[:3], 0, [5], all_logits=True),
+            Chunk(TOKENS[:3], 0, [5], num_logits=3),
         ),
         logits(Chunk(TOKENS[40:41], 30, [2])),
         logits(Chunk(TOKENS[27:28], 7, [0]), Chunk(TOKENS[41:42], 31, [2])),
@@ -171,7 +171,7 @@ def expected():
 
     def rows(tokens, *wanted):
         cache = KVCache(model.kv_shapes, 1, DEVICE)
-        out = model(Batch.build([Chunk(tokens, 0, [0], all_logits=True)], PAGE_SIZE), cache).cpu()
+        out = model(Batch.build([Chunk(tokens, 0, [0], num_logits=len(tokens))], PAGE_SIZE), cache).cpu()
         return out[list(wanted)]
 
     first, middle, short = rows(TOKENS[:10], 8, 9), rows(TOKENS[10:42], 30, 31), rows(TOKENS[20:28], 6, 7)
@@ -198,7 +198,7 @@ def test_a_step_without_logits(impl, quantization):
         cache, start = KVCache(model.kv_shapes, 1, DEVICE), 0
         for size in sizes:
             last = start + size == 30
-            out = model(Batch.build([Chunk(TOKENS[start : start + size], start, [0], wants_logits=last)], PAGE_SIZE), cache)
+            out = model(Batch.build([Chunk(TOKENS[start : start + size], start, [0], num_logits=int(last))], PAGE_SIZE), cache)
             assert out.shape == (last, 211)
             start += size
         results.append(out.cpu())
@@ -208,7 +208,7 @@ def test_a_step_without_logits(impl, quantization):
 def test_what_comes_behind_computes_the_rows_that_are_wanted():
     model = build()
     rows = {layer.name: watch(layer) for layer in model.layers}
-    chunks = [Chunk([1] * 9, 0, [0]), Chunk([2] * 5, 0, [1], wants_logits=False), Chunk([3] * 2, 0, [2])]
+    chunks = [Chunk([1] * 9, 0, [0]), Chunk([2] * 5, 0, [1], num_logits=0), Chunk([3] * 2, 0, [2])]
     model(Batch.build(chunks, PAGE_SIZE), KVCache(model.kv_shapes, 3, DEVICE))
     before, behind = ("layers.0.attention", "layers.0.mlp", "layers.1.attention", "select"), ("layers.1.mlp", "head")
     assert [rows[name] for name in before] == [[16]] * 4
@@ -229,7 +229,7 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
         tokens = {0: [], 1: []}
         while engine.has_work:
             for output in engine.step():
-                tokens[output.request_id].append(output.token)
+                tokens[output.request_id] += output.token_ids
         results.append(tokens)
         assert (0 in rows) == (budget == 7)
     assert results[0] == results[1]
