@@ -19,6 +19,7 @@ from minirt.engine.engine import Engine, Request
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
+from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
 from minirt.errors import EngineError, InputError, TokenizerError, inside
 from minirt.loading.load import load
@@ -60,6 +61,7 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
         """Wrap a `Model` whose weights are allocated, filled and resolved.
@@ -67,7 +69,7 @@ class Generator:
         Args:
             kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
                 free memory at most, and never more than `max_num_seqs` sequences of full length need.
-            cuda_graphs: see `from_pretrained`.
+            prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
         check_limits(max_num_seqs, max_num_batched_tokens)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
@@ -83,7 +85,7 @@ class Generator:
         engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
-            cuda_graphs=cuda_graphs and model.capturable,
+            prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
         )
         self._engine = EngineThread(engine)
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
@@ -116,7 +118,8 @@ class Generator:
         generator = cls(
             loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
             eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens, cuda_graphs=settings.cuda_graphs,
+            max_num_batched_tokens=settings.max_num_batched_tokens, prefix_cache=settings.prefix_cache,
+            cuda_graphs=settings.cuda_graphs,
         )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
@@ -244,6 +247,11 @@ class Generator:
     def max_num_batched_tokens(self) -> int:
         """Tokens that one step computes at most."""
         return self._live.max_num_batched_tokens
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Tokens looked up and found in the prefix cache, and pages evicted, since loading; None without the cache."""
+        return self._live.prefix_cache_stats
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
         """Seconds of `repeats` bare replays of a decode step's CUDA graph, each sequence having `context_len` cached tokens.

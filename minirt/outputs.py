@@ -28,6 +28,7 @@ class Completion:
 
     `finish_reason`: "stop" (an EOS token or a stop string), "length", "error" (see `error`), or None while the request runs.
     `token_times_s`: when each token reached Python, in seconds since the start of the request.
+    `cached_tokens`: tokens of the prompt whose KV values were found in the prefix cache.
     """
 
     prompt_token_ids: list[int]
@@ -37,6 +38,7 @@ class Completion:
     sampling: EffectiveSampling
     token_times_s: list[float] = field(default_factory=list)
     peak_memory_bytes: int = 0
+    cached_tokens: int = 0
     error: MinirtError | None = None
 
     @property
@@ -66,6 +68,7 @@ class CompletionStream:
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason)
+        done.cached_tokens = output.num_cached
         now, text = time.perf_counter() - self.started, ""
         for i, token in enumerate(output.token_ids, 1):
             done.token_times_s.append(now)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minirt.device import is_device_failure, is_out_of_memory
 from minirt.engine.kv_cache import KVCache
+from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.runner import ProgressCallback, Runner, Step
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
 from minirt.engine.step_input import Batch, Chunk
@@ -42,25 +43,28 @@ class Request:
         prompt_token_ids: the prompt, at least one token.
         sampling: how tokens are drawn, and how many at most.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
+        cache_salt: requests with different salts share no cached prefix.
     """
 
     id: int
     prompt_token_ids: Seq[int]
     sampling: EffectiveSampling
     eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
 
 
 class TokenOutput(NamedTuple):
     """The new tokens of one request, one or more.
 
     `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
-    `error` says what happened.
+    `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
     error: MinirtError | None = None
+    num_cached: int = 0
 
 
 @dataclass(eq=False)
@@ -73,6 +77,7 @@ class _RequestState:
 class _InFlight(NamedTuple):
     step: Step
     sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
+    computed: list[tuple[Sequence, int]]  # of each sequence of the step, how many tokens are computed at its end
 
 
 class Engine:
@@ -81,6 +86,7 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
+        prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
     """
@@ -95,12 +101,13 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         device: torch.device | str = "cpu",
+        prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
     ) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
-        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
             max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
@@ -122,6 +129,12 @@ class Engine:
     @property
     def max_num_batched_tokens(self) -> int:
         return self._scheduler.max_num_batched_tokens
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Counters of the prefix cache; None without one."""
+        cache = self._scheduler.prefix_cache
+        return None if cache is None else cache.stats
 
     @property
     def failed(self) -> bool:
@@ -155,7 +168,7 @@ class Engine:
         """Queue a request whose prompt has passed `check`."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len)
+        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len, salt=request.cache_salt)
         eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
         self._requests[request.id] = _RequestState(sequence, sampling, eos)
         self._scheduler.add(sequence)
@@ -227,11 +240,13 @@ class Engine:
         for row, (sequence, _) in enumerate(sampled):
             sequence.row = row
             sequence.pending += 1
-        self._in_flight.append(_InFlight(step, sampled))
+        computed = [(sequence, sequence.num_computed) for sequence, _ in work]
+        self._in_flight.append(_InFlight(step, sampled, computed))
         return []
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        outputs, result = [], ended.step.result()
+        """The tokens of a step that has ended, or will soon. From now on others may use the pages that it has filled."""
+        outputs, ends, result = [], {}, ended.step.result()
         for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
             request = self._requests.get(sequence.id)
             if request is None:  # the request ended or was aborted after this step had started
@@ -240,7 +255,15 @@ class Engine:
             sequence.num_computed -= num_rows - len(tokens)  # the KV values of rejected drafts are overwritten
             if result.drafts is not None:
                 sequence.drafts = result.drafts[i]
-            outputs.append(self._extend(request, tokens))
+            ends[sequence.id] = self._extend(request, tokens)
+            outputs.append(ends[sequence.id])
+        for sequence, computed in ended.computed:
+            output = ends.get(sequence.id)
+            if output is None or output.error is None:
+                self._scheduler.register(sequence, min(computed, len(sequence.tokens) - 1))
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.abort(output.request_id)
         return outputs
 
     def _extend(self, request: _RequestState, tokens: Seq[int]) -> TokenOutput:
@@ -250,14 +273,14 @@ class Engine:
             if token < 0:  # the sampler returns −1 for logits that are no numbers
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
-                return self._fail(sequence.id, NumericsError("the logits are NaN or infinite", where=where, hint=hint))
+                error = NumericsError("the logits are NaN or infinite", where=where, hint=hint)
+                return TokenOutput(sequence.id, (), "error", error)
             sequence.tokens.append(token)
             count += 1
             ends = "stop" if token in request.eos else "length" if len(sequence.tokens) >= sequence.final_len else None
             if ends is not None:
-                self.abort(sequence.id)
                 break
-        return TokenOutput(sequence.id, tuple(tokens[:count]), ends)
+        return TokenOutput(sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached)
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minirt.engine.kv_cache import KVCache
+from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.step_input import Chunk
 from minirt.errors import ContextLengthError, InputError
 
@@ -31,6 +32,10 @@ class Sequence:
     row: int = 0  # the row of the pending token among the last step's sampled tokens
     drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
+    salt: str | None = None
+    keys: list[bytes] = field(default_factory=list)  # of its first full pages, for the prefix cache
+    num_registered: int = 0  # of its pages, how many the prefix cache knows
+    num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
 
     @property
     def length(self) -> int:
@@ -61,10 +66,15 @@ class Scheduler:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is computed in chunks.
         max_model_len: number of positions that the model serves.
+        prefix_cache: whether sequences share pages that hold the same beginning.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, prefix_cache: bool = True
+    ) -> None:
         self._cache = cache
+        self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache else None
+        self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_len = min(max_model_len, cache.capacity)
         self._limit = "--max-model-len" if max_model_len <= cache.capacity else "--kv-cache-memory"
@@ -97,6 +107,7 @@ class Scheduler:
     def reset(self, waiting: Iterable[Sequence]) -> None:
         """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
         self.running.clear()
+        self._blocked = (-1, -1)
         self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
         self._cache.allocator.reset()
 
@@ -122,15 +133,46 @@ class Scheduler:
                 budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
             sequence = next(iter(self.waiting.values()))
-            # Chunks take pages as they run, but a sequence starts only when all of it fits: otherwise it would be preempted.
-            if self._cache.pages_for(sequence.length + 1) > self._cache.allocator.num_free:
+            if not self._admit(sequence):
                 break
-            count = min(sequence.length, budget)
+            count = min(sequence.length - sequence.num_computed, budget)
             self._reserve(sequence, count)
             self.running[sequence.id] = self.waiting.pop(sequence.id)
             chosen.append((sequence, _chunk(sequence, count)))
             budget -= count
         return chosen
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the cached pages of its prefix, if all of it fits: otherwise it would be preempted."""
+        allocator, size = self._cache.allocator, self._cache.page_size
+        if self._blocked == (sequence.id, allocator.num_changes):
+            return False
+        pages: list[int] = []
+        if self.prefix_cache is not None:
+            self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
+            pages = self.prefix_cache.find(sequence.keys[: (sequence.length - 1) // size])  # at least one token is computed
+        needed = self._cache.pages_for(sequence.length + 1) - len(pages)
+        if needed > allocator.num_free - allocator.count_free(pages):
+            self._blocked = sequence.id, allocator.num_changes
+            return False
+        allocator.share(pages)
+        sequence.pages = array("i", pages)
+        sequence.num_computed, sequence.num_registered = len(pages) * size, len(pages)
+        if sequence.num_cached < 0:
+            sequence.num_cached = sequence.num_computed
+            if self.prefix_cache is not None:
+                self.prefix_cache.count(sequence.length, sequence.num_computed)
+        return True
+
+    def register(self, sequence: Sequence, computed: int) -> None:
+        """Let the prefix cache know the full pages among a sequence's first `computed` tokens, whose step has ended."""
+        full = min(computed // self._cache.page_size, len(sequence.pages))
+        if self.prefix_cache is None or full <= sequence.num_registered:
+            return
+        self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
+        for page, key in zip(sequence.pages[sequence.num_registered : full], sequence.keys[sequence.num_registered :], strict=False):
+            self._cache.allocator.register(page, key)
+        sequence.num_registered = full
 
     def _preempt_youngest(self) -> None:
         """Take the pages of the youngest running sequence, which is computed again from its start later."""
@@ -149,7 +191,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.allocator.release(sequence.pages)
-        sequence.pages, sequence.num_computed = array("i"), 0
+        sequence.pages, sequence.num_computed, sequence.num_registered = array("i"), 0, 0
         sequence.drafts.clear()
 
 

@@ -64,12 +64,12 @@ def undisturbed(prompt, count, eos=None):
     return tokens[len(prompt) :]
 
 
-def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1):
+def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True):
     cache = KVCache([(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
     return Engine(
         Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget,
-        lookahead=lookahead,
+        lookahead=lookahead, prefix_cache=prefix_cache,
     ), cache  # fmt: skip
 
 
