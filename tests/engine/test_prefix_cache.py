@@ -5,6 +5,7 @@ written, pages lost or freed twice, and hits that should happen and do not.
 """
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,9 +66,9 @@ def test_shared_prefixes_change_no_token(requests, pages, seqs, budget, aborts, 
         assert complete(it, turn, 1)[0] == undisturbed(turn, 1)
 
 
-def complete(it, prompt, count, salt=None):
+def complete(it, prompt, count, salt=None, eos=()):
     """(tokens, cached tokens) of one request, alone."""
-    request = Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=count, temperature=0.0), None), (), salt)
+    request = Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=count, temperature=0.0), None), eos, salt)
     it.add(request)
     outputs = []
     while it.has_work:
@@ -109,6 +110,18 @@ def test_a_page_is_known_only_after_its_step():
     while it.has_work:
         outputs += it.step()
     assert {output.num_cached for output in outputs} == {0}
+
+
+def test_a_rejected_draft_is_not_kept():
+    """The request ends at a rejected draft's place, the last of a page, so no later step overwrites the draft there."""
+    it, cache = engine(lookahead=0)
+    it._runner = DraftingRunner(it._model, cache, 0)
+    it._runner._draw = SimpleNamespace(randrange=lambda n: 1 if n == 4 else 96, random=lambda: 1.0)  # one draft, always 96
+    prompt = [10, 11, 12, 13, 14, 15]
+    answer = undisturbed(prompt, 2)
+    assert complete(it, prompt, 9, eos=(answer[1],))[0] == answer
+    turn = [*prompt, *answer, 53]
+    assert complete(it, turn, 1) == (undisturbed(turn, 1), 4)
 
 
 def test_without_the_cache_nothing_is_shared():
