@@ -94,6 +94,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     weights = None if options.random_weights else files
     if weights is not None:
         checkpoint.match(model, checkpoint.read_headers(weights.weight_files, weights.weight_index), composed)
+        checkpoint.check_total_size(weights.weight_files, weights.total_size)
     check_memory(model, length, dtype, device, kv_dtype, options.kv_cache_memory, options.max_num_seqs)
     model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
