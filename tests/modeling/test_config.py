@@ -173,8 +173,11 @@ def test_real_config(name: str) -> None:
     assert parsed.num_parameters / 1e9 == pytest.approx(facts.pop("billions"), rel=2e-3)
     found = {
         **{name: getattr(parsed, name) for name in ModelConfig.__dataclass_fields__},
-        **{"context_len": parsed.context_len, "tied": parsed.tie_word_embeddings},
-        **{"rope_kind": parsed.rope.kind, "rope_theta": parsed.rope.theta, "rope_factor": parsed.rope.factor},
+        "context_len": parsed.context_len,
+        "tied": parsed.tie_word_embeddings,
+        "rope_kind": parsed.rope.kind,
+        "rope_theta": parsed.rope.theta,
+        "rope_factor": parsed.rope.factor,
     }
     assert {name: found[name] for name in facts} == facts
     check_against(parsed, CLASSES[raw["model_type"]](**copy.deepcopy(raw)))
@@ -294,7 +297,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
         "rope_scaling and rope_parameters contradict",
     ),
-    ({"rope_theta": 1e6, "rope_parameters": ROPE1}, r"field rope_theta: .* 500000\.0, as in rope_parameters\.rope_theta; found 1000000\.0"),
+    ({"rope_theta": 1e6, "rope_parameters": ROPE1}, r"rope_theta: .* 500000\.0, as in rope_parameters\.rope_theta; found 1"),
     ({"rope_theta": 1e6, "rope_scaling": ROPE1}, "field rope_theta: .*contradicts"),
     ({"rope_theta": 1e6, "rope_parameters": ROPE1, "rope_scaling": ROPE1}, "field rope_theta: .*contradicts"),
     ({"rope_parameters": ROPE1, "rope_scaling": ROPE2}, "contradict each other"),
@@ -479,7 +482,8 @@ NAMES = [
         "rope_parameters",
     ),
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
-    *("layer_types", "architectures", "is_causal", "quantization_config", "num_experts", "partial_rotary_factor", *SIZES, *OPTIONAL_SIZES),
+    *("layer_types", "architectures", "is_causal"),
+    *("quantization_config", "num_experts", "partial_rotary_factor", *SIZES, *OPTIONAL_SIZES),
     "original_max_position_embeddings",
 ]
 ROPE_NAMES = [
