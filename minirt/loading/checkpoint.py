@@ -13,6 +13,7 @@ import torch
 
 from minirt.errors import CheckpointError
 from minirt.files import parse_json
+from minirt.modeling.config import shown
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear, Parameter
 
@@ -22,6 +23,7 @@ DERIVED = "rotary_emb.inv_freq"
 # A file is mapped again after this many bytes, so that its pages never all count as the process's memory at once.
 MAP_BYTES = 64 << 20
 THREADS = 4
+MAX_SHOWN = 200  # characters of a name or a text from a file in a message
 MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
@@ -70,9 +72,8 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"not a readable safetensors file: {error}", where=path, hint="download it again; it may be truncated"
-        ) from error
+        what = f"not a readable safetensors file: {str(error)[:MAX_SHOWN]}"
+        raise CheckpointError(what, where=path, hint="download it again; it may be truncated") from error
 
 
 def _refuse_repeated_names(path: Path) -> None:
@@ -89,7 +90,7 @@ def check_total_size(files: Sequence[Path], stated: float | None) -> None:
     """
     found = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
     if stated not in (None, found):
-        what = f"the index states {stated} bytes of tensor data (metadata.total_size), but its files hold {found}"
+        what = f"the index states {shown(stated)} bytes of tensor data (metadata.total_size), but its files hold {found}"
         warnings.warn(f"{files[0].parent}: {what}", stacklevel=2)
 
 
@@ -109,7 +110,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in entries:
                     raise CheckpointError(
-                        "the tensor is in two files", where=name, found=f"{entries[name].file.name}, {path.name}"
+                        "the tensor is in two files", where=name[:MAX_SHOWN], found=f"{entries[name].file.name}, {path.name}"
                     )
                 view = file.get_slice(name)
                 entries[name] = Entry(name, path, tuple(view.get_shape()), view.get_dtype())
@@ -117,7 +118,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
         for name, file_name in index.items():
             if name not in entries or entries[name].file.name != file_name:
                 found = entries[name].file.name if name in entries else "in no file"
-                where = f"{files[0].parent}: {name}"
+                where = f"{files[0].parent}: {name[:MAX_SHOWN]}"
                 raise CheckpointError("the index and the files disagree", where=where, expected=file_name, found=found)
         extra = sorted(entries.keys() - index.keys())
         if extra:
@@ -271,7 +272,7 @@ def randomize(model: Model, seed: int = 0) -> None:
 
 
 def _some(names: Sequence[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
+    return ", ".join(name[:MAX_SHOWN] for name in names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
 
 
 def _folder(entries: dict[str, Entry]) -> Path | str:

@@ -272,7 +272,7 @@ def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConf
 
 
 def _stated_once(name: str, first: Fields, second: Fields) -> Fields:
-    """The level that states a field: `first` if it has it, else `second`. If both have it, they must agree, or `second` has null."""
+    """The level that states a field: `first` if it has it, else `second`. If both state it, they must agree."""
     if name not in first.raw:
         return second
     if second.raw.get(name) not in (None, first.raw[name]):
