@@ -58,7 +58,8 @@ def trace(generator: Generator, batch: int, context: int, sampling: dict) -> dic
 def main() -> None:
     model, batches = sys.argv[1], [int(n) for n in sys.argv[2:]] or [1, 64, 256]
     results = []
-    with Generator.from_pretrained(model, random_weights=True, max_model_len=4096, max_num_seqs=max(batches)) as generator:
+    load = {"max_model_len": 4096, "max_num_seqs": max(batches), "prefix_cache": False}
+    with Generator.from_pretrained(model, random_weights=True, **load) as generator:
         for batch in batches:
             for temperature in (0.0, 0.8):
                 sampling = {"temperature": temperature, "top_p": 0.95}

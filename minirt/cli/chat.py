@@ -9,6 +9,7 @@ from minirt.cli.options import (
     debug_option,
     load_options,
     open_model,
+    prefix_cache_option,
     quiet_option,
     sampling_options,
     sampling_params,
@@ -19,6 +20,7 @@ from minirt.errors import InputError
 
 @click.command()
 @load_options
+@prefix_cache_option
 @click.option("--system", help="The system message; an empty one replaces the template's default.")
 @sampling_options
 @quiet_option

@@ -115,6 +115,9 @@ load_options = option_group(
         "this; it does not select eager layers: use --impl eager.",
     ),
 )
+prefix_cache_option = click.option(
+    "--no-prefix-cache", is_flag=True, help="Compute every prompt whole, also where KV pages of an earlier request hold its beginning."
+)
 sampling_options = option_group(
     click.option("--max-tokens", type=int, help="New tokens at most."),
     click.option("--temperature", type=float, help="0 is greedy."),
@@ -174,7 +177,7 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
             "max_num_batched_tokens", "random_weights", "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
-    chosen |= {"warmup": not options.get("no_warmup"), "cuda_graphs": not options.get("no_cuda_graphs")}
+    chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
     return LoadOptions(**{"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes)
 
 

@@ -70,8 +70,8 @@ class KVCache:
 class PageAllocator:
     """Allocates page numbers. A page becomes free when its last holder releases it.
 
-    A page may have a key, which stands for its content (see `PrefixCache`). A free page keeps key and content until it is allocated
-    again. Free pages without a key are allocated first, then those that were released first.
+    A page may have a key, which stands for its content (see `PrefixCache`). A free page keeps its key and content until it is
+    allocated again. Free pages without a key are allocated first, then those that were released first.
     """
 
     def __init__(self, num_pages: int) -> None:

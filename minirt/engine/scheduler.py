@@ -170,8 +170,8 @@ class Scheduler:
         if self.prefix_cache is None or full <= sequence.num_registered:
             return
         self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
-        for page, key in zip(sequence.pages[sequence.num_registered : full], sequence.keys[sequence.num_registered :], strict=False):
-            self._cache.allocator.register(page, key)
+        for i in range(sequence.num_registered, full):
+            self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
 
     def _preempt_youngest(self) -> None:
@@ -196,7 +196,7 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next `count` tokens: known ones, a pending one, then drafts. From the last known or pending one on, each needs logits."""
+    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits."""
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]
