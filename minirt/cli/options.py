@@ -116,8 +116,9 @@ load_options = option_group(
     ),
 )
 prefix_cache_option = click.option(
-    "--no-prefix-cache", is_flag=True, help="Compute every prompt whole, also where KV pages of an earlier request hold its beginning."
-)
+    "--no-prefix-cache", is_flag=True,
+    help="Compute every prompt whole, also where KV pages of an earlier request hold its beginning.",
+)  # fmt: skip
 sampling_options = option_group(
     click.option("--max-tokens", type=int, help="New tokens at most."),
     click.option("--temperature", type=float, help="0 is greedy."),

@@ -1,8 +1,8 @@
 """`PrefixCache`: finds KV pages that hold the beginning of a sequence, so that a step need not compute it again.
 
 A full page is known by a key: a hash of its tokens and of the key of the page before it. So a key stands for the whole prefix.
-(This is the scheme of vLLM's automatic prefix caching.) The hash has a secret of the process in it, so nobody outside can construct two
-prefixes with the same key.
+(This is the scheme of vLLM's automatic prefix caching.) The hash has a secret of the process in it, so nobody outside can
+construct two prefixes with the same key.
 """
 
 import secrets
