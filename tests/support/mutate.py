@@ -14,8 +14,9 @@ _REPEATED = "\ue000"  # marks a key that `dump` writes without the mark, and so 
 ODD_VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**32, 2**63, 2**64, -(2**63) - 1, 10**30, 10**4000),
     *(0.0, -0.0, 0.5, 1.5, 1e308, 1e-320, float("nan"), float("inf"), float("-inf")),
-    *("", " ", "a", "\0", "\x1b[31m", "\ud800", "é", "名", "x" * 10_000, "NaN", "1", "a" * 20 + "!", "(a|aa)+$", "../../etc/passwd"),
-    *([], {}, [[]], [None], [{}], {"": None}, [0] * 1000, {"type": "Sequence"}, {"type": None}, {"Regex": "(a+)+$"}, {"String": ""}),
+    *("", " ", "a", "\0", "\x1b[31m", "\ud800", "é", "名", "x" * 10_000, "NaN", "1", "(a|aa)+$", "../../etc/passwd"),
+    *([], {}, [[]], [None], [{}], {"": None}, [0] * 1000, {"type": "Sequence"}, {"type": None}),
+    *({"Regex": "(a+)+$"}, {"Regex": ""}, {"String": ""}),
 ]
 
 
@@ -155,7 +156,8 @@ def flip(random: Random, content: bytes) -> bytes:
 
 def insert(random: Random, content: bytes) -> bytes:
     """Something odd between two bytes."""
-    odd = [b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b'"', b"\\ud800", b"\x1b[2J", b"NaN", b"1e999"]
+    odd = [b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\x1b[2J", b'"', b"\\ud800", b"NaN", b"1e999"]
+    odd += [b"[" * 3000, b'{"a":' * 3000, b"9" * 5000]
     at = random.randrange(len(content) + 1)
     return content[:at] + random.choice(odd) + content[at:]
 
