@@ -97,24 +97,21 @@ class Tokenizer:
             TokenizerError: the library fails.
         """
         ids = self._encode(text, True, max_tokens)
-        return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids
+        return _at_most(max_tokens, ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids)
 
     def encode_chat(self, messages: list[dict[str, str]], max_tokens: int | None = None) -> list[int]:
         """Token ids of `render_chat(messages)`. The template writes all special tokens; the tokenizer adds none.
 
         The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
         """
-        return self._encode(self.render_chat(messages), False, max_tokens)
+        return _at_most(max_tokens, self._encode(self.render_chat(messages), False, max_tokens))
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
         if not isinstance(text, str):
             raise InputError("a prompt must be a string", found=type(text).__name__)
         if max_tokens is not None and self.min_tokens(text) > max_tokens:
             raise _too_long(max_tokens, f"at least {self.min_tokens(text)} tokens, for {len(text)} characters")
-        ids = self._backend.encode(text, add_special_tokens)
-        if max_tokens is not None and len(ids) > max_tokens:
-            raise _too_long(max_tokens, f"{len(ids)} tokens")
-        return ids
+        return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Ids outside the vocabulary (a model's padding) decode to ""."""
@@ -148,6 +145,12 @@ def _check_added_tokens(added: Any, backend: Backend, path: Path) -> None:
     other = [text for key, text in texts.items() if isinstance(text, str) and str(backend.token_to_id(text)) != key]
     if other:
         _warn(f"{path}: added_tokens_decoder is ignored; tokenizer.json lacks these tokens, or has other ids: {other[:8]}")
+
+
+def _at_most(limit: int | None, ids: list[int]) -> list[int]:
+    if limit is not None and len(ids) > limit:
+        raise _too_long(limit, f"{len(ids)} tokens")
+    return ids
 
 
 def _too_long(limit: int, found: str) -> ContextLengthError:
