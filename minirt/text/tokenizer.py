@@ -106,7 +106,7 @@ class Tokenizer:
         """
         return _at_most(max_tokens, self._encode(self.render_chat(messages), False, max_tokens))
 
-    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         if not isinstance(text, str):
             raise InputError("a prompt must be a string", found=type(text).__name__)
         if max_tokens is not None and self.min_tokens(text) > max_tokens:
