@@ -39,7 +39,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
             asked = {"role": "user", "content": line}
             answer, completion = "", None
             try:
-                tokens = generator.encode_chat([*messages, asked])
+                tokens = generator.encode_chat([*messages, asked], generator.max_len - 1)
                 for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                     answer += piece.text
                     write(piece.text)

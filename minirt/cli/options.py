@@ -227,10 +227,11 @@ def require_tokenizer(generator: "Generator", flag: str) -> None:
 
 def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
     """Token ids of a prompt as the command line takes it: with `chat` a user's message, without a tokenizer "1 2 3"."""
+    most = generator.max_len - 1
     if chat:
-        return generator.encode_chat([{"role": "user", "content": text}])
+        return generator.encode_chat([{"role": "user", "content": text}], most)
     if generator.tokenizer is not None:
-        return generator.encode(text)
+        return generator.encode(text, most)
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
         raise InputError(
