@@ -1,5 +1,6 @@
-"""Devices and memory: choice of a device, free and peak memory, and the environment for a bug report."""
+"""Devices and memory: choice of a device, free and peak memory, errors of a device, and the environment for a bug report."""
 
+import dis
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -99,3 +100,48 @@ def pick_device(device: str) -> torch.device:
 def on_device(device: torch.device) -> AbstractContextManager:
     """Context in which `device` is the current CUDA device, on which Triton launches. Other devices need no context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+_DRIVER_ERRORS = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")  # how such messages of PyTorch and Triton begin
+_HOST_ALLOCATOR = ("[enforce fail at alloc_cpu", "DefaultCPUAllocator: ")
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation failed, on a GPU or on the host.
+
+    PyTorch and Triton use types only in part. A plain RuntimeError therefore counts if its message begins as theirs do and native
+    code raised it. A RuntimeError that Python code raises never counts.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error).partition("\n")[0]
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY or message.endswith(": out of memory")
+    if not _is_native(error):
+        return False
+    if message.startswith(_DRIVER_ERRORS):
+        return ": out of memory" in message or "CUBLAS_STATUS_ALLOC_FAILED" in message
+    return message.startswith(_HOST_ALLOCATOR)
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether `error` says that the GPU, or a call of its driver, failed for another reason than memory.
+
+    CUDA reports most failures at a later call, and repeats them at every call from then on: only a new process can use the GPU.
+    """
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return _is_native(error) and str(error).startswith(_DRIVER_ERRORS)
+
+
+def _is_native(error: BaseException) -> bool:
+    """Whether `error` is a plain RuntimeError that native code raised, not a `raise` statement."""
+    trace = error.__traceback__
+    if type(error) is not RuntimeError or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
