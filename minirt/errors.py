@@ -87,7 +87,7 @@ class OutOfMemoryError(DeviceError):
 
 
 class NumericsError(MinirtError):
-    """The model computed NaN, or only infinities, instead of finite numbers."""
+    """The model computed logits that are NaN or +inf, or only -inf."""
 
 
 @contextmanager
