@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from minirt.device import is_nvidia
 from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.sampling.philox import philox, uniform
@@ -149,7 +150,7 @@ def sample(
 
     Args:
         logits: [B, V] fp32; fp16 and bf16 are computed in fp32.
-        impl: "eager", "triton" or "auto" ("triton" on a CUDA device, "eager" elsewhere).
+        impl: "eager", "triton" or "auto" ("triton" on an NVIDIA GPU, "eager" elsewhere).
         workspace: scratch memory of the Triton kernels; None: the call allocates it.
         out: [B] int64; receives the tokens.
         row_maxima: [B, P] from the LM head (see `RowMaxima`). If all rows are greedy, the Triton kernels read only these.
@@ -169,7 +170,7 @@ def sample(
         )
     if impl not in ("auto", "eager", "triton"):
         raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
-    if impl == "triton" or (impl == "auto" and logits.device.type == "cuda"):
+    if impl == "triton" or (impl == "auto" and is_nvidia(logits.device)):
         return _kernels().sample(
             logits.to(torch.float32).contiguous(),
             batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,

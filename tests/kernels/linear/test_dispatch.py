@@ -112,7 +112,7 @@ def test_any_split_of_k(split, tma, dtype, make, nan, agrees, device):
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize(("T", "N", "block_n"), [(2, 203, 32), (9, 40, 16), (40, 100, 64)])
 def test_row_maxima(T, N, block_n, split, fp8, make, nan, device):
-    """Of each row the argmax of its own values, of equals the first, and those values only if they are needed; NaN, infinities."""
+    """Of each row the argmax of its own values, of equals the first, and those values only if needed; NaN and infinities."""
     K, tiles = 208, -(-N // block_n)
     x, _, weight, _ = inputs(make, T, N, K, torch.float16)
     x[-1], weight[N // 2 :] = -x[0].abs(), weight[: N - N // 2].clone()
