@@ -5,8 +5,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -133,7 +134,8 @@ class _Patches:
             self._users += 1
             if self._users == 1:
                 self._run, JITFunction.run = JITFunction.run, _compile_only(JITFunction.run)
-                self._build = getattr(triton.runtime, "build", None)
+                with suppress(ImportError):
+                    self._build = import_module("triton.runtime.build")
                 self._import = getattr(self._build, "_load_module_from_path", None)
                 if self._import is not None:  # else this version imports launchers in another way
                     self._build._load_module_from_path = self._load_alone
