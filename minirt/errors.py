@@ -107,7 +107,7 @@ class EngineError(MinirtError):
 
 
 class NumericsError(MinirtError):
-    """The model computed NaN, or only infinities, instead of finite numbers."""
+    """The model computed logits that are NaN or +inf, or only -inf."""
 
 
 @contextmanager

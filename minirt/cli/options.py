@@ -253,16 +253,16 @@ def set_up_triton(cuda: bool, dtype: str | None) -> None:
     Raises:
         ConfigError, UnsupportedError, MinirtError: what runs then is not what is asked about.
     """
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    from minirt.device import interpreter_unsupported, interpreting
+
+    interprets = interpreting()
+    reason = interpreter_unsupported(dtype or "auto", on_gpu=cuda)
     if cuda:
         if interprets:
-            what = "on a GPU Triton's interpreter is not what is asked about"
-            raise ConfigError(what, where="TRITON_INTERPRET=1", hint="unset it")
+            raise ConfigError(str(reason), where="TRITON_INTERPRET", hint="unset it")
         return
-    if dtype == "bfloat16":
-        raise UnsupportedError(
-            "Triton's interpreter gives wrong bfloat16 products", where="--dtype bfloat16", expected="float32 or float16 on a CPU"
-        )
+    if reason is not None:
+        raise UnsupportedError(reason, where=f"--dtype {dtype}", expected="float32 or float16 on a CPU")
     if not interprets and "triton" in sys.modules:
         raise MinirtError("Triton is imported already, and not as an interpreter", hint="run with TRITON_INTERPRET=1 set")
     os.environ["TRITON_INTERPRET"] = "1"
