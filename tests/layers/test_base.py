@@ -4,14 +4,16 @@ Catches a name that `--impl` cannot select, a factory without a result, an AMD G
 interpreter, and a model that runs without CUDA graphs while its plan does not say so.
 """
 
+import importlib
 import json
+import pkgutil
 from dataclasses import replace
 
 import pytest
 import torch
 from support.cli import caller
 
-from minirt import Generator, device, models
+from minirt import Generator, device, kernels, models
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import InputError, UnsupportedError
@@ -37,6 +39,8 @@ def registry(monkeypatch):
 @pytest.fixture
 def hopper(monkeypatch):
     """PyTorch says that there is a GPU of capability 9.0; nothing can run on it."""
+    for module in pkgutil.walk_packages(kernels.__path__, "minirt.kernels."):
+        importlib.import_module(module.name)  # kernels become interpreted ones, or not, when their module is imported
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     launch.capability.cache_clear()
