@@ -207,7 +207,7 @@ class Generator:
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through.
 
-        `max_tokens`: refuse a text with more, before it is tokenized if its number of characters shows it.
+        `max_tokens`: refuse a text that surely has more, because it has so many characters, without tokenizing it.
         """
         if isinstance(prompt, list | tuple):
             if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches

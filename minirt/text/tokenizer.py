@@ -91,26 +91,31 @@ class Tokenizer:
         As in transformers 5, only the post-processor decides whether a BOS is added; `add_bos_token` is ignored. The text of a
         special token in `text` becomes that token.
 
+        Args:
+            max_tokens: refuse a text that surely has more, because it has so many characters, without tokenizing it. A text of
+                which `min_tokens` does not say so is returned whole.
         Raises:
-            ContextLengthError: there are more than `max_tokens`. Where the number of characters shows it, nothing is tokenized.
+            ContextLengthError: see `max_tokens`.
             InputError: `text` is not a string, or has a lone surrogate.
             TokenizerError: the library fails.
         """
         ids = self._encode(text, True, max_tokens)
-        return _at_most(max_tokens, ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids)
+        return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids
 
     def encode_chat(self, messages: list[dict[str, str]], max_tokens: int | None = None) -> list[int]:
         """Token ids of `render_chat(messages)`. The template writes all special tokens; the tokenizer adds none.
 
         The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
         """
-        return _at_most(max_tokens, self._encode(self.render_chat(messages), False, max_tokens))
+        return self._encode(self.render_chat(messages), False, max_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         if not isinstance(text, str):
             raise InputError("a prompt must be a string", found=type(text).__name__)
         if max_tokens is not None and self.min_tokens(text) > max_tokens:
-            raise _too_long(max_tokens, f"at least {self.min_tokens(text)} tokens, for {len(text)} characters")
+            found = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
+            hint = "shorten it, or raise --max-model-len or --kv-cache-memory if the model and the memory allow"
+            raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=found, hint=hint)
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -145,17 +150,6 @@ def _check_added_tokens(added: Any, backend: Backend, path: Path) -> None:
     other = [text for key, text in texts.items() if isinstance(text, str) and str(backend.token_to_id(text)) != key]
     if other:
         _warn(f"{path}: added_tokens_decoder is ignored; tokenizer.json lacks these tokens, or has other ids: {other[:8]}")
-
-
-def _at_most(limit: int | None, ids: list[int]) -> list[int]:
-    if limit is not None and len(ids) > limit:
-        raise _too_long(limit, f"{len(ids)} tokens")
-    return ids
-
-
-def _too_long(limit: int, found: str) -> ContextLengthError:
-    hint = "shorten it, or raise --max-model-len or --kv-cache-memory if the model and the memory allow"
-    return ContextLengthError("the prompt is too long", expected=f"at most {limit} tokens", found=found, hint=hint)
 
 
 def _warn(text: str) -> None:
