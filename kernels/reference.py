@@ -126,6 +126,7 @@ def paged_attention(
     scale: float,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens on its cached tokens, the new ones included.
 
@@ -140,6 +141,7 @@ def paged_attention(
         seq_lens: [B], the number of cached tokens of each sequence, new ones included.
         scale: factor of the scores.
         k_scales, v_scales: scales of FP8 pages, see `write_kv`.
+        window: each token sees itself and the window − 1 tokens before it; None: all tokens before it.
 
     Returns:
         [T, Nq, D].
@@ -153,6 +155,10 @@ def paged_attention(
         rows = slice(None) if everyone else [starts[i] for i in single]
         tables = block_tables if everyone else block_tables[single]
         slots, mask = _slots(tables, [seq_lens[i] for i in single], k_pages.shape[1])
+        if window is not None:
+            ends = torch.tensor([seq_lens[i] for i in single], device=q.device)[:, None, None, None]
+            inside = torch.arange(slots.shape[1], device=q.device) >= ends - window
+            mask = inside if mask is None else mask & inside
         k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
         out[rows] = _attention(q[rows].unsqueeze(2), k, v, scale, mask).squeeze(2)
     for i, new in enumerate(query_lens):
@@ -160,7 +166,10 @@ def paged_attention(
             rows, total = slice(starts[i], starts[i] + new), seq_lens[i]
             slots, _ = _slots(block_tables[i : i + 1], [total], k_pages.shape[1])
             k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
-            mask = None if new == total else torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+            mask = None
+            if new < total or window is not None:
+                mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+                mask = mask if window is None else mask.triu(total - new - window + 1)
             own = q[rows].transpose(0, 1).unsqueeze(0)
             out[rows] = _attention(own, k, v, scale, mask, causal=mask is None)[0].transpose(0, 1)
     return out

@@ -79,9 +79,11 @@ class Generator:
         self._model: Model | None = model
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
-        self.kv_bytes_per_token = page_bytes(model.kv_shapes, model.kv_dtype, 1)
+        self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         pages = page_count(model, kv_cache_memory, max_num_seqs)
-        self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.kv_dtype)
+        self._cache: KVCache | None = KVCache(
+            model.cache_specs, pages, model.device, model.kv_dtype, num_slots=max_num_seqs
+        )
         engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,

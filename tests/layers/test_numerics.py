@@ -49,7 +49,7 @@ def run(impl, dtype, damage):
     for layer in model.unique_layers():
         if isinstance(layer, Attention):
             damage(layer)
-    cache = KVCache(model.kv_shapes, 2, DEVICE, model.kv_dtype)
+    cache = KVCache(model.cache_specs, 2, DEVICE, model.kv_dtype)
     chunks = [Chunk([7, 8, 9, 10, 11], 0, [1]), Chunk([12], 5, [1])]
     return torch.cat([model(Batch.build([chunk], cache.page_size), cache).cpu() for chunk in chunks])
 
