@@ -14,6 +14,7 @@ from minirt.cli.options import (
     sampling_params,
 )
 from minirt.cli.output import completion_summary, note, write
+from minirt.cli.process import Terminated
 from minirt.errors import InputError
 
 
@@ -41,8 +42,8 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
                 for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                     answer += piece.text
                     write(piece.text)
-            except KeyboardInterrupt:
-                if not sys.stdin.isatty():
+            except KeyboardInterrupt as interrupt:
+                if isinstance(interrupt, Terminated) or not sys.stdin.isatty():
                     raise
                 note("(stopped)")
             except InputError as error:

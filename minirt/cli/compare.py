@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.files import check_target, read_text
 from minirt.cli.options import (
-    check_target,
     debug_option,
     model_name,
     model_options,
@@ -15,7 +15,6 @@ from minirt.cli.options import (
     option_group,
     output_format_option,
     quiet_option,
-    read_prompt,
     require_tokenizer,
     set_up_triton,
     to_load_options,
@@ -73,7 +72,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     if picture is not None:
         _check_picture(picture)
     options["model"] = model_name(options, quiet)
-    text = None if options["text"] is None else read_prompt(options["text"])
+    text = None if options["text"] is None else read_text(options["text"])
     from minirt.device import pick_device
 
     device = pick_device(options["device"])

@@ -2,7 +2,7 @@
 
 import click
 
-from minirt.cli.output import write
+from minirt.cli.output import printable, write
 
 
 @click.command()
@@ -11,4 +11,4 @@ def env() -> None:
     from minirt.device import environment
 
     for name, value in environment().items():
-        write(f"{name:<16} {value}\n")
+        write(printable(f"{name:<16} {value}") + "\n")

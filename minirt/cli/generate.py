@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from minirt.cli.files import read_text
 from minirt.cli.generate_many import generate_many
 from minirt.cli.options import (
     debug_option,
@@ -11,7 +12,6 @@ from minirt.cli.options import (
     load_options,
     open_model,
     quiet_option,
-    read_prompt,
     sampling_options,
     sampling_params,
 )
@@ -42,16 +42,16 @@ def generate(
     object. An object has one of "prompt", "messages" (a conversation) and "prompt_token_ids". It may override the command
     line's max_tokens, temperature, top_k, top_p, min_p, seed, stop and ignore_eos. It may have an "id", which is copied to
     the result. Results are printed in the order of the lines, each text followed by a newline. A text may contain newlines
-    itself, so programs should use --json, whose objects also give their "line". After Ctrl-C, all finished results are
-    printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out. A failed request
-    has the finish_reason "error"; the others continue, and the exit code is 1.
+    itself, so programs should use --json, whose objects also give their "line". After Ctrl-C, SIGTERM or SIGHUP, all
+    finished results are printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out.
+    A failed request has the finish_reason "error"; the others continue, and the exit code is 1.
     """
     if many is not None:
         if prompts or files:
             raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")
         generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
         return
-    texts = [*prompts, *(read_prompt(name) for name in files)]
+    texts = [*prompts, *(read_text(name) for name in files)]
     places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(files)
     if not texts:
         raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")

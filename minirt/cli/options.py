@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -194,27 +193,6 @@ def open_model(options: dict[str, Any], quiet: bool) -> "AbstractContextManager[
     return open_generator(to_load_options(options, model_name(options, quiet)), quiet)
 
 
-def read_file(name: str) -> bytes:
-    """A prompt file's bytes; "-" is stdin."""
-    try:
-        if name == "-":
-            return sys.stdin.buffer.read()
-        with open(name, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise InputError(f"cannot read the prompt file: {error.strerror}", where=name) from error
-
-
-def read_prompt(name: str) -> str:
-    """A prompt file's text, nothing stripped; "-" is stdin."""
-    data = read_file(name)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise InputError("not valid UTF-8", where=name, found=byte) from error
-
-
 def require_tokenizer(generator: "Generator", flag: str) -> None:
     """For what takes nothing but a text."""
     if generator.tokenizer is None:
@@ -234,12 +212,6 @@ def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
             expected="integers, as in '1 2 3'", found=ascii(text[:80]),
         )
     return [int(word) for word in words]
-
-
-def check_target(target: str | None, flag: str) -> None:
-    """Before any work is done for it."""
-    if target is not None and not Path(target).absolute().parent.is_dir():
-        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)
 
 
 def set_up_triton(cuda: bool, dtype: str | None) -> None:

@@ -1,7 +1,7 @@
 """Output of the commands: results on stdout, notes on stderr, and a completion as a record or a summary."""
 
 import json
-import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 
 
 def write(text: str) -> None:
-    """Write results to stdout and flush. If the reader has closed the pipe (`| head`), exit silently with code 1."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
-        if isinstance(error, BrokenPipeError):
-            sys.exit(1)
-        raise MinirtError(f"cannot write the output: {error.strerror}", where="stdout") from error
+    """Write results to stdout and flush. `process.standard_streams` says what happens if stdout is full or closed."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters escaped, except newlines: a name from a file must not control the terminal."""
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """`text` on one line, with its control characters escaped."""
+    return printable(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -52,7 +56,7 @@ def emit(text: str, target: str | None, quiet: bool) -> None:
 
 def note(text: str) -> None:
     """Print a note for the user on stderr."""
-    click.secho(text, err=True, dim=sys.stderr.isatty())
+    click.secho(printable(text), file=sys.stderr, dim=sys.stderr.isatty())
 
 
 def format_bytes(count: float) -> str:
