@@ -19,7 +19,7 @@ from minirt.cli.options import (
     set_up_triton,
     to_load_options,
 )
-from minirt.cli.output import note, write
+from minirt.cli.output import emit, note
 from minirt.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         command = ["minirt", *(ctx.find_root().obj or [])]
         shared = context("compare", generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling)
     printed = report(shared, result, cuda)
-    write(printed.render(options["output_format"]))
+    emit(printed.render(options["output_format"]), None, quiet)
     if picture is not None:
         from minirt.bench.compare.picture import draw
 

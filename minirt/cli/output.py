@@ -42,9 +42,9 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def emit(text: str, target: str | None, quiet: bool) -> None:
-    """Write results to the file `target`, or to stdout if it is None."""
+    """Write results to the file `target`, or to stdout if it is None. On a terminal, names in them cannot control it."""
     if target is None:
-        write(text)
+        write(printable(text) if sys.stdout.isatty() else text)
         return
     try:
         Path(target).write_text(text, encoding="utf-8")

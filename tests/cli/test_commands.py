@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -211,7 +212,7 @@ def ids(folder, text):
 @pytest.mark.parametrize(("options", "opening"), [((), ""), (("--system", "be brief"), "[system]be brief\n"),
                                                   (("--system", ""), "[system]\n")])  # fmt: skip
 def test_conversation(options, opening, run, folder, monkeypatch, seen):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n  \nthe fox \n/clear\na\n/exit\nnever\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n  \nthe fox \n/reset\na\n/exit\nnever\n"))
     code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q", *options)
     assert (code, err) == (0, "")
     first, second, third = out.removesuffix("\n").split("\n")
@@ -231,7 +232,7 @@ def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
     assert code == 0
     assert out.count("\n") == 2
     assert "at most 255 tokens" in err
-    assert "/clear" in err
+    assert "/reset starts over" in err
     assert len(seen) == 3, "the refused message is not part of the conversation"
     assert len(seen[2]) < 100
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -239,7 +240,7 @@ def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
     assert code == 1, "a script must see the failure"
 
 
-def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
+def test_control_c_stops_an_answer_only(run, folder, monkeypatch, seen):
     original, calls = chat.write, []
 
     def interrupted(text):
@@ -249,11 +250,88 @@ def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
         original(text)
 
     monkeypatch.setattr(chat, "write", interrupted)
-    monkeypatch.setattr(sys, "stdin", Keyboard("hello\nthe fox\n"))
-    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
+    monkeypatch.setattr(sys, "stdin", Keyboard("hello\n/stats\nthe fox\n"))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5)
     assert code == 0
-    assert "(stopped)" in err
+    assert "(stopped; Ctrl-C again ends" in err
     assert out.count("\n") == 2
+    short, rest = re.findall(r"^3 tokens, .*|^decode 3 tokens.*", err, flags=re.MULTILINE)
+    assert short.endswith(" tokens/s, abort")
+    assert rest.endswith("finished: abort")
+    assert not re.search(r"\b0 B|None", err)
+    stopped = "".join(calls[:3])
+    assert seen[1] == ids(folder, f"<s>[user]hello\n[assistant]{stopped}\n[user]the fox\n[assistant]")
+
+
+def test_control_c_before_the_first_token_takes_the_message_back(run, folder, monkeypatch, seen):
+    original, calls = Loaded.stream_completion, []
+
+    def interrupted(self, prompt, params=None):
+        calls.append(prompt)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return original(self, prompt, params)
+
+    monkeypatch.setattr(Loaded, "stream_completion", interrupted)
+    monkeypatch.setattr(sys, "stdin", Keyboard("hello\n/stats\nthe fox\n"))
+    code, _, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 2)
+    assert code == 0
+    assert "no answer yet" in err
+    assert calls[1] == ids(folder, "<s>[user]the fox\n[assistant]")
+
+
+def test_chat_commands(run, folder, tmp_path, monkeypatch, seen):
+    saved = tmp_path / "saved.jsonl"
+    lines = ["/system", "/system be\x1b[31m brief", "hello", f"/save {saved}", "/system", "/help", "/stats", "/reset", "a",
+             " /not a command", f"/save {saved}", "/save", "/wobble 5", "/", "/exit", "never"]  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", Keyboard("\n".join(lines)))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 4, "--ignore-eos")
+    assert code == 0
+    first, second, third = out.removesuffix("\n").split("\n")
+    begin = "<s>[system]be\x1b[31m brief\n"
+    assert seen == [ids(folder, begin + text) for text in (
+        "[user]hello\n[assistant]", "[user]a\n[assistant]", f"[user]a\n[assistant]{second}\n[user] /not a command\n[assistant]",
+    )]  # fmt: skip
+    assert third
+    messages = [("system", "be\x1b[31m brief"), ("user", "hello"), ("assistant", first)]
+    assert json.loads(saved.read_text()) == {"messages": [{"role": r, "content": c} for r, c in messages]}
+    assert saved.read_text().count("\n") == 1
+    for words in ("no system message\n", "system message: be\\x1b[31m brief\n", "/save FILE ", "/exit ", "3 messages in",
+                  "saved.jsonl: cannot be written: File exists", "/save: no file", "minirt: /wobble: unknown command",
+                  "minirt: /: unknown command", "decode 4 tokens"):  # fmt: skip
+        assert words in err, words
+    assert len(re.findall(r"^4 tokens, [0-9.]+ tokens/s, cut at 4 tokens", err, flags=re.MULTILINE)) == 3
+    for command in ("/wobble", "/save", f"/save {saved}"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{command}\nhello\n"))
+        refused(run("chat", "-m", folder, *CACHE), command.split()[-1])
+
+
+def test_a_saved_conversation_is_a_request(run, folder, tmp_path, monkeypatch):
+    saved = tmp_path / "s"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n/save {saved}\n"))
+    assert run("chat", "-m", folder, *CACHE, "--max-tokens", 3, "-q", "--system", "é\udce9")[0] == 1, "half a surrogate pair"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n/save {saved}2\n"))
+    assert run("chat", "-m", folder, *CACHE, "--max-tokens", 3, "-q", "--system", "é")[0] == 0
+    assert run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "-q", "--prompts", f"{saved}2")[0] == 0
+
+
+def test_a_template_without_a_system_message(run, hf_folder, monkeypatch):
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = f"{{% for m in messages %}}{refusal}{{{{ m.content }}}}{{% endfor %}}"
+    folder = add_tokenizer(hf_folder("Llama"), template=template)
+    monkeypatch.setattr(sys, "stdin", Keyboard("/system be brief\n/system\nhello\n"))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 2)
+    assert code == 0
+    assert out
+    assert "no system\n" in err or "no system (" in err
+    assert "no system message" in err
+
+
+def test_chat_with_the_embedded_model_is_refused_before_it_is_loaded(run, monkeypatch):
+    monkeypatch.setattr(Loaded, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    words = ("embedded model", "no chat template", "--model SmolLM2-135M-Instruct", "minirt generate")
+    for model in ((), ("-m", "embedded")):
+        refused(run("chat", *model, *CACHE), *words)
 
 
 def test_a_conversation_in_latin_1(run, folder, monkeypatch):
@@ -349,7 +427,7 @@ def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
         shown = b""
         while not shown.endswith(b"> "):
             shown += os.read(terminal, 100)
-        os.write(terminal, b"/clear\n")
+        os.write(terminal, b"/reset\n")
         while shown.count(b"> ") < 2:
             shown += os.read(terminal, 100)
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
