@@ -24,6 +24,7 @@ from minirt.cli.plan import plan
 from minirt.cli.process import Terminated, standard_streams, termination_signals, warning_lines
 from minirt.cli.tune import tune
 from minirt.errors import DeviceFailedError, MinirtError, OutOfMemoryError
+from minirt.threads import limit_spinning
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,6 +49,7 @@ def _named(error: Exception) -> MinirtError:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: run a command, and turn errors into one line on stderr and an exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    limit_spinning()  # before a command imports PyTorch
     with standard_streams(), warning_lines():
         code = _exit_code(arguments)
     sys.exit(code)

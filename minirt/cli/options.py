@@ -97,6 +97,10 @@ load_options = option_group(
         "--max-num-batched-tokens", type=click.IntRange(1),
         help="Tokens in one step at most: longer prompts are computed in chunks, beside which running requests get their tokens.",
     ),
+    click.option(
+        "--threads", type=click.IntRange(1),
+        help="CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).",
+    ),
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
     click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
     click.option(
@@ -170,7 +174,7 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
     from minirt.loading.options import LoadOptions
 
     same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
-            "max_num_batched_tokens", "random_weights", "check_weights", "seed")  # fmt: skip
+            "max_num_batched_tokens", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
     chosen |= {"warmup": not options.get("no_warmup"), "cuda_graphs": not options.get("no_cuda_graphs")}

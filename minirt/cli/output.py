@@ -82,13 +82,18 @@ def completion_record(completion: "Completion") -> dict[str, Any]:
 
 
 def load_summary(generator: "Generator") -> str:
-    """The times of loading and warm-up, and the read rate."""
+    """The times of loading and warm-up, the read rate, and on a CPU the number of threads."""
     text = f"load {generator.load_time_s:.2f} s"
     if generator.bytes_read:
         rate = generator.bytes_read / generator.load_time_s
         text += f" ({format_bytes(generator.bytes_read)} at {rate / 1e9:.2f} GB/s)"
     if generator.warm_up_time_s > 0.01:
         text += f", warm-up {generator.warm_up_time_s:.2f} s"
+    if generator.device.type == "cpu":
+        import torch
+
+        threads = torch.get_num_threads()
+        text += f" · {threads} thread{'s' if threads > 1 else ''}"
     return text
 
 

@@ -17,6 +17,7 @@ import termios
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.cli import CACHE, caller, refused, start
 from support.tiny import add_tokenizer
@@ -64,9 +65,18 @@ def test_text_goes_to_stdout_and_figures_to_stderr(run, folder, expected):
     words = ("load ", "first token", "decode 9 tokens", "tokens/s", "GB/s of weights", "peak memory", "greedy (default)")
     for word in words:
         assert err.count(word) >= 2, word
-    for word in ("prompt 5 tokens", "prompt 4 tokens", "finished: length"):
+    for word in ("prompt 5 tokens", "prompt 4 tokens", "finished: length", f" · {torch.get_num_threads()} thread"):
         assert word in err
     assert run("generate", "-m", folder, *CACHE, "--max-tokens", 9, "-q", "hello", "the fox") == (0, out, "")
+
+
+def test_threads(run, folder, monkeypatch):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    assert run("generate", "-m", folder, *CACHE, "--threads", 1, "-q", "--max-tokens", 1, "hello")[0] == 0
+    assert counts == [1]
+    refused(run("generate", "-m", folder, "--threads", 10**9, "hello"), "threads", "the CPUs here")
+    refused(run("generate", "-m", folder, "--threads", 0, "hello"), "--threads", code=2)
 
 
 def test_effective_sampling_is_shown_with_its_sources(run, copy):
