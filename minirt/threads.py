@@ -66,9 +66,9 @@ def cgroup_quota(root: Path) -> float | None:
         number, names, path = [*line.split(":", 2), "", ""][:3]
         controllers = names.split(",")
         if number == "0" and names == "":
-            mount, files = root / "sys/fs/cgroup", ("cpu.max",)
+            mount, files = root / "sys/fs/cgroup", ["cpu.max"]
         elif "cpu" in controllers:
-            mount, files = root / "sys/fs/cgroup" / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            mount, files = root / "sys/fs/cgroup" / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
         own = mount / path.lstrip("/")
@@ -80,7 +80,7 @@ def cgroup_quota(root: Path) -> float | None:
     return min(limits, default=None)
 
 
-def _limit(folder: Path, files: tuple[str, ...]) -> float | None:
+def _limit(folder: Path, files: list[str]) -> float | None:
     try:
         quota, period = " ".join((folder / name).read_text() for name in files).split()
         return int(quota) / int(period) if int(quota) > 0 else None

@@ -2,7 +2,7 @@
 
 python bench/tools/threads.py [--model embedded] [--threads 1,2] [--spins default,10000] [--runs 5] [--tokens 300] [--busy 6]
 
-Prints JSON. Run it on a machine that does nothing else. Each run is a new process, since OpenMP reads its variables once. "loaded"
+Prints JSON. Run it on a machine that does nothing else. Each run is a new process: OpenMP reads its variables once. "loaded"
 means that BUSY processes compute beside it. The settings take turns, so that a change of the machine's state reaches all of them.
 "default" is OpenMP's own behaviour, "passive" its policy OMP_WAIT_POLICY=passive, "minirt" what minirt sets; numbers are
 GOMP_SPINCOUNT. The choice: the largest loaded speed among the settings that keep 95% of the idle speed of "default".
@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 SPINS = ("default", "passive", "0", "300", "1000", "3000", "10000", "30000", "100000", "minirt")
@@ -57,7 +58,7 @@ def measure(model: str, threads: int, tokens: int, spin: str) -> float:
 
 
 @contextmanager
-def busy(count: int):
+def busy(count: int) -> Iterator[None]:
     """Context in which `count` processes compute."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
