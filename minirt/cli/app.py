@@ -27,7 +27,17 @@ from minirt.errors import DeviceFailedError, MinirtError, OutOfMemoryError
 from minirt.threads import limit_spinning
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """A group that suggests the commands which begin like an unknown one, before click's guess by similarity."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        begun = [name for name in self.list_commands(ctx) if name.startswith(args[0])] if args[0] else []
+        if begun and args[0] not in begun:
+            raise click.UsageError(f"No such command '{args[0]}'. Did you mean {' or '.join(map(repr, begun))}?", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="minirt")
 def cli() -> None:
     """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""

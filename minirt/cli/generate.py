@@ -1,10 +1,11 @@
 """`minirt generate`: complete prompts one after the other; with --prompts, many at once (`generate_many`)."""
 
+import sys
 from typing import Any
 
 import click
 
-from minirt.cli.files import read_text
+from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import generate_many
 from minirt.cli.options import (
     debug_option,
@@ -17,6 +18,8 @@ from minirt.cli.options import (
 )
 from minirt.cli.output import completion_record, completion_summary, json_line, note, write
 from minirt.errors import inside
+
+_NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
 
 @click.command()
@@ -35,6 +38,9 @@ def generate(
 ) -> None:
     """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it is generated.
 
+    A PROMPT of "-" is stdin, and so is a pipe if there is no prompt at all; one newline at its end is removed. --prompt-file
+    takes everything verbatim.
+
     Each text is followed by a newline; the prompt is not repeated. A model without a tokenizer takes token ids ("1 2 3")
     and prints token ids.
 
@@ -51,10 +57,16 @@ def generate(
             raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")
         generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
         return
+    if not (prompts or files) and not sys.stdin.isatty():
+        piped = _piped()
+        if not piped:
+            raise click.UsageError(_NO_PROMPT)
+        prompts = (piped,)
+    prompts = tuple(_piped() if prompt == "-" else prompt for prompt in prompts)
     texts = [*prompts, *(read_text(name) for name in files)]
-    places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(files)
+    places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
-        raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")
+        raise click.UsageError(_NO_PROMPT)
     params = sampling_params(options)
     with open_model(options, quiet) as generator:
         inputs = []
@@ -70,3 +82,8 @@ def generate(
             write(json_line({"prompt": text, **completion_record(completion)}) if as_json else "\n")
             if not quiet:
                 note(completion_summary(generator, completion))
+
+
+def _piped() -> str:
+    """The text of stdin without the newline at its end, which `echo` and the like add."""
+    return read_text("-").removesuffix("\n").removesuffix("\r")

@@ -136,6 +136,19 @@ def test_prompt_files_are_verbatim(run, folder, expected, tmp_path, monkeypatch)
     assert prompts == [expected(p, 1).prompt_token_ids for p in ("first", text, " from stdin \n")]
 
 
+@pytest.mark.parametrize(("prompts", "texts"), [((), ["a\n b "]), (("-",), ["a\n b "]), (("hello", "-"), ["hello", "a\n b "])])
+def test_a_pipe_is_a_prompt(prompts, texts, run, folder, expected, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n b \r\n")))
+    code, out, _ = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, *prompts)
+    assert code == 0
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == texts
+
+
+def test_a_terminal_is_no_prompt(run, folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Keyboard("hello\n"))
+    refused(run("generate", "-m", folder, *CACHE), "no prompt", code=2)
+
+
 def test_chat_template(run, folder, expected):
     _, out, _ = run("generate", "-m", folder, *CACHE, "--chat", "-q", "--max-tokens", 9, "hello")
     assert out == expected([1, *expected("[user]hello\n[assistant]", 1).prompt_token_ids[1:]], 9).text + "\n"

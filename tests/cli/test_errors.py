@@ -36,13 +36,20 @@ def run(capfd, monkeypatch):
     return caller(capfd, monkeypatch)
 
 
-def test_usage(run, folder):
+def test_usage(run, folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     for arguments in (
         ["generate", "-m", folder], ["generate", "-m", folder, "x", "--max-tokens", "many"], ["no-such-command"],
         ["generate", "x", "--kv-cache-memory", "x"], ["generate", "x", "--no-such-flag"], ["plan", "extra"],
         ["generate", "x", "-m", folder, "--random-weights", "--check-weights"],
     ):  # fmt: skip
         refused(run(*arguments), "Usage: ", code=2)
+
+
+def test_an_abbreviated_command_is_suggested(run):
+    refused(run("gen"), "No such command 'gen'", "Did you mean 'generate'?", code=2)
+    refused(run("e", "x"), "'env' or 'eval'", code=2)
+    refused(run(""), "No such command ''", code=2)
 
 
 @pytest.mark.parametrize(
