@@ -19,7 +19,7 @@ from minirt.cli.compare import compare
 from minirt.cli.env import env
 from minirt.cli.eval import evaluate
 from minirt.cli.generate import generate
-from minirt.cli.output import one_line, printable
+from minirt.cli.output import one_line, printable_lines
 from minirt.cli.plan import plan
 from minirt.cli.process import Terminated, standard_streams, termination_signals, warning_lines
 from minirt.cli.tune import tune
@@ -74,7 +74,7 @@ def _exit_code(arguments: list[str]) -> int:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(file=shown)
-        sys.stderr.write(printable(shown.getvalue()))
+        sys.stderr.write(printable_lines(shown.getvalue()))
         return 2 if isinstance(error, click.UsageError) else 1
     except (click.Abort, KeyboardInterrupt) as error:  # click has printed a newline, and made an Abort of the other
         interrupt = error.__cause__ if isinstance(error, click.Abort) else error

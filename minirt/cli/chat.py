@@ -13,6 +13,7 @@ from minirt.cli.options import (
     debug_option,
     load_options,
     open_model,
+    prefix_cache_option,
     quiet_option,
     sampling_options,
     sampling_params,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @load_options
+@prefix_cache_option
 @click.option("--system", help="The system message; an empty one replaces the template's default.")
 @sampling_options
 @quiet_option
@@ -79,7 +81,8 @@ class _Conversation:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the conversation with one more message of the user."""
-        return self._generator.encode_chat([*self._messages(), {"role": "user", "content": text}])
+        messages = [*self._messages(), {"role": "user", "content": text}]
+        return self._generator.encode_chat(messages, self._generator.max_len - 1)
 
     def _messages(self) -> list[dict[str, str]]:
         return ([] if self._system is None else [{"role": "system", "content": self._system}]) + self._turns

@@ -2,7 +2,8 @@
 
 import click
 
-from minirt.cli.output import printable, write
+from minirt.cli.output import write
+from minirt.errors import printable
 
 
 @click.command()

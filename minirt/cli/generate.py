@@ -12,6 +12,7 @@ from minirt.cli.options import (
     encode_prompt,
     load_options,
     open_model,
+    prefix_cache_option,
     quiet_option,
     sampling_options,
     sampling_params,
@@ -25,6 +26,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
+@prefix_cache_option
 @click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")

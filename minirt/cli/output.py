@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.errors import MinirtError
+from minirt.errors import MinirtError, printable
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
@@ -21,13 +21,13 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def printable(text: str) -> str:
-    """`text` with its control characters escaped, except newlines: a name from a file must not control the terminal."""
-    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], text)
+def printable_lines(text: str) -> str:
+    """`text` with all that is not printable escaped, except newlines: a name from a file must not control the terminal."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def one_line(text: str) -> str:
-    """`text` on one line, with its control characters escaped."""
+    """`text` on one line, with all that is not printable escaped."""
     return printable(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
@@ -44,7 +44,7 @@ def json_line(record: dict[str, Any]) -> str:
 def emit(text: str, target: str | None, quiet: bool) -> None:
     """Write results to the file `target`, or to stdout if it is None. On a terminal, names in them cannot control it."""
     if target is None:
-        write(printable(text) if sys.stdout.isatty() else text)
+        write(printable_lines(text) if sys.stdout.isatty() else text)
         return
     try:
         Path(target).write_text(text, encoding="utf-8")
@@ -56,7 +56,7 @@ def emit(text: str, target: str | None, quiet: bool) -> None:
 
 def note(text: str) -> None:
     """Print a note for the user on stderr."""
-    click.secho(printable(text), file=sys.stderr, dim=sys.stderr.isatty())
+    click.secho(printable_lines(text), file=sys.stderr, dim=sys.stderr.isatty())
 
 
 def format_bytes(count: float) -> str:

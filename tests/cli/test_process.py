@@ -18,7 +18,7 @@ from support.cli import CACHE, caller, refused, start
 from support.tiny import add_tokenizer
 
 from minirt.cli import process as process_module
-from minirt.cli.output import one_line, printable
+from minirt.cli.output import one_line, printable_lines
 from minirt.generator import Generator
 
 FULL = b"minirt: stdout: cannot write the output: No space left on device\n"
@@ -170,8 +170,8 @@ def safe(text):
     return not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in text)
 
 
-def test_printable():
-    assert printable("a\tb\nc\x1b[0m\x7f\x9f é🙂\r") == "a\\tb\nc\\x1b[0m\\x7f\\x9f é🙂\\r"
+def test_printable_lines():
+    assert printable_lines("a\tb\nc\x1b[0m\x7f\x9f é🙂\r") == "a\\tb\nc\\x1b[0m\\x7f\\x9f é🙂\\r"
     assert one_line(" a \n\n  b\x00\n") == "a b\\x00"
 
 
