@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.bench_kernels import kernels
+from minirt.cli.files import check_target
 from minirt.cli.options import (
     NUMBERS,
     RANGE,
-    check_target,
     debug_option,
     load_options,
     model_name,

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -98,6 +97,10 @@ load_options = option_group(
         "--max-num-batched-tokens", type=click.IntRange(1),
         help="Tokens in one step at most: longer prompts are computed in chunks, beside which running requests get their tokens.",
     ),
+    click.option(
+        "--threads", type=click.IntRange(1),
+        help="CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).",
+    ),
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
     click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
     click.option(
@@ -175,7 +178,7 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
     from minirt.loading.options import LoadOptions
 
     same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
-            "max_num_batched_tokens", "random_weights", "check_weights", "seed")  # fmt: skip
+            "max_num_batched_tokens", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
@@ -198,27 +201,6 @@ def open_model(options: dict[str, Any], quiet: bool) -> "AbstractContextManager[
     return open_generator(to_load_options(options, model_name(options, quiet)), quiet)
 
 
-def read_file(name: str) -> bytes:
-    """A prompt file's bytes; "-" is stdin."""
-    try:
-        if name == "-":
-            return sys.stdin.buffer.read()
-        with open(name, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise InputError(f"cannot read the prompt file: {error.strerror}", where=name) from error
-
-
-def read_prompt(name: str) -> str:
-    """A prompt file's text, nothing stripped; "-" is stdin."""
-    data = read_file(name)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise InputError("not valid UTF-8", where=name, found=byte) from error
-
-
 def require_tokenizer(generator: "Generator", flag: str) -> None:
     """For what takes nothing but a text."""
     if generator.tokenizer is None:
@@ -239,12 +221,6 @@ def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
             expected="integers, as in '1 2 3'", found=ascii(text[:80]),
         )
     return [int(word) for word in words]
-
-
-def check_target(target: str | None, flag: str) -> None:
-    """Before any work is done for it."""
-    if target is not None and not Path(target).absolute().parent.is_dir():
-        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)
 
 
 def set_up_triton(cuda: bool, dtype: str | None) -> None:

@@ -9,6 +9,7 @@ import click
 
 from minirt.cli.options import debug_option, model_name, model_options, to_load_options
 from minirt.cli.output import format_bytes, write
+from minirt.errors import printable
 
 
 @click.command()
@@ -31,12 +32,12 @@ def plan(as_json: bool, **options: Any) -> None:
     from rich.table import Table
 
     size = f"{model.num_parameters / 1e6:,.1f} M parameters"
-    table = Table(title=f"{name} · {model.config.model_type} · {size} · {model.plan.device}")
+    table = Table(title=printable(f"{name} · {model.config.model_type} · {size} · {model.plan.device}"))
     for column in ("layer", "implementation", "why", "dtype"):
         table.add_column(column)
     table.add_column("weights", justify="right")
     for row in model.plan.rows:
-        table.add_row(row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes))
+        table.add_row(*map(printable, (row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes))))
     table.add_row("total", "", "", "", format_bytes(model.plan.weight_bytes))
     printed, terminal = io.StringIO(), sys.stdout.isatty()
     width = None if terminal else 110
@@ -44,5 +45,5 @@ def plan(as_json: bool, **options: Any) -> None:
     console.print(table)
     if model.device.type == "cuda":
         reason = model.plan.not_capturable
-        console.print("CUDA graphs: small steps" if reason is None else f"CUDA graphs: none, since {reason}")
+        console.print("CUDA graphs: small steps" if reason is None else printable(f"CUDA graphs: none, since {reason}"))
     write(printed.getvalue())

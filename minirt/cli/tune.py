@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.files import check_target
 from minirt.cli.options import (
     NUMBERS,
-    check_target,
     debug_option,
     model_name,
     model_options,
