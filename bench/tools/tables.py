@@ -169,8 +169,8 @@ def vllm_table(records: Records) -> str:
     shown = table([f"{first['model']}, ms", "minirt bf16", "vLLM bf16", "minirt `--fp8`", "vLLM fp8"], rows)
     return (
         f"{shown}\n\nminirt at commit {commits}, {days}; vLLM 0.24.0. One {first['device']}, torch {first['versions']['torch']}, "
-        f"random weights, greedy decoding, context of 128 tokens. Caveat: vLLM was measured separately on the same GPU model and "
-        f"torch version, its date and raw output are not stored, and newer vLLM releases exist."
+        f"random weights, greedy decoding; decode steps at a context of 128 tokens. Caveat: vLLM was measured separately, on the same "
+        f"GPU model and torch version. Its date and raw output are not stored. Newer vLLM releases exist."
     )
 
 
@@ -198,7 +198,7 @@ def losses_table(records: Records) -> str:
         compared += len(pairs)
         found += [f"{form}, {what}: {own / peer - 1:+.1%}" for what, own, peer in pairs if own > peer]
     if not found:
-        return f"minirt is slower than vLLM at none of these {compared} points."
+        return f"minirt is not slower than vLLM at any of these {compared} points."
     return f"minirt is slower than vLLM at {len(found)} of these {compared} points: {'; '.join(found)}."
 
 
@@ -209,7 +209,7 @@ def checks_table(records: Records) -> str:
         own = record["correctness"]
         how = f"compared with {own['against']}" if own["checked"] else own["why"]
         done.setdefault(how, []).append(f"`{name}`")
-    return "Checks before timing. " + "; ".join(f"{', '.join(names)}: {how}" for how, names in done.items()) + "."
+    return "Checks before timing:\n\n" + "\n".join(f"- {', '.join(names)}: {how}." for how, names in done.items())
 
 
 def others_table(records: Records) -> str:
@@ -690,25 +690,25 @@ BLOCKS = {
         tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others-attention", "others")),
         kernels_table, _KERNELS,
         "Each kernel alone, with a cold L2 cache (`minirt bench kernels`). The three speedups are over eager PyTorch · "
-        "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over a form that computes less than the "
-        "kernel does. Attention tokens are given as new tokens @ cached tokens; for decode, as sequences @ tokens of each. Each "
-        "row shows a small and a large point. The results hold every point, with its error and spread.",
+        "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over code that computes less than the "
+        "kernel. For attention, the column *tokens* shows new tokens @ cached tokens; for decode attention, sequences @ cached tokens "
+        "of each. Each row shows a small and a large point. The stored results have all points, with error and spread.",
     ),
     "shapes": Block(
         ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table, _KERNELS,
         "Microseconds by which the kernels of a decode step exceed their limits. Each cell is the mean over 1, 3, 24 and 100 "
-        "tokens; for attention, with 128 and with 3000 tokens of context:",
+        "tokens; for attention, over contexts of 128 and 3000 tokens as well:",
     ),
     "gemms": Block(
         ("h200-kernels-gemm",), gemms_table, _KERNELS,
-        "GEMMs of prompts alone. Each cell is microseconds · cuBLAS's time divided by that. Rows with `.fp8` have two such "
-        "quotients: cuBLAS with exact accumulation, then with fast accumulation. A quotient marked \\* is of cuBLAS without the "
-        "activation. Errors are relative to fp64, in the same order:",
+        "GEMMs of prompts alone. Each cell is minirt's time in microseconds · cuBLAS's time divided by minirt's. Rows with `.fp8` have "
+        "two such quotients: for exact and for fast accumulation in cuBLAS. For a quotient marked \\*, cuBLAS leaves out the "
+        "activation. Errors are relative to fp64: minirt's, then cuBLAS's in the same order:",
     ),
     "attention": Block(
         ("h200-kernels-attention",), attention_table, _KERNELS,
-        "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is the time of SDPA's fastest backend, which "
-        "reads contiguous tensors instead of pages, divided by the kernel's time:",
+        "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is SDPA's time divided by the kernel's. SDPA runs "
+        "its fastest backend, and reads contiguous tensors instead of pages:",
     ),
     "tuned": Block(
         ("h200-tune-bf16", "h200-tune-fp8"), tuned_table, _KERNELS,
@@ -741,8 +741,8 @@ BLOCKS = {
     ),
     "power": Block(
         ("h200-power",), power_table, _SYSTEM,
-        "The GPUs of one host under sustained load at the same time: milliseconds, watts and the clock that the power limit "
-        "leaves. Energy is what the GPU draws above its idle power (`bench/tools/power.py`):",
+        "The GPUs of one host under sustained load at the same time: milliseconds, watts, and the SM clock. Energies do not include "
+        "the idle power of the GPU (`bench/tools/power.py`):",
     ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
