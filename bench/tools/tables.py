@@ -169,8 +169,8 @@ def vllm_table(records: Records) -> str:
     shown = table([f"{first['model']}, ms", "minirt bf16", "vLLM bf16", "minirt `--fp8`", "vLLM fp8"], rows)
     return (
         f"{shown}\n\nminirt at commit {commits}, {days}; vLLM 0.24.0. One {first['device']}, torch {first['versions']['torch']}, "
-        f"random weights, greedy decoding; decode steps at a context of 128 tokens. Caveat: vLLM was measured separately, on the same "
-        f"GPU model and torch version. Its date and raw output are not stored. Newer vLLM releases exist."
+        f"random weights, greedy decoding; decode steps at a context of 128 tokens. Caveat: vLLM was measured separately, on the "
+        f"same GPU model and torch version. Its date and raw output are not stored. Newer vLLM releases exist."
     )
 
 
@@ -691,8 +691,8 @@ BLOCKS = {
         kernels_table, _KERNELS,
         "Each kernel alone, with a cold L2 cache (`minirt bench kernels`). The three speedups are over eager PyTorch · "
         "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over code that computes less than the "
-        "kernel. For attention, the column *tokens* shows new tokens @ cached tokens; for decode attention, sequences @ cached tokens "
-        "of each. Each row shows a small and a large point. The stored results have all points, with error and spread.",
+        "kernel. For attention, the column *tokens* shows new tokens @ cached tokens; for decode attention, sequences @ cached "
+        "tokens of each. Each row shows a small and a large point. The stored results have all points, with error and spread.",
     ),
     "shapes": Block(
         ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table, _KERNELS,
@@ -701,14 +701,14 @@ BLOCKS = {
     ),
     "gemms": Block(
         ("h200-kernels-gemm",), gemms_table, _KERNELS,
-        "GEMMs of prompts alone. Each cell is minirt's time in microseconds · cuBLAS's time divided by minirt's. Rows with `.fp8` have "
-        "two such quotients: for exact and for fast accumulation in cuBLAS. For a quotient marked \\*, cuBLAS leaves out the "
-        "activation. Errors are relative to fp64: minirt's, then cuBLAS's in the same order:",
+        "GEMMs of prompts alone. Each cell is minirt's time in microseconds · cuBLAS's time divided by minirt's. Rows with "
+        "`.fp8` have two such quotients: for exact and for fast accumulation in cuBLAS. For a quotient marked \\*, cuBLAS leaves "
+        "out the activation. Errors are relative to fp64: minirt's, then cuBLAS's in the same order:",
     ),
     "attention": Block(
         ("h200-kernels-attention",), attention_table, _KERNELS,
-        "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is SDPA's time divided by the kernel's. SDPA runs "
-        "its fastest backend, and reads contiguous tensors instead of pages:",
+        "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is SDPA's time divided by the kernel's. SDPA "
+        "runs its fastest backend, and reads contiguous tensors instead of pages:",
     ),
     "tuned": Block(
         ("h200-tune-bf16", "h200-tune-fp8"), tuned_table, _KERNELS,
@@ -741,8 +741,8 @@ BLOCKS = {
     ),
     "power": Block(
         ("h200-power",), power_table, _SYSTEM,
-        "The GPUs of one host under sustained load at the same time: milliseconds, watts, and the SM clock. Energies do not include "
-        "the idle power of the GPU (`bench/tools/power.py`):",
+        "The GPUs of one host under sustained load at the same time: milliseconds, watts, and the SM clock. Energies do not "
+        "include the idle power of the GPU (`bench/tools/power.py`):",
     ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
