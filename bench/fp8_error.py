@@ -81,7 +81,7 @@ def format_errors(plain: Model, quantized: Model, tokens: Sequence[int]) -> list
         raise ConfigError("already quantized", where="format_errors", expected="the first model in its own dtype")
     cache = KVCache(plain.kv_shapes, -(-len(tokens) // PAGE_SIZE), plain.device, plain.dtype)
     pages = cache.allocator.allocate(cache.num_pages)
-    batch = Batch.build([Chunk(list(tokens), 0, pages, all_logits=True)], cache.page_size).to(plain.device)
+    batch = Batch.build([Chunk(list(tokens), 0, pages, num_logits=len(tokens))], cache.page_size).to(plain.device)
     own = iter(cache.layers)
     x, found = torch.empty(0, device=plain.device), []
     for layer, other in zip(plain.layers, quantized.layers, strict=True):

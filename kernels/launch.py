@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
+from minirt.device import compute_capability
 from minirt.errors import InputError, UnsupportedError
 
 _SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -14,10 +15,10 @@ _INTERPRETER_SMS = 6  # few, so that each program of a persistent kernel has sev
 
 @functools.lru_cache
 def capability(device: torch.device) -> int:
-    """Compute capability of `device` as one number, such as 90 for Hopper. The interpreter has that of `_INTERPRETER`."""
+    """Compute capability as one number, such as 90 for Hopper; 0 for an AMD GPU; `_INTERPRETER` on a CPU."""
     if device.type != "cuda":
         return _INTERPRETER
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = compute_capability(device)
     return 10 * major + minor
 
 

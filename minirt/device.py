@@ -1,6 +1,7 @@
-"""Devices and memory: choice of a device, free and peak memory, and the environment for a bug report."""
+"""Devices and memory: choice of a device, what it can, free and peak memory, errors of a device, and `minirt env`."""
 
-import resource
+import dis
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,6 +9,11 @@ import psutil
 import torch
 
 from minirt.errors import DeviceError, OutOfMemoryError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 def peak_memory(device: torch.device) -> int:
@@ -19,17 +25,17 @@ def peak_memory(device: torch.device) -> int:
 
 def host_peak_memory() -> int:
     """The process's peak resident set, in bytes."""
+    if resource is None:
+        memory = psutil.Process().memory_info()
+        return getattr(memory, "peak_wset", memory.rss)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def environment() -> dict[str, str]:
     """Versions, devices and memory, for a bug report."""
-    import os
     import platform
     from importlib.metadata import PackageNotFoundError, version
-
-    import psutil
 
     facts = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("minirt", "torch", "triton", "safetensors", "tokenizers", "huggingface-hub"):
@@ -96,6 +102,76 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def is_nvidia(device: torch.device) -> bool:
+    """Whether `device` is an NVIDIA GPU. PyTorch for ROCm calls an AMD GPU "cuda" as well."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability of `device`, (9, 0) for Hopper; (0, 0) if it is not an NVIDIA GPU.
+
+    PyTorch for ROCm numbers AMD GPUs in another way: a MI300 is (9, 4).
+    """
+    return torch.cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, which takes any device. It reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def interpreter_unsupported(dtype: str, on_gpu: bool) -> str | None:
+    """Why Triton's interpreter cannot compute a model of `dtype`, such as "float32", or None."""
+    if on_gpu:
+        return "TRITON_INTERPRET is set, so Triton would interpret kernels instead of running them on the GPU"
+    return "Triton's interpreter gives wrong bfloat16 products" if dtype == "bfloat16" else None
+
+
 def on_device(device: torch.device) -> AbstractContextManager:
     """Context in which `device` is the current CUDA device, on which Triton launches. Other devices need no context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+_DRIVER_ERRORS = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")  # how such messages of PyTorch and Triton begin
+_HOST_ALLOCATOR = ("[enforce fail at alloc_cpu", "DefaultCPUAllocator: ")
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation failed, on a GPU or on the host.
+
+    PyTorch and Triton use types only in part. A plain RuntimeError therefore counts if its message begins as theirs do and native
+    code raised it. A RuntimeError that Python code raises never counts.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error).partition("\n")[0]
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY or message.endswith(": out of memory")
+    if not _is_native(error):
+        return False
+    if message.startswith(_DRIVER_ERRORS):
+        return ": out of memory" in message or "CUBLAS_STATUS_ALLOC_FAILED" in message
+    return message.startswith(_HOST_ALLOCATOR)
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether `error` says that the GPU, or a call of its driver, failed for another reason than memory.
+
+    CUDA reports most failures at a later call, and repeats them at every call from then on: only a new process can use the GPU.
+    """
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return _is_native(error) and str(error).startswith(_DRIVER_ERRORS)
+
+
+def _is_native(error: BaseException) -> bool:
+    """Whether `error` is a plain RuntimeError that native code raised, not a `raise` statement."""
+    trace = error.__traceback__
+    if type(error) is not RuntimeError or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]

@@ -3,7 +3,7 @@
 import gc
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
 from dataclasses import replace
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from minirt import models
-from minirt.engine.engine import Engine, TokenOutput
+from minirt.engine.engine import Engine, Request
+from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
+from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
-from minirt.errors import InputError, MinirtError, TokenizerError, inside
+from minirt.errors import EngineError, InputError, TokenizerError, inside
 from minirt.loading.load import load
 from minirt.loading.memory import page_count
 from minirt.loading.options import LoadOptions
@@ -39,6 +41,9 @@ Messages = Sequence[dict[str, str]]
 class Generator:
     """A loaded model that generates. Make one with `from_pretrained`; use it as a context manager to free the device.
 
+    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in a thread
+    of its own. An iterator (`stream`, `completions`) belongs to the thread that made it.
+
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
@@ -56,6 +61,7 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
         """Wrap a `Model` whose weights are allocated, filled and resolved.
@@ -63,7 +69,7 @@ class Generator:
         Args:
             kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
                 free memory at most, and never more than `max_num_seqs` sequences of full length need.
-            cuda_graphs: see `from_pretrained`.
+            prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
         check_limits(max_num_seqs, max_num_batched_tokens)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
@@ -76,12 +82,13 @@ class Generator:
         self.kv_bytes_per_token = page_bytes(model.kv_shapes, model.kv_dtype, 1)
         pages = page_count(model, kv_cache_memory, max_num_seqs)
         self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.kv_dtype)
-        self._engine = Engine(
+        engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
-            cuda_graphs=cuda_graphs and model.capturable,
+            prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
         )
-        self._inbox: dict[int, list[TokenOutput]] = {}  # by open request: what its stream has not taken yet
+        self._engine = EngineThread(engine)
+        self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
         self._thaw: weakref.finalize | None = None
 
     @classmethod
@@ -111,12 +118,13 @@ class Generator:
         generator = cls(
             loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
             eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens, cuda_graphs=settings.cuda_graphs,
+            max_num_batched_tokens=settings.max_num_batched_tokens, prefix_cache=settings.prefix_cache,
+            cuda_graphs=settings.cuda_graphs,
         )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
         if settings.warmup:
-            generator._engine.warm_up(progress and partial(progress, "warm-up"))
+            generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if generator.device.type == "cuda":  # where a garbage collection would keep the GPU waiting
             generator._thaw = freeze_gc(generator)
@@ -165,7 +173,7 @@ class Generator:
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages), params)
+        return self.generate(self.encode_chat(messages, self.max_len - 1), params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
@@ -188,11 +196,19 @@ class Generator:
                 yield piece, streams[0].completion
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1."""
-        return self._live.logits(self.encode(token_ids))
+        """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through."""
+        Waits until the KV cache has room beside the requests that run.
+        """
+        tokens = self.encode(token_ids)
+        self._live.check_logits(tokens)
+        return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
+
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through.
+
+        `max_tokens`: refuse a text with more, before it is tokenized if its number of characters shows it.
+        """
         if isinstance(prompt, list | tuple):
             if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches
                 return list(prompt)
@@ -202,17 +218,17 @@ class Generator:
             raise InputError("not a prompt", expected="a text, or a list or tuple of token ids", found=found)
         if not prompt:
             raise InputError("the prompt is empty", hint="give at least one character")
-        return self._text().encode(prompt)
+        return self._text().encode(prompt, max_tokens)
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation through the chat template, up to where the answer begins."""
+    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a conversation through the chat template, up to where the answer begins. `max_tokens`: as for `encode`."""
         if not isinstance(messages, list | tuple):
             raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
-        return self._text().encode_chat(list(messages))
+        return self._text().encode_chat(list(messages), max_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
-        self._live.abort(self._add(self.encode(token_ids), self.effective_sampling(params)))
+        self._check(self.encode(token_ids, self.max_len - 1), self.effective_sampling(params))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
@@ -235,6 +251,11 @@ class Generator:
         """Tokens that one step computes at most."""
         return self._live.max_num_batched_tokens
 
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Tokens looked up and found in the prefix cache, and pages evicted, since loading; None without the cache."""
+        return self._live.prefix_cache_stats
+
     def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
         """Seconds of `repeats` bare replays of a decode step's CUDA graph, each sequence having `context_len` cached tokens.
 
@@ -242,17 +263,17 @@ class Generator:
             UnsupportedError: there is no graph: on a CPU, or with a layer that is not on Triton.
             ContextLengthError: the cache has no room for that many tokens.
         """
-        return self._live.replay_times(batch_size, context_len, repeats)
+        return self._engine.call(lambda engine: engine.replay_times(batch_size, context_len, repeats))
 
     @property
     def kv_cache_bytes(self) -> int:
         return self._cache.nbytes if self._cache else 0
 
     def close(self) -> None:
-        """Free the model and the cache. The generator cannot be used afterwards."""
+        """Free the model and the cache. Open requests of all threads end with an error, and so does every later use."""
         cuda = self._model is not None and self.device.type == "cuda" and not self._engine.failed
+        self._stop()
         self._model = self._cache = None
-        self.__dict__.pop("_engine", None)
         (self._thaw or gc.collect)()  # a layer and its bound implementation refer to each other
         if cuda:
             torch.cuda.empty_cache()
@@ -267,31 +288,30 @@ class Generator:
     def model(self) -> Model:
         """The layers with their weights, as the plan says they run."""
         if self._model is None:
-            raise MinirtError("the generator is closed", where=self.name)
+            raise EngineError("the generator is closed", where=self.name)
         return self._model
 
     @property
     def _live(self) -> Engine:
-        if self._model is None:
-            raise MinirtError("the generator is closed", where=self.name)
-        return self._engine
+        """The engine, for what any thread may ask it: limits and checks."""
+        return self._engine.engine
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
             raise TokenizerError("the model has no tokenizer", where=self.name, hint="give token ids instead of text")
         return self.tokenizer
 
-    def _add(self, tokens: Sequence[int], sampling: EffectiveSampling) -> int:
+    def _check(self, tokens: Sequence[int], sampling: EffectiveSampling) -> None:
         if sampling.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
-        return self._live.add(tokens, sampling, self.eos_token_ids)
+        self._live.check(tokens)
 
     def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[CompletionStream]:
         """Encoded and checked requests, not in the engine yet."""
         streams = []
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
-                tokens, sampling = self.encode(prompt), self.effective_sampling(own)
+                tokens, sampling = self.encode(prompt, self.max_len - 1), self.effective_sampling(own)
             decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
             completion = Completion(tokens, [], "", None, sampling)
             streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
@@ -299,40 +319,28 @@ class Generator:
 
     def _run(self, streams: Sequence[CompletionStream]) -> Generation[tuple[int, Piece], None, None]:
         """Run requests to their ends, yielding (its index, piece); left early, it aborts."""
-        running: dict[int, int] = {}
-        try:
-            for index, stream in enumerate(streams):
-                stream.started = time.perf_counter()
-                with inside(f"prompts[{index}]" if len(streams) > 1 else None):
-                    request = self._add(stream.completion.prompt_token_ids, stream.completion.sampling)
-                running[request], self._inbox[request] = index, []
+        requests: list[Request] = []
+        for index, stream in enumerate(streams):
+            stream.started = time.perf_counter()
+            asked = stream.completion
+            with inside(f"prompts[{index}]" if len(streams) > 1 else None):
+                self._check(asked.prompt_token_ids, asked.sampling)
+            requests.append(Request(self._engine.new_id(), asked.prompt_token_ids, asked.sampling, self.eos_token_ids))
+        running = {request.id: index for index, request in enumerate(requests)}
+        with self._engine.connect() as client:
+            if requests:
+                client.submit(requests)
             while running:
-                for output in self._outputs(running):
-                    if output.request_id not in running:  # it ended at a stop string; the engine was ahead
+                for output in client.receive():
+                    index = running.get(output.request_id, -1)
+                    if index < 0:  # it ended at a stop string; the engine was ahead
                         continue
-                    index = running[output.request_id]
                     piece = streams[index].push(output)
                     if piece.finish_reason is not None:
-                        self._forget(output.request_id)
                         del running[output.request_id]
+                        if output.finish_reason is None:
+                            client.abort([output.request_id])
                     yield index, piece
-        finally:
-            for request in running:
-                self._forget(request)
-
-    def _outputs(self, requests: Collection[int]) -> list[TokenOutput]:
-        """The next outputs of `requests`; those of other open streams wait in their inboxes."""
-        while not (ready := [output for request in requests for output in self._inbox[request]]):
-            for output in self._live.step():
-                self._inbox[output.request_id].append(output)
-        for request in requests:
-            self._inbox[request].clear()
-        return ready
-
-    def _forget(self, request: int) -> None:
-        del self._inbox[request]
-        if self._model is not None:
-            self._engine.abort(request)
 
 
 class Completions:

@@ -28,6 +28,7 @@ class Completion:
 
     `finish_reason`: "stop" (an EOS token or a stop string), "length", "error" (see `error`), or None while the request runs.
     `token_times_s`: when each token reached Python, in seconds since the start of the request.
+    `cached_tokens`: tokens of the prompt whose KV values were found in the prefix cache.
     """
 
     prompt_token_ids: list[int]
@@ -37,6 +38,7 @@ class Completion:
     sampling: EffectiveSampling
     token_times_s: list[float] = field(default_factory=list)
     peak_memory_bytes: int = 0
+    cached_tokens: int = 0
     error: MinirtError | None = None
 
     @property
@@ -66,18 +68,30 @@ class CompletionStream:
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason)
-        done.token_times_s.append(time.perf_counter() - self.started)
-        done.token_ids.append(output.token)
-        done.finish_reason = output.finish_reason
-        text, stopped = "", False
-        if self.decoder is not None:
-            text, stopped = self.stops.push(self.decoder.push(output.token))
-            if not stopped and output.finish_reason is not None:
-                tail, stopped = self.stops.push(self.decoder.flush())
-                text += tail if stopped else tail + self.stops.flush()
-            if stopped:
+        done.cached_tokens = output.num_cached
+        now, text = time.perf_counter() - self.started, ""
+        for i, token in enumerate(output.token_ids, 1):
+            done.token_times_s.append(now)
+            done.token_ids.append(token)
+            last = i == len(output.token_ids) and output.finish_reason is not None
+            new, stopped = self._decode(token, last)
+            text += new
+            if stopped:  # tokens behind the stop string do not count
                 done.finish_reason = "stop"
+                break
+        else:
+            i, done.finish_reason = len(output.token_ids), output.finish_reason
         done.text += text
         if done.finish_reason is not None:
             done.peak_memory_bytes = peak_memory(self.device)
-        return Piece(text, (output.token,), done.finish_reason)
+        return Piece(text, output.token_ids[:i], done.finish_reason)
+
+    def _decode(self, token: int, last: bool) -> tuple[str, bool]:
+        """The text that a token completes, and whether a stop string was found. `last`: nothing is held back."""
+        if self.decoder is None:
+            return "", False
+        text, stopped = self.stops.push(self.decoder.push(token))
+        if last and not stopped:
+            tail, stopped = self.stops.push(self.decoder.flush())
+            text += tail if stopped else tail + self.stops.flush()
+        return text, stopped

@@ -35,7 +35,7 @@ class _Range:
             inside = self.low < number if self.open_low else self.low <= number
             if inside and number <= self.high and number != math.inf:
                 return number
-        raise error("not an acceptable value", where=where, expected=self.text, found=repr(value), hint=hint)
+        raise error("not an acceptable value", where=where, expected=self.text, found=repr(value)[:500], hint=hint)
 
 
 _RANGES = {
@@ -71,7 +71,7 @@ def _stop_strings(value: object, where: str, error: type[MinirtError]) -> tuple[
         "not acceptable stop strings",
         where=where,
         expected="a string, or a list or tuple of strings, none empty",
-        found=repr(value),
+        found=repr(value)[:500],
     )
 
 
@@ -197,7 +197,7 @@ def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ConfigError(
-            "not an acceptable value", where=f"{_FILE}: do_sample", expected="true or false", found=repr(do_sample)
+            "not an acceptable value", where=f"{_FILE}: do_sample", expected="true or false", found=repr(do_sample)[:500]
         )
     return config
 

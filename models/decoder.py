@@ -1,5 +1,7 @@
 """Shared by all Llama-like decoders: reading config.json, refusing unsupported features, and the list of layers."""
 
+import warnings
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from minirt.errors import ConfigError, UnsupportedError
@@ -16,6 +18,7 @@ from minirt.modeling.config import (
     Fields,
     ModelConfig,
     read_rope,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ def decoder_config(
     fields: Fields,
     *,
     model_type: str,
+    classes: Collection[str],
     max_positions: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
@@ -36,11 +40,13 @@ def decoder_config(
 ) -> ModelConfig:
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
+    `classes` are the names that `architectures` may hold: those of transformers' class of this decoder with an LM head.
     `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class in transformers. If
     `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
     hidden_size // num_attention_heads.
     """
     refuse_unserved(fields)
+    refuse_other_classes(fields, classes)
     hidden = fields.integer("hidden_size", maximum=MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     kv = fields.integer_or_none("num_key_value_heads", default=kv_heads, maximum=MAX_HEADS) or heads
@@ -52,13 +58,13 @@ def decoder_config(
             found=kv,
         )
     positions = fields.integer("max_position_embeddings", default=max_positions, maximum=MAX_POSITIONS)
-    # As in transformers, `dtype` takes precedence over `torch_dtype`, and null counts as absent.
-    dtype = next((name for name in ("dtype", "torch_dtype") if fields.raw.get(name) is not None), None)
+    layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    check_layer_types(fields, layers)
     return ModelConfig(
         model_type=model_type,
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
-        num_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=_head_dim(fields, hidden, heads, head_dim),
@@ -71,9 +77,18 @@ def decoder_config(
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
-        dtype=fields.choice(dtype, DTYPES) if dtype else "float32",
+        dtype=_dtype(fields),
         rope=read_rope(fields, positions),
     )
+
+
+def _dtype(fields: Fields) -> str:
+    """The dtype, under its old or its new name. As in transformers, null counts as absent."""
+    given = {n: fields.choice(n, DTYPES) for n in ("dtype", "torch_dtype") if fields.raw.get(n) is not None}
+    if len(set(given.values())) > 1:
+        what = "dtype and torch_dtype contradict each other"
+        raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")
+    return next(iter(given.values()), "float32")
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
@@ -99,7 +114,10 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Raise UnsupportedError for quantized checkpoints, mixtures of experts and unknown layer types."""
+    """Raise UnsupportedError for quantized checkpoints, mixtures of experts and bidirectional attention.
+
+    A setting that only matters beyond the trained context is warned about.
+    """
     for name in ("quantization_config", "compression_config"):
         if fields.raw.get(name) is not None:
             raise UnsupportedError(
@@ -111,14 +129,42 @@ def refuse_unserved(fields: Fields) -> None:
     for name in ("num_experts", "num_local_experts"):
         if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
             raise UnsupportedError("mixtures of experts are not supported", where=fields.place(name), found=experts)
-    for kind in fields.strings_or_none("layer_types") or ():
-        if kind != "full_attention":
+    if not fields.boolean("is_causal", default=True):
+        what = "attention to later tokens is not supported: this is an embedding model"
+        raise UnsupportedError(what, where=fields.place("is_causal"), expected="true", found="false")
+    name = "dual_chunk_attention_config"
+    if original := fields.nested(name).integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS):
+        what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
+        warnings.warn(f"{fields.place(name)}: {what}", stacklevel=2)
+
+
+def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
+    """Raise UnsupportedError if `architectures` names another class: a classifier, a reward or an embedding model."""
+    for name in fields.strings_or_none("architectures") or ():
+        if name not in classes:
             raise UnsupportedError(
-                "the layer type is not supported",
-                where=fields.place("layer_types"),
-                expected="full_attention",
-                found=repr(kind[:60]),
+                f"not a class of model_type {fields.string('model_type')!r} that minirt computes",
+                where=fields.place("architectures"),
+                expected=" or ".join(classes),
+                found=shown(name),
+                hint="only decoders with a language-model head are supported; correct model_type if it is wrong",
             )
+
+
+def check_layer_types(fields: Fields, num_layers: int) -> None:
+    """Check `layer_types`: absent, null, or full attention in every layer."""
+    kinds = fields.strings_or_none("layer_types")
+    for kind in kinds or ():
+        if kind != "full_attention":
+            what, where = "the layer type is not supported", fields.place("layer_types")
+            raise UnsupportedError(what, where=where, expected="full_attention", found=shown(kind))
+    if kinds is not None and len(kinds) != num_layers:
+        raise ConfigError(
+            "the list does not have one entry for each layer",
+            where=fields.place("layer_types"),
+            expected=f"{num_layers} (num_hidden_layers)",
+            found=len(kinds),
+        )
 
 
 def refuse_used_window(fields: Fields, num_layers: int) -> None:
@@ -129,7 +175,7 @@ def refuse_used_window(fields: Fields, num_layers: int) -> None:
     used = fields.boolean("use_sliding_window", default=False)
     window = fields.integer_or_none("sliding_window", default=4096, maximum=MAX_POSITIONS)
     first = fields.integer("max_window_layers", default=28, minimum=0, maximum=MAX_LAYERS)
-    listed = fields.raw.get("layer_types") is not None  # overrides max_window_layers; checked in refuse_unserved
+    listed = fields.raw.get("layer_types") is not None  # overrides max_window_layers; checked in check_layer_types
     if used and window is not None and first < num_layers and not listed:
         raise UnsupportedError(
             "sliding-window attention is not supported",

@@ -12,6 +12,7 @@ def config(fields: Fields) -> ModelConfig:
     return decoder_config(
         fields,
         model_type="llama",
+        classes=("LlamaForCausalLM", "LLaMAForCausalLM"),
         max_positions=2048,
         qkv_bias=bias,
         o_bias=bias,

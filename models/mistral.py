@@ -17,4 +17,4 @@ def config(fields: Fields) -> ModelConfig:
             expected="null",
             found=window if "sliding_window" in fields.raw else f"no field, which means {window}",
         )
-    return decoder_config(fields, model_type="mistral", max_positions=131072, kv_heads=8)
+    return decoder_config(fields, model_type="mistral", classes=("MistralForCausalLM",), max_positions=131072, kv_heads=8)

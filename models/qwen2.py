@@ -8,6 +8,8 @@ layers = decoder_layers
 
 def config(fields: Fields) -> ModelConfig:
     """The file has no setting for biases: q, k and v always have one, the output projection never."""
-    parsed = decoder_config(fields, model_type="qwen2", max_positions=32768, kv_heads=32, qkv_bias=True)
+    parsed = decoder_config(
+        fields, model_type="qwen2", classes=("Qwen2ForCausalLM",), max_positions=32768, kv_heads=32, qkv_bias=True
+    )
     refuse_used_window(fields, parsed.num_layers)
     return parsed

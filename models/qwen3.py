@@ -12,6 +12,7 @@ def config(fields: Fields) -> ModelConfig:
     parsed = decoder_config(
         fields,
         model_type="qwen3",
+        classes=("Qwen3ForCausalLM",),
         max_positions=32768,
         kv_heads=32,
         head_dim=128,

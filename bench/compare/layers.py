@@ -181,7 +181,7 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
     for text, own in zip(texts, pages, strict=True):
         for start in range(0, length - 1, CHUNK):
             part = list(text[start : min(start + CHUNK, length - 1)])
-            batch = Batch.build([Chunk(part, start, own, wants_logits=False)], cache.page_size).to(model.device)
+            batch = Batch.build([Chunk(part, start, own, num_logits=0)], cache.page_size).to(model.device)
             stream(forwards[:-1], sequence[:-1], batch, cache)
     chunks = [Chunk([text[-1]], length - 1, own) for text, own in zip(texts, pages, strict=True)]
     batch = Batch.build(chunks, cache.page_size).to(model.device)

@@ -110,7 +110,7 @@ def compare_text(model: Model, sequence: Sequence[Place], tokens: Sequence[int],
     for start in range(0, len(tokens), CHUNK):
         part = list(tokens[start : start + CHUNK])
         eager, candidate, right = (
-            Batch.build([Chunk(part, start, p, all_logits=True)], cache.page_size).to(model.device)
+            Batch.build([Chunk(part, start, p, num_logits=len(part))], cache.page_size).to(model.device)
             for cache, p in zip(caches, own, strict=True)
         )
         logits = (

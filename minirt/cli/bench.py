@@ -212,7 +212,7 @@ def _run(
     check_target(target, "--output-file")
     sampling = _common(options)["sampling"]  # before anything is loaded for a bad value
     options["model"] = model_name(options, quiet)
-    load = to_load_options(options, options["model"])
+    load = to_load_options(options, options["model"], prefix_cache=False)  # repeats would measure the cache
     why = _nothing_to_check(load, options["skip_check"])
     reference = None
     if why is None:

@@ -9,6 +9,7 @@ from minirt.cli.options import (
     debug_option,
     load_options,
     open_model,
+    prefix_cache_option,
     quiet_option,
     sampling_options,
     sampling_params,
@@ -19,6 +20,7 @@ from minirt.errors import InputError
 
 @click.command()
 @load_options
+@prefix_cache_option
 @click.option("--system", help="The system message; an empty one replaces the template's default.")
 @sampling_options
 @quiet_option
@@ -37,7 +39,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
             asked = {"role": "user", "content": line}
             answer, completion = "", None
             try:
-                tokens = generator.encode_chat([*messages, asked])
+                tokens = generator.encode_chat([*messages, asked], generator.max_len - 1)
                 for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                     answer += piece.text
                     write(piece.text)

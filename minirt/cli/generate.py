@@ -10,6 +10,7 @@ from minirt.cli.options import (
     encode_prompt,
     load_options,
     open_model,
+    prefix_cache_option,
     quiet_option,
     read_prompt,
     sampling_options,
@@ -22,6 +23,7 @@ from minirt.errors import inside
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
+@prefix_cache_option
 @click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")

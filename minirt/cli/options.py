@@ -115,6 +115,10 @@ load_options = option_group(
         "this; it does not select eager layers: use --impl eager.",
     ),
 )
+prefix_cache_option = click.option(
+    "--no-prefix-cache", is_flag=True,
+    help="Compute every prompt whole, also where KV pages of an earlier request hold its beginning.",
+)  # fmt: skip
 sampling_options = option_group(
     click.option("--max-tokens", type=int, help="New tokens at most."),
     click.option("--temperature", type=float, help="0 is greedy."),
@@ -174,7 +178,7 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
             "max_num_batched_tokens", "random_weights", "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
-    chosen |= {"warmup": not options.get("no_warmup"), "cuda_graphs": not options.get("no_cuda_graphs")}
+    chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
     return LoadOptions(**{"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes)
 
 
@@ -223,10 +227,11 @@ def require_tokenizer(generator: "Generator", flag: str) -> None:
 
 def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
     """Token ids of a prompt as the command line takes it: with `chat` a user's message, without a tokenizer "1 2 3"."""
+    most = generator.max_len - 1
     if chat:
-        return generator.encode_chat([{"role": "user", "content": text}])
+        return generator.encode_chat([{"role": "user", "content": text}], most)
     if generator.tokenizer is not None:
-        return generator.encode(text)
+        return generator.encode(text, most)
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
         raise InputError(
@@ -248,16 +253,16 @@ def set_up_triton(cuda: bool, dtype: str | None) -> None:
     Raises:
         ConfigError, UnsupportedError, MinirtError: what runs then is not what is asked about.
     """
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    from minirt.device import interpreter_unsupported, interpreting
+
+    interprets = interpreting()
+    reason = interpreter_unsupported(dtype or "auto", on_gpu=cuda)
     if cuda:
         if interprets:
-            what = "on a GPU Triton's interpreter is not what is asked about"
-            raise ConfigError(what, where="TRITON_INTERPRET=1", hint="unset it")
+            raise ConfigError(str(reason), where="TRITON_INTERPRET", hint="unset it")
         return
-    if dtype == "bfloat16":
-        raise UnsupportedError(
-            "Triton's interpreter gives wrong bfloat16 products", where="--dtype bfloat16", expected="float32 or float16 on a CPU"
-        )
+    if reason is not None:
+        raise UnsupportedError(reason, where=f"--dtype {dtype}", expected="float32 or float16 on a CPU")
     if not interprets and "triton" in sys.modules:
         raise MinirtError("Triton is imported already, and not as an interpreter", hint="run with TRITON_INTERPRET=1 set")
     os.environ["TRITON_INTERPRET"] = "1"

@@ -23,7 +23,8 @@ def plan(as_json: bool, **options: Any) -> None:
     model = plan_model(to_load_options(options, name))
     if as_json:
         rows = [vars(row) for row in model.plan.rows]
-        record = {"device": model.plan.device, "weight_bytes": model.plan.weight_bytes, "layers": rows}
+        facts = {"device": model.plan.device, "not_capturable": model.plan.not_capturable}
+        record = facts | {"weight_bytes": model.plan.weight_bytes, "layers": rows}
         write(json.dumps(record) + "\n")
         return
     from rich.console import Console
@@ -41,4 +42,7 @@ def plan(as_json: bool, **options: Any) -> None:
     width = None if terminal else 110
     console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
     console.print(table)
+    if model.device.type == "cuda":
+        reason = model.plan.not_capturable
+        console.print("CUDA graphs: small steps" if reason is None else f"CUDA graphs: none, since {reason}")
     write(printed.getvalue())

@@ -103,10 +103,10 @@ class Buckets:
 
     def find(self, chunks: Sequence[Chunk]) -> Bucket | None:
         """The bucket for a step; None: such steps have no graph."""
-        if all(len(c.tokens) == 1 and c.wants_logits for c in chunks):
+        if all(len(c.tokens) == c.num_logits == 1 for c in chunks):
             return self.decode(chunks)
         tokens = sum(len(c.tokens) for c in chunks)
-        if tokens > self.max_tokens or any(c.all_logits for c in chunks):
+        if tokens > self.max_tokens or any(c.num_logits > 1 for c in chunks):
             return None
         return _for_lengths(Bucket(1 if len(chunks) == 1 else self.max_seqs, self._tokens[tokens]), chunks)
 

@@ -39,8 +39,11 @@ class StepGraphs:
 
     def capture(self, bucket: Bucket, batch: Batch) -> Batch:
         """Capture a step over a static batch, whose kernels have been compiled. → `batch`."""
+        from minirt.kernels.block_tables import expand_block_tables
+
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            expand_block_tables(batch.pages, batch.page_starts, batch.block_tables, check=False)
             self._model(batch, self._cache)
         self._pool = self._pool or graph.pool()
         self._captured[bucket] = _Captured(graph, batch)

@@ -4,18 +4,20 @@ On a GPU the host runs one step ahead: it queues a step before the tokens of the
 for Python. The cost is one row computed in vain when a request ends at an EOS token or a stop string.
 """
 
-import itertools
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from minirt.device import is_device_failure, is_out_of_memory
 from minirt.engine.kv_cache import KVCache
+from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.runner import ProgressCallback, Runner, Step
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
 from minirt.engine.step_input import Batch, Chunk
@@ -32,17 +34,37 @@ from minirt.sampling_params import EffectiveSampling
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
 
 
-class TokenOutput(NamedTuple):
-    """One new token of one request.
+@dataclass(frozen=True)
+class Request:
+    """A request for completion, in plain values, so that it can cross to another thread or process.
 
-    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token
-    (`token` is −1), and `error` says what happened.
+    Args:
+        id: unique among the open requests of an engine.
+        prompt_token_ids: the prompt, at least one token.
+        sampling: how tokens are drawn, and how many at most.
+        eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
+        cache_salt: requests with different salts share no cached prefix.
+    """
+
+    id: int
+    prompt_token_ids: Seq[int]
+    sampling: EffectiveSampling
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
+
+
+class TokenOutput(NamedTuple):
+    """The new tokens of one request, one or more.
+
+    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
+    `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache.
     """
 
     request_id: int
-    token: int
+    token_ids: tuple[int, ...]
     finish_reason: str | None
     error: MinirtError | None = None
+    num_cached: int = 0
 
 
 @dataclass(eq=False)
@@ -54,7 +76,8 @@ class _RequestState:
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[Sequence]  # the sequences that the step samples a token for, in row order
+    sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
+    computed: list[tuple[Sequence, int]]  # of each sequence of the step, how many tokens are computed at its end
 
 
 class Engine:
@@ -63,6 +86,7 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
+        prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
     """
@@ -77,12 +101,13 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         device: torch.device | str = "cpu",
+        prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
     ) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
-        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
             max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
@@ -90,7 +115,6 @@ class Engine:
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _RequestState] = {}
-        self._ids = itertools.count()
         self._failure: DeviceFailedError | None = None
 
     @property
@@ -107,6 +131,12 @@ class Engine:
         return self._scheduler.max_num_batched_tokens
 
     @property
+    def prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Counters of the prefix cache; None without one."""
+        cache = self._scheduler.prefix_cache
+        return None if cache is None else cache.stats
+
+    @property
     def failed(self) -> bool:
         """Whether the GPU has failed. The engine cannot be used any more then."""
         return self._failure is not None
@@ -121,28 +151,47 @@ class Engine:
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Run the bare CUDA graph of a decode step `repeats` times; returns seconds. See `Generator.replay_times`."""
-        return self._runner.replay_times(batch_size, context_len, repeats)
+        with self._device_errors():
+            return self._runner.replay_times(batch_size, context_len, repeats)
 
-    def add(self, prompt: Seq[int], sampling: EffectiveSampling, eos_token_ids: Seq[int] = ()) -> int:
-        """Queue a request and return its id.
+    def check(self, prompt_token_ids: Seq[int]) -> None:
+        """Raise what a request would be refused for. Changes nothing, so any thread may call it.
 
         Raises:
             InputError: the prompt is empty, or an id is outside the vocabulary.
             ContextLengthError: the prompt can never fit.
         """
-        self.check_tokens(prompt)
+        self.check_tokens(prompt_token_ids)
+        self._scheduler.check_length(len(prompt_token_ids))
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose prompt has passed `check`."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(next(self._ids), array("q", prompt), len(prompt), final_len)
+        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len, salt=request.cache_salt)
+        eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
+        self._requests[request.id] = _RequestState(sequence, sampling, eos)
         self._scheduler.add(sequence)
-        eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        self._requests[sequence.id] = _RequestState(sequence, sampling, eos)
-        return sequence.id
+
+    def __contains__(self, request_id: int) -> bool:
+        """Whether a request is open: added, and neither ended nor aborted."""
+        return request_id in self._requests
 
     def abort(self, request_id: int) -> None:
         """Drop a request at any time. Unknown ids are ignored, because the request may just have ended."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._scheduler.remove(request.sequence)
+
+    def recover(self) -> None:
+        """Make the engine consistent after any of its methods was left by an exception, at whatever line.
+
+        Requests that have started are dropped, and all pages are free again. Requests that were waiting for their first step
+        stay.
+        """
+        self._in_flight.clear()
+        self._requests = {i: request for i, request in self._requests.items() if not request.sequence.has_started}
+        self._scheduler.reset(request.sequence for request in self._requests.values())
 
     def step(self) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
@@ -152,67 +201,90 @@ class Engine:
 
         Raises:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
+            Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
-        if self._failure is not None:
-            raise self._failure
-        try:
+        with self._device_errors():
             work = self._scheduler.schedule()
             outputs = self._start(work) if work else []
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
                 outputs += self._collect(self._in_flight.popleft())
             return outputs
-        except RuntimeError as error:
-            if not any(sign in str(error) for sign in ("CUDA error", "[CUDA]")):  # in messages of PyTorch and Triton
+
+    @contextmanager
+    def _device_errors(self) -> Iterator[None]:
+        """Turn errors of the GPU or its driver into a `DeviceFailedError`, and raise it again at every later use."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            if not is_device_failure(error):
                 raise
             hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
             self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
             raise self._failure from error
 
     def _start(self, work: list[tuple[Sequence, Chunk]]) -> list[TokenOutput]:
-        sampled = [sequence for sequence, chunk in work if chunk.wants_logits]
-        settings = [(self._requests[s.id].sampling, s.num_generated) for s in sampled]
+        sampled = [(sequence, chunk.num_logits) for sequence, chunk in work if chunk.num_logits]
+        settings = [(self._requests[s.id].sampling, s.num_generated) for s, _ in sampled]
         try:
             step = self._runner.start([chunk for _, chunk in work], settings)
-        except RuntimeError as error:  # from PyTorch, or from Triton when a kernel cannot be loaded
-            if "out of memory" not in str(error):
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
             tokens = sum(len(chunk.tokens) for _, chunk in work)
-            failure = OutOfMemoryError(
-                f"no memory left for a step of {len(work)} sequences and {tokens} tokens",
-                found=str(error).strip().splitlines()[0],
-                hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
-            )
+            failure = _out_of_memory(f"a step of {len(work)} sequences and {tokens} tokens", error)
             return [self._fail(sequence.id, failure) for sequence, _ in work]
         for sequence, chunk in work:
             sequence.num_computed += len(chunk.tokens)
-        for row, sequence in enumerate(sampled):
+        for row, (sequence, _) in enumerate(sampled):
             sequence.row = row
             sequence.pending += 1
-        self._in_flight.append(_InFlight(step, sampled))
+        computed = [(sequence, sequence.num_computed) for sequence, _ in work]
+        self._in_flight.append(_InFlight(step, sampled, computed))
         return []
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        outputs = []
-        for sequence, token in zip(ended.sampled, ended.step.tokens(), strict=True):
+        """The tokens of a step that has ended, or will soon. From now on others may use the pages that it has filled."""
+        outputs, ends, result = [], {}, ended.step.result()
+        for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
             request = self._requests.get(sequence.id)
             if request is None:  # the request ended or was aborted after this step had started
                 continue
             sequence.pending -= 1
-            if token < 0:  # the sampler returns -1 for logits with NaN or only -inf
+            sequence.num_computed -= num_rows - len(tokens)  # the KV values of rejected drafts are overwritten
+            if result.drafts is not None:
+                sequence.drafts = result.drafts[i]
+            ends[sequence.id] = self._extend(request, tokens)
+            outputs.append(ends[sequence.id])
+        for sequence, computed in ended.computed:
+            output = ends.get(sequence.id)
+            if output is None or output.error is None:
+                self._scheduler.register(sequence, min(computed, len(sequence.tokens) - 1))
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.abort(output.request_id)
+        return outputs
+
+    def _extend(self, request: _RequestState, tokens: Seq[int]) -> TokenOutput:
+        """Append new tokens to a request, up to the one that ends it."""
+        sequence, ends, count = request.sequence, None, 0
+        for token in tokens:
+            if token < 0:  # the sampler returns −1 for logits that are no numbers
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
-                outputs.append(self._fail(sequence.id, NumericsError("the logits are NaN or infinite", where=where, hint=hint)))
-                continue
+                error = NumericsError("the logits are NaN or +inf, or only -inf", where=where, hint=hint)
+                return TokenOutput(sequence.id, (), "error", error)
             sequence.tokens.append(token)
+            count += 1
             ends = "stop" if token in request.eos else "length" if len(sequence.tokens) >= sequence.final_len else None
             if ends is not None:
-                self.abort(sequence.id)
-            outputs.append(TokenOutput(sequence.id, token, ends))
-        return outputs
+                break
+        return TokenOutput(sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached)
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)
-        return TokenOutput(request_id, -1, "error", error)
+        return TokenOutput(request_id, (), "error", error)
 
     def logits(self, tokens: Seq[int]) -> Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU, for evaluation.
@@ -221,9 +293,7 @@ class Engine:
             InputError: no tokens, or an id is outside the vocabulary.
             ContextLengthError: the tokens do not fit into the model, or into the free pages of the KV cache.
         """
-        self.check_tokens(tokens)
-        if len(tokens) > self.max_len:
-            raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
+        self.check_logits(tokens)
         needed, allocator = self._cache.pages_for(len(tokens)), self._cache.allocator
         if needed > allocator.num_free:
             raise ContextLengthError(
@@ -231,14 +301,31 @@ class Engine:
             )
         pages = allocator.allocate(needed)
         try:
-            rows = []
-            step = min(EVALUATION_CHUNK, self._scheduler.max_num_batched_tokens)
-            for start in range(0, len(tokens), step):
-                chunk = Chunk(tokens[start : start + step], start, pages, all_logits=True)
-                rows.append(self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu())
+            with self._device_errors():
+                return torch.cat(list(self._logits(tokens, pages)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise _out_of_memory(f"the logits of {len(tokens)} tokens", error) from error
         finally:
             allocator.release(pages)
-        return torch.cat(rows)
+
+    def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Iterator[Tensor]:
+        size = min(EVALUATION_CHUNK, self.max_num_batched_tokens)
+        for start in range(0, len(tokens), size):
+            part = tokens[start : start + size]
+            chunk = Chunk(part, start, pages, num_logits=len(part))
+            yield self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu()
+
+    def check_logits(self, tokens: Seq[int]) -> None:
+        """Raise InputError or ContextLengthError if `logits` can never compute these tokens. Any thread may call it."""
+        self.check_tokens(tokens)
+        if len(tokens) > self.max_len:
+            raise ContextLengthError("too many tokens", expected=f"at most {self.max_len}", found=len(tokens))
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether the KV cache has free pages for `logits` of this many tokens now."""
+        return self._cache.pages_for(tokens) <= self._cache.allocator.num_free
 
     def check_tokens(self, tokens: Seq[int]) -> None:
         """Raise InputError unless `tokens` is a non-empty list of token ids of the model."""
@@ -254,3 +341,11 @@ class Engine:
                     expected=f"an integer from 0 to {self._vocab_size - 1}",
                     found=repr(token),
                 )
+
+
+def _out_of_memory(what: str, error: Exception) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"no memory left for {what}",
+        found=str(error).strip().partition("\n")[0],
+        hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
+    )

@@ -1,5 +1,6 @@
 """The paged KV cache: the page tensors of each attention layer, and a reference-counted page allocator."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,11 +68,24 @@ class KVCache:
 
 
 class PageAllocator:
-    """Allocates page numbers. A page returns to the free list when its last holder releases it."""
+    """Allocates page numbers. A page becomes free when its last holder releases it.
+
+    A page may have a key, which stands for its content (see `PrefixCache`). A free page keeps its key and content until it is
+    allocated again. Free pages without a key are allocated first, then those that were released first.
+    """
 
     def __init__(self, num_pages: int) -> None:
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._references = [0] * num_pages
+        self.num_pages, self.evictions = num_pages, 0
+        self.num_changes = 0  # releases and registrations so far: what did not fit at this count does not fit now
+        self.reset()
+
+    def reset(self) -> None:
+        """Make all pages free, whoever holds them, and forget their keys."""
+        self._free = OrderedDict.fromkeys(range(self.num_pages))  # the next one to be allocated first
+        self._references = [0] * self.num_pages
+        self._keys: dict[int, bytes] = {}
+        self._pages: dict[bytes, int] = {}
+        self.num_changes += 1
 
     @property
     def num_free(self) -> int:
@@ -81,23 +95,47 @@ class PageAllocator:
         """Take `count` free pages, with one reference each. The caller must have checked `num_free`."""
         if count > len(self._free):
             raise MinirtError("KV pages exhausted", expected=f"{count} free pages", found=len(self._free))
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._references[page] = 1
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._pages[key]
+                self.evictions += 1
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a reference to each of `pages`, which are in use (for example, a prefix that two sequences share)."""
+        """Add a reference to each of `pages`: in use, or free with a key."""
         for page in pages:
             if self._references[page] == 0:
-                raise MinirtError("cannot share a free KV page", where=f"page {page}")
+                if page not in self._keys:
+                    raise MinirtError("cannot share a free KV page", where=f"page {page}")
+                del self._free[page]
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page. A page without references becomes free."""
-        for page in pages:
+        """Drop one reference to each page. Of pages that become free, the last is allocated again before the first."""
+        for page in reversed(pages):
             if self._references[page] == 0:
                 raise MinirtError("KV page released twice", where=f"page {page}")
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.append(page)
+                self._free[page] = None
+                if page not in self._keys:
+                    self._free.move_to_end(page, last=False)
+        self.num_changes += 1
+
+    def register(self, page: int, key: bytes) -> None:
+        """Give a page in use a key. If another page has it already, that one keeps it."""
+        if key not in self._pages:
+            self._pages[key] = page
+            self._keys[page] = key
+            self.num_changes += 1
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page with this key, in use or free."""
+        return self._pages.get(key)
+
+    def count_free(self, pages: Sequence[int]) -> int:
+        """How many of `pages` are free."""
+        return sum(self._references[page] == 0 for page in pages)

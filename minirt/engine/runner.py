@@ -17,7 +17,7 @@ from minirt.engine.cuda_graphs import StepGraphs
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.sampler import SamplingBatch, SamplingBuffers, sample
 from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.step_input import Batch, Chunk, count_ahead
+from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.modeling.model import Model
@@ -48,18 +48,31 @@ class _Static(NamedTuple):
     graphs: StepGraphs
 
 
+class StepResult(NamedTuple):
+    """What a step gives for each of its chunks that needed logits, in order.
+
+    Args:
+        tokens: new tokens, one or more. A token of −1 means that the logits were no numbers.
+        drafts: proposals for the tokens after these, which the next step verifies; None: the runner makes none. With drafts, the
+            engine must not look ahead.
+    """
+
+    tokens: list[list[int]]
+    drafts: list[list[int]] | None = None
+
+
 @dataclass(frozen=True)
 class Step:
     """A step that was started."""
 
     _tokens: Tensor
-    _copied: "torch.cuda.Event | None" = None
+    _ended: "torch.cuda.Event | None" = None  # None: the step was over when it was returned
 
-    def tokens(self) -> list[int]:
-        """The sampled tokens, one for each row that wanted logits; waits for the device."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._tokens.tolist()
+    def result(self) -> StepResult:
+        """Waits for the end of the step, also if no chunk needed logits."""
+        if self._ended is not None:
+            self._ended.synchronize()
+        return StepResult([[token] for token in self._tokens.tolist()])
 
 
 class Runner:
@@ -87,15 +100,15 @@ class Runner:
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._static: _Static | None = None
         self._cuda = device.type == "cuda"
+        self._ranges = Ranges(cache.capacity if self._cuda else 0)
         if self._cuda:
-            count_ahead(cache.capacity)
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
         if isinstance(model, Model) and model.uses_triton:  # other layers work without Triton, which buckets import
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
             if cuda_graphs:
                 sizes = {"max_seq_len": max_seq_len, "vocab_size": vocab_size}
-                buffers = StepBuffers(model, cache, self._buckets, self._previous, **sizes)
+                buffers = StepBuffers(model, cache, self._buckets, self._previous, self._ranges, **sizes)
                 self._static = _Static(model, buffers, StepGraphs(model, cache))
 
     @property
@@ -105,26 +118,27 @@ class Runner:
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
-        """Queue a step; `settings` has a row for each chunk that wants logits. Raises torch.OutOfMemoryError."""
+        """Queue a step; `settings` has a row for each chunk that needs logits, of one row. Raises torch.OutOfMemoryError."""
         with on_device(self._device):
             return self._start(chunks, settings)
 
     def _start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
         logits, row_maxima = self._scores(chunks, any(own.temperature > 0 for own, _ in settings))
         count = len(settings)
-        if not count:
-            return Step(torch.empty(0, dtype=torch.int64))
         if not self._cuda:
+            if not count:
+                return Step(torch.empty(0, dtype=torch.int64))
             tokens = sample(logits, SamplingBatch.build(settings), out=self._previous[:count])
             return Step(tokens.clone())
-        batch, workspace = self._sampling.fill(settings), self._sampling.workspace
-        sample(logits, batch, workspace=workspace, row_maxima=row_maxima, out=self._previous[:count])
         self._host.reverse()  # two, since the other's tokens may not have been read yet
         tokens = self._host[0][:count]
-        tokens.copy_(self._previous[:count], non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Step(tokens, copied)
+        if count:
+            batch, workspace = self._sampling.fill(settings), self._sampling.workspace
+            sample(logits, batch, workspace=workspace, row_maxima=row_maxima, out=self._previous[:count])
+            tokens.copy_(self._previous[:count], non_blocking=True)
+        ended = torch.cuda.Event()  # also of a step without tokens: the host is one step ahead of the device, never more
+        ended.record()
+        return Step(tokens, ended)
 
     def _scores(self, chunks: Sequence[Chunk], sampled: bool) -> Scores:
         static, bucket = self._static, None if self._static is None else self._buckets.find(chunks)
@@ -132,7 +146,7 @@ class Runner:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
             static.buffers.send(batch.layout, chunks, logits_needed=sampled)
             static.graphs.replay(bucket)
-            logits, rows = static.buffers.logits, sum(c.wants_logits for c in chunks)
+            logits, rows = static.buffers.logits, sum(c.num_logits for c in chunks)
         else:
             batch = self._batch(chunks)
             logits = self._model(batch, self._cache)
@@ -142,7 +156,7 @@ class Runner:
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
         """For a step without a graph. Where others have one, the head stores row maxima as theirs does, so that one compiled
         kernel serves both."""
-        batch = Batch.build(chunks, self._cache.page_size, pinned=self._cuda).after(self._previous)
+        batch = Batch.build(chunks, self._cache.page_size, pinned=self._cuda, ranges=self._ranges).after(self._previous)
         return batch if self._static is None else self._static.buffers.with_row_maxima(batch.to(self._device))
 
     def _capture(self, static: _Static, bucket: Bucket, *, compiled: bool = False) -> Batch:
@@ -154,7 +168,10 @@ class Runner:
 
     def _dry_run(self, static: _Static, batch: Batch) -> None:
         """Run one layer of each kind over a static batch, on padding."""
+        from minirt.kernels.block_tables import expand_block_tables
+
         static.buffers.send(batch.layout, [])
+        expand_block_tables(batch.pages, batch.page_starts, batch.block_tables, check=False)
         static.model.dry_run(batch, self._cache)
 
     @torch.inference_mode()

@@ -6,10 +6,12 @@ before the tokens of the previous step are known: a token that is still on the d
 """
 
 from array import array
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minirt.engine.kv_cache import KVCache
+from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.step_input import Chunk
 from minirt.errors import ContextLengthError, InputError
 
@@ -28,7 +30,12 @@ class Sequence:
     num_computed: int = 0
     pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
     row: int = 0  # the row of the pending token among the last step's sampled tokens
+    drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
+    salt: str | None = None
+    keys: list[bytes] = field(default_factory=list)  # of its first full pages, for the prefix cache
+    num_registered: int = 0  # of its pages, how many the prefix cache knows
+    num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
 
     @property
     def length(self) -> int:
@@ -38,6 +45,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return self.length - self.prompt_len
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it holds pages, or a token was sampled for it."""
+        return len(self.pages) > 0 or self.num_generated > 0
 
 
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -54,75 +66,120 @@ class Scheduler:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is computed in chunks.
         max_model_len: number of positions that the model serves.
+        prefix_cache: whether sequences share pages that hold the same beginning.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, prefix_cache: bool = True
+    ) -> None:
         self._cache = cache
+        self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache else None
+        self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_len = min(max_model_len, cache.capacity)
         self._limit = "--max-model-len" if max_model_len <= cache.capacity else "--kv-cache-memory"
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id, the next one first
+        self.running: OrderedDict[int, Sequence] = OrderedDict()  # by id, the youngest last
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
-
-        Raises:
-            ContextLengthError: the prompt and one new token can never fit.
-        """
-        if len(sequence.tokens) >= self.max_len:
+    def check_length(self, tokens: int) -> None:
+        """Raise ContextLengthError if a prompt of this many tokens and one new token can never fit."""
+        if tokens >= self.max_len:
             raise ContextLengthError(
                 "the prompt is too long",
                 expected=f"at most {self.max_len - 1} tokens, to leave room for one new token",
-                found=f"{len(sequence.tokens)} tokens",
+                found=f"{tokens} tokens",
                 hint=f"shorten it, or raise {self._limit} if the model and the memory allow",
             )
-        self.waiting.append(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose length has been checked."""
+        self.waiting[sequence.id] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its pages.
 
         A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.running.pop(sequence.id, None)
+        self.waiting.pop(sequence.id, None)
         self._free(sequence)
+
+    def reset(self, waiting: Iterable[Sequence]) -> None:
+        """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
+        self.running.clear()
+        self._blocked = (-1, -1)
+        self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
+        self._cache.allocator.reset()
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self.max_num_batched_tokens
         chosen: list[tuple[Sequence, Chunk]] = []
-        index, preempted = 0, False
-        while index < len(self.running) and budget > 0:
-            sequence = self.running[index]
+        preempted = False
+        for sequence in list(self.running.values()):
+            if budget <= 0:
+                break
+            if sequence.id not in self.running:  # preempted for an older one, as all behind it are
+                break
             if sequence.length >= sequence.final_len:  # its last token is pending
-                index += 1
                 continue
-            count = min(sequence.length - sequence.num_computed, budget)
-            while not self._reserve(sequence, count):
-                victim = self.running.pop()  # the youngest, possibly `sequence` itself
-                self._free(victim)
-                self.waiting.appendleft(victim)
+            del sequence.drafts[sequence.final_len - sequence.length - 1 :]  # a step gives one token more than it verifies
+            count = min(sequence.length + len(sequence.drafts) - sequence.num_computed, budget)
+            while sequence.id in self.running and not self._reserve(sequence, count):
+                self._preempt_youngest()  # possibly `sequence` itself
                 preempted = True
-                if victim is sequence:
-                    break
-            else:
+            if sequence.id in self.running:
                 chosen.append((sequence, _chunk(sequence, count)))
                 budget -= count
-                index += 1
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
-            sequence = self.waiting[0]
-            # Chunks take pages as they run, but a sequence starts only when all of it fits: otherwise it would be preempted.
-            if self._cache.pages_for(sequence.length + 1) > self._cache.allocator.num_free:
+            sequence = next(iter(self.waiting.values()))
+            if not self._admit(sequence):
                 break
-            count = min(sequence.length, budget)
+            count = min(sequence.length - sequence.num_computed, budget)
             self._reserve(sequence, count)
-            self.running.append(self.waiting.popleft())
+            self.running[sequence.id] = self.waiting.pop(sequence.id)
             chosen.append((sequence, _chunk(sequence, count)))
             budget -= count
         return chosen
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the cached pages of its prefix, if all of it fits: otherwise it would be preempted."""
+        allocator, size = self._cache.allocator, self._cache.page_size
+        if self._blocked == (sequence.id, allocator.num_changes):
+            return False
+        pages: list[int] = []
+        if self.prefix_cache is not None:
+            self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
+            pages = self.prefix_cache.find(sequence.keys[: (sequence.length - 1) // size])  # at least one token is computed
+        needed = self._cache.pages_for(sequence.length + 1) - len(pages)
+        if needed > allocator.num_free - allocator.count_free(pages):
+            self._blocked = sequence.id, allocator.num_changes
+            return False
+        allocator.share(pages)
+        sequence.pages = array("i", pages)
+        sequence.num_computed, sequence.num_registered = len(pages) * size, len(pages)
+        if sequence.num_cached < 0:
+            sequence.num_cached = sequence.num_computed
+            if self.prefix_cache is not None:
+                self.prefix_cache.count(sequence.length, sequence.num_computed)
+        return True
+
+    def register(self, sequence: Sequence, computed: int) -> None:
+        """Let the prefix cache know the full pages among a sequence's first `computed` tokens, whose step has ended."""
+        full = min(computed // self._cache.page_size, len(sequence.pages))
+        if self.prefix_cache is None or full <= sequence.num_registered:
+            return
+        self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
+        for i in range(sequence.num_registered, full):
+            self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
+        sequence.num_registered = full
+
+    def _preempt_youngest(self) -> None:
+        """Take the pages of the youngest running sequence, which is computed again from its start later."""
+        _, sequence = self.running.popitem()
+        self._free(sequence)
+        self.waiting[sequence.id] = sequence
+        self.waiting.move_to_end(sequence.id, last=False)
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         needed = self._cache.pages_for(sequence.num_computed + count) - len(sequence.pages)
@@ -134,13 +191,17 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.allocator.release(sequence.pages)
-        sequence.pages, sequence.num_computed = array("i"), 0
+        sequence.pages, sequence.num_computed, sequence.num_registered = array("i"), 0, 0
+        sequence.drafts.clear()
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
+    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits."""
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]
     if stop > len(sequence.tokens):
-        tokens.append(~sequence.row)
-    return Chunk(tokens, start, sequence.pages, wants_logits=stop == sequence.length)
+        if sequence.pending:
+            tokens.append(~sequence.row)
+        tokens.extend(sequence.drafts[: stop - sequence.length])
+    return Chunk(tokens, start, sequence.pages, num_logits=max(0, stop - sequence.length + 1))

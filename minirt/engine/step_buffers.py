@@ -9,42 +9,49 @@ from torch import Tensor
 from minirt.engine.buckets import Bucket, Buckets, max_splits
 from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.engine.kv_cache import KVCache
-from minirt.engine.step_input import KV_SPLIT, Batch, Chunk, Layout, pack_chunks
+from minirt.engine.step_input import KV_SPLIT, Batch, Chunk, Layout, Ranges, pack_chunks
 from minirt.modeling.model import Model
 
 
 class StepBuffers:
-    """Step input, logits and row maxima of all buckets, each in one buffer: steps run one after the other.
+    """Step input, block tables, logits and row maxima of all buckets, each in one buffer: steps run one after the other.
 
     Args:
         previous: [max_num_seqs] int64 on the device, where the sampler leaves a step's tokens for the next.
+        ranges: copies of ranges of integers, for the step input.
         max_seq_len: tokens of the longest sequence there can be.
         vocab_size: columns of the logits.
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, buckets: Buckets, previous: Tensor, *, max_seq_len: int, vocab_size: int
-    ) -> None:
+        self, model: Model, cache: KVCache, buckets: Buckets, previous: Tensor, ranges: Ranges, *, max_seq_len: int,
+        vocab_size: int,
+    ) -> None:  # fmt: skip
         self._model, self._cache, self._max_seq_len, self._previous = model, cache, max_seq_len, previous
+        self._ranges, self._table_width = ranges, cache.pages_for(max_seq_len)
         rows, device = buckets.max_seqs, previous.device
         tiles = max(model.row_maxima_tiles(n + 1) for n in range(rows))
         self.logits = torch.zeros(rows, vocab_size, device=device)
         self._row_maxima = torch.zeros(rows, tiles, dtype=torch.int64, device=device)
+        self._block_tables = torch.zeros(rows * self._table_width, dtype=torch.int32, device=device)
         self._input = CpuGpuBuffer((max(self._layout(bucket).words for bucket in buckets.all()),), device)
 
     def batch(self, bucket: Bucket) -> Batch:
         """The batch over the buffers that a bucket's CUDA graph is captured with."""
         longest = min(KV_SPLIT, self._max_seq_len) if bucket.short else self._max_seq_len
         layout, splits = self._layout(bucket), max_splits(bucket.seqs, longest, self._cache.capacity)
+        tables = self._block_tables[: bucket.seqs * self._table_width].view(bucket.seqs, self._table_width)
         return self.with_row_maxima(Batch.static(
-            self._input.device, layout, longest, splits, decode=not bucket.tokens, previous=self._previous,
+            self._input.device, layout, tables, longest, splits, decode=not bucket.tokens, previous=self._previous,
             logits=self.logits[: layout.logits],
         ))  # fmt: skip
 
     def send(self, layout: Layout, chunks: Sequence[Chunk], *, logits_needed: bool = True) -> None:
         """Queue the copy of a step's input to the device; no chunks: padding alone, which touches no page."""
-        used = pack_chunks(layout, self._input.host(), chunks, self._cache.page_size, logits_needed=logits_needed)
-        self._input.send(used if chunks else None)
+        used = pack_chunks(
+            layout, self._input.host(), chunks, self._cache.page_size, logits_needed=logits_needed, ranges=self._ranges
+        )
+        self._input.send(used)
 
     def with_row_maxima(self, batch: Batch) -> Batch:
         """The batch with room for row maxima; unchanged if too many rows want logits, or the head stores none."""
@@ -59,4 +66,4 @@ class StepBuffers:
     def _layout(self, bucket: Bucket) -> Layout:
         """At most one row of a sequence wants logits."""
         seqs, tokens = bucket.seqs, bucket.tokens or bucket.seqs
-        return Layout(tokens, min(tokens, seqs), seqs, self._cache.pages_for(self._max_seq_len))
+        return Layout(tokens, min(tokens, seqs), seqs, seqs * self._table_width)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels import reference
 from minirt.kernels.attention.limits import KV_SPLIT
 
 if TYPE_CHECKING:
@@ -27,39 +28,44 @@ class Chunk(NamedTuple):
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    all_logits: bool = False  # logits for every token of the chunk (evaluation)
-    wants_logits: bool = True  # logits for the last token: False for a chunk that does not end its prompt
+    num_logits: int = 1  # of its last tokens, how many need logits: 0 in the middle of a prompt, all for an evaluation
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a batch's tensors lie in its one flat int32 tensor: each at a multiple of 16 bytes, so that kernels are compiled for
-    one alignment, and the block tables last, so that a batch smaller than its layout is a prefix."""
+    """Where a step's values lie in one flat int32 tensor.
+
+    Each tensor starts at a multiple of 16 bytes, so that kernels are compiled for one alignment. The page numbers are last: a
+    step copies only those in use to the device.
+
+    Args:
+        tokens, logits, seqs, pages: room for so many tokens, rows of logits, sequences, and pages of all sequences together.
+    """
 
     tokens: int
     logits: int
     seqs: int
-    width: int
+    pages: int
 
     @cached_property
     def sizes(self) -> list[int]:
-        """int32 words: tokens, positions, slots, logits_indices (int64), query_starts, seq_lens, split_starts, logits_needed."""
-        return [2 * self.tokens] * 3 + [2 * self.logits, self.seqs + 1, self.seqs, self.seqs + 1, 1]
+        """int32 words: tokens, positions, slots, logits_indices (these int64), query_starts, seq_lens, split_starts,
+        logits_needed, page_starts, pages."""
+        return [2 * self.tokens] * 3 + [2 * self.logits, self.seqs + 1, self.seqs, self.seqs + 1, 1, self.seqs + 1, self.pages]
 
     @cached_property
     def starts(self) -> list[int]:
-        """The words before each tensor, the block tables included."""
+        """The words before each tensor, and before the end."""
         return list(accumulate((_aligned(size) for size in self.sizes), initial=0))
 
     @property
     def words(self) -> int:
-        return self.starts[-1] + self.seqs * self.width
+        return self.starts[-2] + self.pages
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """tokens, positions, slots, logits_indices, query_starts, seq_lens, split_starts, logits_needed, block_tables."""
+        """The tensors, in the order of `sizes`."""
         parts = [flat[start : start + size] for start, size in zip(self.starts, self.sizes, strict=False)]
-        tables = flat[self.starts[-1] : self.words].view(self.seqs, self.width)
-        return *(part.view(torch.int64) for part in parts[:4]), *parts[4:], tables
+        return *(part.view(torch.int64) for part in parts[:4]), *parts[4:]
 
 
 def _aligned(words: int) -> int:
@@ -74,8 +80,10 @@ class Batch:
     a token's K and V go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits, maybe none: what `Select`
     leaves to the layers behind it), `query_starts_device` [B + 1] int32, `seq_lens_device` [B] int32 (cached tokens, the new
     ones included), `split_starts_device` [B + 1] int32 (number of the first KV_SPLIT tokens of each sequence among those of
-    all), `block_tables` [B, pages] int32. They are views of `flat`, so that a batch built on the host reaches the device in one
-    copy. `previous` [≥ R] int64: what the step before sampled.
+    all), `pages` int32 (the page numbers of all sequences, one sequence after the other) and `page_starts` [B + 1] int32 (where
+    each sequence's begin). They are views of `flat`, so that a batch built on the host reaches the device in one copy.
+    `block_tables` [B, width] int32 holds the same page numbers, a row for each sequence. `previous` [≥ R] int64: what the step
+    before sampled.
     Host values: `query_lens`, `seq_lens`; bounds that size the kernels' grids, `max_seq_len` and `max_splits`; `every_row`:
     logits_indices is 0 … T − 1. In a static batch the first two are bounds as well. `logits` [R, V]: where the head writes
     its result; None: to a new tensor. `row_maxima`: where the head stores the largest logits; it then writes logits only if
@@ -92,12 +100,15 @@ class Batch:
     seq_lens_device: Tensor
     split_starts_device: Tensor
     logits_needed: Tensor
-    block_tables: Tensor
+    page_starts: Tensor
+    pages: Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     max_seq_len: int
     max_splits: int
     every_row: bool
+    table_width: int
+    static_tables: Tensor | None = None
     previous: Tensor | None = None
     logits: Tensor | None = None
     row_maxima: "RowMaxima | None" = None
@@ -119,6 +130,13 @@ class Batch:
         return torch.where(self.tokens < 0, sampled, self.tokens)
 
     @cached_property
+    def block_tables(self) -> Tensor:
+        """Page numbers [B, width] int32: made from `pages`, or a static buffer, which `expand_block_tables` fills."""
+        if self.static_tables is not None:
+            return self.static_tables
+        return reference.block_tables(self.pages, self.page_starts, self.table_width)
+
+    @cached_property
     def query_starts(self) -> list[int]:
         """Row of each sequence's first new token."""
         return list(accumulate(self.query_lens, initial=0))[:-1]
@@ -128,28 +146,34 @@ class Batch:
         return max(self.query_lens, default=0)
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], page_size: int, *, pinned: bool = False) -> "Batch":
+    def build(
+        cls, chunks: Sequence[Chunk], page_size: int, *, pinned: bool = False, ranges: "Ranges | None" = None
+    ) -> "Batch":
         """Lay the chunks out flat, on the host; `pinned`: in memory from which a GPU copies while the host goes on."""
         seq_lens = [c.start + len(c.tokens) for c in chunks]
-        width = max((-(-n // page_size) for n in seq_lens), default=0)
-        logits = sum(len(c.tokens) if c.all_logits else c.wants_logits for c in chunks)
-        layout = Layout(sum(len(c.tokens) for c in chunks), logits, len(chunks), width)
+        pages = [-(-n // page_size) for n in seq_lens]
+        logits = sum(c.num_logits for c in chunks)
+        layout = Layout(sum(len(c.tokens) for c in chunks), logits, len(chunks), sum(pages))
         flat = torch.empty(layout.words, dtype=torch.int32, pin_memory=pinned)
-        pack_chunks(layout, flat, chunks, page_size)
+        pack_chunks(layout, flat, chunks, page_size, ranges=ranges)
         splits = sum(-(-n // KV_SPLIT) for n in seq_lens)
-        query_lens = tuple(len(c.tokens) for c in chunks)
-        return cls._over(flat, layout, query_lens, tuple(seq_lens), max(seq_lens, default=0), splits, logits == layout.tokens)
+        query_lens, longest = tuple(len(c.tokens) for c in chunks), max(seq_lens, default=0)
+        every_row, width = logits == layout.tokens, max(pages, default=0)
+        return cls._over(flat, layout, query_lens, tuple(seq_lens), longest, splits, every_row, width)
 
     @classmethod
     def static(
-        cls, flat: Tensor, layout: Layout, max_seq_len: int, max_splits: int, *, decode: bool, previous: Tensor, logits: Tensor
-    ) -> "Batch":
+        cls, flat: Tensor, layout: Layout, block_tables: Tensor, max_seq_len: int, max_splits: int, *, decode: bool,
+        previous: Tensor, logits: Tensor,
+    ) -> "Batch":  # fmt: skip
         """A batch over a device buffer that `pack_chunks` fills for each step: one token of each sequence if `decode`, else any
-        mix. The bounds are the largest that a step may have."""
+        mix. The bounds are the largest that a step may have. `block_tables` [B, width] int32 is filled on the device, by
+        `expand_block_tables`."""
         T, B = layout.tokens, layout.seqs
         query_lens = (1 if decode else T,) * B
-        batch = cls._over(flat, layout, query_lens, (max_seq_len,) * B, max_seq_len, max_splits, decode)
-        return replace(batch, previous=previous, logits=logits)
+        width = block_tables.shape[1]
+        batch = cls._over(flat, layout, query_lens, (max_seq_len,) * B, max_seq_len, max_splits, decode, width)
+        return replace(batch, static_tables=block_tables, previous=previous, logits=logits)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`, in one copy."""
@@ -157,7 +181,7 @@ class Batch:
             return self
         moved = self._over(
             self.flat.to(device, non_blocking=True), self.layout, self.query_lens, self.seq_lens, self.max_seq_len,
-            self.max_splits, self.every_row,
+            self.max_splits, self.every_row, self.table_width,
         )  # fmt: skip
         return replace(moved, previous=self.previous, logits=self.logits, row_maxima=self.row_maxima)
 
@@ -168,25 +192,51 @@ class Batch:
     @classmethod
     def _over(
         cls, flat: Tensor, layout: Layout, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_seq_len: int,
-        max_splits: int, every_row: bool,
+        max_splits: int, every_row: bool, table_width: int,
     ) -> "Batch":  # fmt: skip
-        tokens, positions, slots, logits_indices, query_starts, lens, split_starts, logits_needed, tables = layout.views(flat)
+        tokens, positions, slots, indices, query_starts, lens, split_starts, logits_needed, *rest = layout.views(flat)
+        page_starts, pages = rest
         return cls(
-            flat, layout, tokens, positions, slots, logits_indices, query_starts, lens, split_starts, logits_needed, tables,
-            query_lens, seq_lens, max_seq_len, max_splits, every_row,
+            flat, layout, tokens, positions, slots, indices, query_starts, lens, split_starts, logits_needed, page_starts, pages,
+            query_lens, seq_lens, max_seq_len, max_splits, every_row, table_width,
         )  # fmt: skip
 
 
-def pack_chunks(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int, *, logits_needed: bool = True) -> int:
-    """Write chunks to a host buffer of a layout that has room for them, and padding behind them: tokens that go nowhere
-    (slot −1) and belong to no sequence, sequences of no tokens. → the words that matter, from the buffer's start.
+class Ranges:
+    """Copies of ranges of integers. Copying numbers is many times as fast as counting them anew in each step.
 
-    In this thread alone: PyTorch shares more than 32,768 words among all of the machine's cores, and waits for milliseconds for
-    the last of them where other processes keep it busy.
+    Args:
+        stop: the numbers below `stop` are ready. Others are counted when they are first needed.
     """
+
+    def __init__(self, stop: int = 0) -> None:
+        self._numbers = array("q", range(stop))
+
+    def __call__(self, start: int, stop: int) -> array:
+        """start, start + 1, …, stop − 1 as int64."""
+        known = len(self._numbers)
+        if stop > known:
+            self._numbers.extend(range(known, max(stop, 2 * known)))
+        return self._numbers[start:stop]
+
+
+def pack_chunks(
+    layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int, *, logits_needed: bool = True,
+    ranges: Ranges | None = None,
+) -> int:  # fmt: skip
+    """Write chunks to a host buffer of a layout that has room for them, and padding behind them.
+
+    Padding tokens go nowhere (slot −1) and belong to no sequence; padding sequences have no tokens. Everything runs in the
+    calling thread: PyTorch would share more than 32,768 words among all cores, and wait for milliseconds where other processes
+    keep one of them busy.
+
+    Returns:
+        The number of words in use, counted from the buffer's start.
+    """
+    ranges = ranges or Ranges()
     tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
-    starts, lens, splits, tables = array("i", [0]), array("i"), array("i", [0]), array("i")
-    blank = array("i", bytes(4 * layout.width))
+    starts, lens, splits = array("i", [0]), array("i"), array("i", [0])
+    page_starts, used = array("i", [0]), array("i")
     for chunk in chunks:
         start, count, pages = chunk.start, len(chunk.tokens), chunk.pages
         stop, first = start + count, len(tokens)
@@ -196,43 +246,27 @@ def pack_chunks(layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size
             slots.append(pages[start // page_size] * page_size + start % page_size)
         else:
             tokens.extend(chunk.tokens)
-            positions.extend(_from_to(start, stop))
+            positions.extend(ranges(start, stop))
             for page in range(start // page_size, -(-stop // page_size)):
                 begin = page * page_size
                 to_slot = pages[page] * page_size - begin
-                slots.extend(_from_to(max(start, begin) + to_slot, min(stop, begin + page_size) + to_slot))
+                slots.extend(ranges(max(start, begin) + to_slot, min(stop, begin + page_size) + to_slot))
         starts.append(first + count)
         lens.append(stop)
         splits.append(splits[-1] - (-stop // KV_SPLIT))
-        if chunk.all_logits:
-            logits.extend(_from_to(first, first + count))
-        elif chunk.wants_logits:
+        if chunk.num_logits == 1:
             logits.append(first + count - 1)
-        used = min(len(pages), layout.width)
-        tables.extend(pages[:used])
-        tables.extend(blank[used:])
+        else:
+            logits.extend(ranges(first + count - chunk.num_logits, first + count))
+        used.extend(pages[: -(-stop // page_size)])
+        page_starts.append(len(used))
     rows, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
     zeros = array("q", bytes(8 * max(0, rows)))
     # As if every padding token were wanted: of decode rows, each is.
     logits.extend(min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
     wide = [tokens + zeros, positions + zeros, slots + array("q", b"\xff" * 8 * rows), logits]
     narrow = [starts + starts[-1:] * seqs, lens + array("i", [0]) * seqs, splits + splits[-1:] * seqs]
-    parts = [*wide, *narrow, array("i", [logits_needed]), tables]
-    return _copy(layout, flat, parts)
-
-
-_COUNTED = array("q")  # 0, 1, 2, …
-
-
-def count_ahead(stop: int) -> None:
-    """Have the numbers below `stop` ready to be copied, which is many times as fast as to count them for each step."""
-    _COUNTED.extend(range(len(_COUNTED), stop))
-
-
-def _from_to(start: int, stop: int) -> array:
-    if stop > len(_COUNTED):
-        count_ahead(max(stop, 2 * len(_COUNTED)))
-    return _COUNTED[start:stop]
+    return _copy(layout, flat, [*wide, *narrow, array("i", [logits_needed]), page_starts + page_starts[-1:] * seqs, used])
 
 
 def _copy(layout: Layout, flat: Tensor, parts: list[array]) -> int:
@@ -242,7 +276,7 @@ def _copy(layout: Layout, flat: Tensor, parts: list[array]) -> int:
         expected = f"{layout.words} words in a row on the host"
         raise InputError("no room for a step's values", where="flat", expected=expected, found=found)
     address, end = flat.data_ptr(), 0
-    for start, room, values in zip(layout.starts, [*layout.sizes, layout.seqs * layout.width], parts, strict=True):
+    for start, room, values in zip(layout.starts[:-1], layout.sizes, parts, strict=True):
         source, count = values.buffer_info()
         words = count * values.itemsize // 4
         if words > room:

@@ -28,7 +28,7 @@ def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
 def _prompts(count: int, longest: int) -> list[Chunk]:
     """Prompts of `count` tokens together, none longer than `longest`, all on the cache's first pages; logits for one."""
     lengths = [min(longest, count - start) for start in range(0, count, longest)]
-    return [Chunk([0] * n, 0, range(n), wants_logits=i == 0) for i, n in enumerate(lengths)]
+    return [Chunk([0] * n, 0, range(n), num_logits=int(i == 0)) for i, n in enumerate(lengths)]
 
 
 def _small(first: int, last: int) -> int:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from minirt.device import compute_capability
 from minirt.engine.kv_cache import LayerKV
 from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
@@ -98,13 +99,13 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     if config.num_heads // config.num_kv_heads > MAX_GROUP:
         return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if (major, minor) < (8, 9):
+        major, minor = compute_capability(device)
+        if (0, 0) < (major, minor) < (8, 9):
             return f"compute capability {major}.{minor} is below 8.9 for fp8 KV pages"
     return triton_unsupported(layer, device)
 
 
-@register("attention", "triton", unsupported=_triton_unsupported)
+@register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: Attention) -> Forward:
     """Norm + QKV + bias · QK-norm + RoPE + KV write (+ attention, when every sequence has one token) · O + residual.
 

@@ -6,7 +6,7 @@ by its kind; *how* is an implementation: a factory that gets the layer, weights 
 choice is made once, at load.
 """
 
-import os
+import re
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia
 from minirt.engine.kv_cache import LayerKV
 from minirt.engine.step_input import Batch
-from minirt.errors import UnsupportedError
+from minirt.errors import InputError, UnsupportedError
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
 from minirt.modeling.rope import rope_table
@@ -33,11 +34,17 @@ Factory = Callable[[Any], Forward]  # of the registered kind of layer
 
 
 class LayerContext:
-    """What the layers of one model share on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace, and the
-    dtype of the KV pages."""
+    """What the layers of one model share on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace, the dtype
+    of activations and that of the KV pages."""
 
-    def __init__(self, max_model_len: int, device: torch.device, kv_dtype: torch.dtype = torch.float32) -> None:
-        self.max_model_len, self.device, self.kv_dtype = max_model_len, device, kv_dtype
+    def __init__(
+        self,
+        max_model_len: int,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.max_model_len, self.device, self.kv_dtype, self.dtype = max_model_len, device, kv_dtype, dtype
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
 
     def rope(self, rope: RopeConfig, head_dim: int) -> Tensor:
@@ -50,7 +57,7 @@ class LayerContext:
     @cached_property
     def pdl(self) -> bool:
         """Whether a layer's kernels start before their predecessor has ended (programmatic dependent launch, from sm_90 on)."""
-        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        return compute_capability(self.device) >= (9, 0)
 
     @cached_property
     def workspace(self) -> "Workspace":
@@ -107,7 +114,11 @@ class Layer:
 
     def bind(self, implementation: "Implementation") -> None:
         """Run so from now on. What an implementation that is not ours returns is checked at each call."""
-        forward, self.implementation = implementation.factory(self), implementation.name
+        forward = implementation.factory(self)
+        if not callable(forward):
+            what, found = f"the factory of implementation {implementation.name!r} returns no function", type(forward).__name__
+            raise UnsupportedError(what, where=self.name, expected="forward(x, batch, kv)", found=found)
+        self.implementation = implementation.name
         self._forward = forward if implementation.name in BUILT_IN else self._checked(forward, implementation.name)
 
     def _checked(self, forward: Forward, name: str) -> Forward:
@@ -118,11 +129,15 @@ class Layer:
             shape, dtype = self.returns(x, batch)
             found = type(out).__name__
             if isinstance(out, Tensor):
-                if tuple(out.shape) == shape and out.dtype == dtype and out.is_contiguous():
-                    return out
-                found = f"{out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
+                found = f"{out.dtype}, shape {tuple(out.shape)}, on {out.device}"
+                if out.layout == torch.strided:
+                    if (tuple(out.shape), out.dtype, out.device) == (shape, dtype, x.device) and out.is_contiguous():
+                        return out
+                    found += f", strides {out.stride()}"
+                else:
+                    found += f", {out.layout}"
             what, expected = f"implementation {name!r} returns what the next layer cannot take", f"a contiguous {dtype} tensor"
-            raise UnsupportedError(what, where=self.name, expected=f"{expected} of shape {shape}", found=found)
+            raise UnsupportedError(what, where=self.name, expected=f"{expected} of shape {shape} on {x.device}", found=found)
 
         return checked
 
@@ -136,35 +151,59 @@ class Layer:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute a layer kind. `unsupported(layer, device)` gives the reason why it cannot, or None."""
+    """One way to compute a layer kind.
+
+    `unsupported(layer, device)` gives the reason why it cannot, or None. `capturable`: whether a CUDA graph can hold it.
+    """
 
     kind: str
     name: str
     factory: Factory
     unsupported: Callable[[Layer, torch.device], str | None]
+    capturable: bool = False
 
 
 _REGISTRY: dict[tuple[str, str], Implementation] = {}
 
 
 def register(
-    kind: str, name: str, *, unsupported: Callable[[Layer, torch.device], str | None] | None = None
+    kind: str,
+    name: str,
+    *,
+    unsupported: Callable[[Layer, torch.device], str | None] | None = None,
+    capturable: bool = False,
 ) -> Callable[[Factory], Factory]:
     """Decorator: make `factory(layer) -> forward(x, batch, kv)` available by `name` to the layers of a kind, as in
-    `--impl 'layers.*.mlp=<name>'` or `--impl head=<name>`. What it returns has to be contiguous, of the layer's shape and dtype.
+    `--impl 'layers.*.mlp=<name>'` or `--impl head=<name>`. What it returns has to be contiguous, of the layer's shape and dtype,
+    and on its device.
 
     Args:
         kind: "embedding", "attention", "mlp", "select" or "head".
-        name: the implementation's name; "eager" and "triton" are taken, "auto" is reserved.
+        name: the implementation's name: letters, digits and any of `_ . + -`. "eager" and "triton" are taken, "auto" is reserved.
         unsupported: called with the layer and the device; returns the reason why this layer cannot run so, or None.
+        capturable: a CUDA graph may hold the forward: it is called once for each size of a step, and its GPU work is replayed for
+            all steps of that size. So it never waits for the GPU, and reads what differs between steps (tokens, positions,
+            lengths) only from tensors on the device. While one layer of a model is not capturable, no step runs as a CUDA graph.
+    Raises:
+        InputError: an unusable name or argument.
+        UnsupportedError: an unknown kind, or a name that is taken.
     """
     if kind not in KINDS:
-        raise UnsupportedError("unknown layer kind", where="register", expected=f"one of {', '.join(KINDS)}", found=kind)
+        raise UnsupportedError("unknown layer kind", where="register", expected=f"one of {', '.join(KINDS)}", found=repr(kind))
+    where = f"register({kind!r}, {name!r})"
+    if not isinstance(name, str) or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name) is None:
+        raise InputError("unusable name of an implementation", where=where, expected="letters, digits and any of _ . + -")
     if name == "auto" or (kind, name) in _REGISTRY:
-        raise UnsupportedError("this implementation name is taken", where=f"register({kind!r}, {name!r})")
+        raise UnsupportedError("this implementation name is taken", where=where)
+    if unsupported is not None and not callable(unsupported):
+        raise InputError("unsupported= is not a function", where=where, found=type(unsupported).__name__)
+    if not isinstance(capturable, bool):
+        raise InputError("capturable= is not a bool", where=where, found=type(capturable).__name__)
 
     def decorate(factory: Factory) -> Factory:
-        _REGISTRY[kind, name] = Implementation(kind, name, factory, unsupported or (lambda layer, device: None))
+        if not callable(factory):
+            raise InputError("not a factory", where=where, expected="a function of the layer", found=type(factory).__name__)
+        _REGISTRY[kind, name] = Implementation(kind, name, factory, unsupported or (lambda layer, device: None), capturable)
         return factory
 
     return decorate
@@ -187,8 +226,13 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     """Why no Triton form can run on `device`, or None. Triton's interpreter counts as a device that can."""
     if find_spec("triton") is None:
         return "triton is not installed"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        lowest, why = (8.9, " for fp8 weights") if any(p.format for p in layer.linears()) else (8.0, "")
-        return None if major + minor / 10 >= lowest else f"compute capability {major}.{minor} is below {lowest}{why}"
-    return None if os.environ.get("TRITON_INTERPRET") == "1" else f"Triton has no {device.type} backend"
+    on_gpu = device.type == "cuda"
+    if interpreting():
+        return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)
+    if not on_gpu:
+        return f"Triton has no {device.type} backend"
+    if not is_nvidia(device):
+        return "the Triton kernels are for NVIDIA GPUs, and this is an AMD GPU"
+    major, minor = compute_capability(device)
+    lowest, why = (8.9, " for fp8 weights") if any(p.format for p in layer.linears()) else (8.0, "")
+    return None if major + minor / 10 >= lowest else f"compute capability {major}.{minor} is below {lowest}{why}"

@@ -38,7 +38,7 @@ def eager(layer: Embedding) -> Forward:
     return forward
 
 
-@register("embedding", "triton", unsupported=triton_unsupported)
+@register("embedding", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
 

@@ -45,7 +45,7 @@ def eager(layer: Head) -> Forward:
     return forward
 
 
-@register("head", "triton", unsupported=triton_unsupported)
+@register("head", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: Head) -> Forward:
     """One fused operation: norm + LM head."""
     from minirt.kernels.linear.dispatch import norm_linear

@@ -37,7 +37,7 @@ def eager(layer: MLP) -> Forward:
     return forward
 
 
-@register("mlp", "triton", unsupported=triton_unsupported)
+@register("mlp", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: MLP) -> Forward:
     """Two fused operations: norm + gate/up + activation, and down + residual."""
     from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up

@@ -29,7 +29,7 @@ def eager(layer: Select) -> Forward:
     return forward
 
 
-@register("select", "triton", unsupported=triton_unsupported)
+@register("select", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: Select) -> Forward:
     """Uses the embedding kernel, with the residual stream as the table."""
     from minirt.kernels.embedding import embedding

@@ -1,5 +1,6 @@
 """Fills a model's weights: from safetensors files, strictly checked and streamed, or with random values."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from minirt.errors import CheckpointError
+from minirt.files import parse_json
+from minirt.modeling.config import shown
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear, Parameter
 
@@ -20,6 +23,8 @@ DERIVED = "rotary_emb.inv_freq"
 # A file is mapped again after this many bytes, so that its pages never all count as the process's memory at once.
 MAP_BYTES = 64 << 20
 THREADS = 4
+MAX_SHOWN = 200  # characters of a name or a text from a file in a message
+MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
 
@@ -46,17 +51,47 @@ class LoadReport:
     unused: tuple[str, ...]
 
 
+def _header_length(path: Path) -> int:
+    """The length of a file's header in bytes, as its first 8 bytes state it, within a bound."""
+    if not path.is_file():  # opening a named pipe would wait
+        raise CheckpointError("is not a file, or is a broken link", where=path, hint="get the file again")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER:
+        what = "not a readable safetensors file: the header is too long"
+        raise CheckpointError(what, where=path, expected=f"at most {MAX_HEADER} bytes", found=length)
+    return length
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        _header_length(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"not a readable safetensors file: {error}", where=path, hint="download it again; it may be truncated"
-        ) from error
+        what = f"not a readable safetensors file: {str(error)[:MAX_SHOWN]}"
+        raise CheckpointError(what, where=path, hint="download it again; it may be truncated") from error
+
+
+def _refuse_repeated_names(path: Path) -> None:
+    """Refuse a header that describes a tensor twice, of which safetensors takes the last. The header must be valid."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        parse_json(file.read(length).decode(), path, error=CheckpointError)
+
+
+def check_total_size(files: Sequence[Path], stated: float | None) -> None:
+    """Warn if the files hold another number of bytes of tensor data than the index states; None: it states none.
+
+    This is no error: every file is checked on its own, and a conversion to another dtype may leave the old number behind.
+    """
+    found = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
+    if stated not in (None, found):
+        what = f"the index states {shown(stated)} bytes of tensor data (metadata.total_size), but its files hold {found}"
+        warnings.warn(f"{files[0].parent}: {what}", stacklevel=2)
 
 
 def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> dict[str, Entry]:
@@ -71,10 +106,11 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
     entries: dict[str, Entry] = {}
     for path in files:
         with _opened(path) as file:
+            _refuse_repeated_names(path)
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in entries:
                     raise CheckpointError(
-                        "the tensor is in two files", where=name, found=f"{entries[name].file.name}, {path.name}"
+                        "the tensor is in two files", where=name[:MAX_SHOWN], found=f"{entries[name].file.name}, {path.name}"
                     )
                 view = file.get_slice(name)
                 entries[name] = Entry(name, path, tuple(view.get_shape()), view.get_dtype())
@@ -82,7 +118,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
         for name, file_name in index.items():
             if name not in entries or entries[name].file.name != file_name:
                 found = entries[name].file.name if name in entries else "in no file"
-                where = f"{files[0].parent}: {name}"
+                where = f"{files[0].parent}: {name[:MAX_SHOWN]}"
                 raise CheckpointError("the index and the files disagree", where=where, expected=file_name, found=found)
         extra = sorted(entries.keys() - index.keys())
         if extra:
@@ -236,7 +272,7 @@ def randomize(model: Model, seed: int = 0) -> None:
 
 
 def _some(names: Sequence[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
+    return ", ".join(name[:MAX_SHOWN] for name in names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
 
 
 def _folder(entries: dict[str, Entry]) -> Path | str:

@@ -1,18 +1,25 @@
 """`resolve`: from a model's name to its files, in a local folder or in a Hub repository (downloaded into the Hub cache)."""
 
 import contextlib
+import errno
 import glob
-import json
 import os
+import re
+import stat
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirt.errors import CheckpointError, ConfigError, InputError, MinirtError, ModelNotFoundError
+from minirt.files import present, read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Bounds in bytes, several times the largest files on the Hub: lists of 100,000 class names, and an index of 140,000 tensors.
+_CONFIG_LIMIT, _INDEX_LIMIT = 4 << 20, 32 << 20
+_MAX_NAME = 255  # bytes of a file's name, the limit of common file systems
 # The files to download besides weights: no .bin, no .pth, no original/ folder.
 _SMALL = ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja")
 _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or the name of a preset"
@@ -25,6 +32,7 @@ class ModelFiles:
     `config` and `generation_config` are uninterpreted JSON objects; `generation_config` is None if the file is absent.
     `weight_files` holds model.safetensors, or the shards sorted by name; it is empty if no weights were requested.
     `weight_index` maps tensor → file name; None without shards. `revision` is the Hub commit of all files; None for a folder.
+    `total_size` is the number of bytes that the index states for all tensors; None if it states none.
     """
 
     name: str
@@ -34,6 +42,7 @@ class ModelFiles:
     weight_files: tuple[Path, ...]
     weight_index: dict[str, str] | None
     revision: str | None
+    total_size: float | None = None
 
 
 def resolve(
@@ -56,19 +65,45 @@ def resolve(
         CheckpointError: weight files are missing or have invalid names.
         InputError: there is a revision for a local folder.
     """
-    folder = Path(os.path.expanduser(model))
-    if model and os.path.isdir(folder):
+    folder = _local_folder(model)
+    if folder is not None:
         if revision is not None:
             raise InputError("a local folder has no revisions", where="revision", found=revision)
         return _check(folder.resolve().name, folder, None, weights)
-    if model and os.path.exists(folder):
-        raise ModelNotFoundError("is a file, not a folder", where=folder, hint="give the folder that holds config.json")
     if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") + model.count("\\") > 1:
         raise ModelNotFoundError("there is no such folder", where=model, hint=_ACCEPTED)
     if model.count("/") != 1:
         raise ModelNotFoundError("is neither a folder nor a Hub id", where=repr(model), hint=_ACCEPTED)
     folder = _download(model, revision, token, weights, progress)
     return _check(model, folder, folder.name, weights)
+
+
+def _local_folder(model: str) -> Path | None:
+    """The folder of this name; None if nothing has this name.
+
+    Raises:
+        ModelNotFoundError: the name is that of a file, a broken link or a link loop, or its folder cannot be looked into.
+    """
+    folder = Path(os.path.expanduser(model))
+    if not model:
+        return None
+    try:
+        is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG) and not os.path.islink(folder):
+            return None
+        why = "the link leads nowhere" if error.errno == errno.ENOENT else error.strerror
+        raise ModelNotFoundError(f"cannot be looked up: {why}", where=folder, hint=_ACCEPTED) from error
+    except ValueError:  # a null character, or a lone surrogate that stands for no byte of a name
+        return None
+    if not is_folder:
+        raise ModelNotFoundError("is a file, not a folder", where=folder, hint="give the folder that holds config.json")
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        what = "the folder's name is not UTF-8, and the libraries that read safetensors and tokenizers need that"
+        raise ModelNotFoundError(what, where=ascii(str(folder)), hint="rename it, or give a link to it") from error
+    return folder
 
 
 def _check(name: str, folder: Path, revision: str | None, weights: bool) -> ModelFiles:
@@ -79,65 +114,96 @@ def _check(name: str, folder: Path, revision: str | None, weights: bool) -> Mode
         raise ModelNotFoundError("there is no config.json", where=where, hint=hint)
     generation_config = _read_object(folder / "generation_config.json")
     files, index = _weight_files(folder) if weights else ((), None)
-    return ModelFiles(name, folder, config, generation_config, files, index, revision)
+    tensors, total_size = index or (None, None)
+    return ModelFiles(name, folder, config, generation_config, files, tensors, revision, total_size)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`, or None if the file does not exist."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ConfigError(f"cannot be read as JSON: {error}", where=path, hint="get the file again") from error
-    if not isinstance(value, dict):
-        raise ConfigError("is not a JSON object", where=path, found=type(value).__name__)
-    return value
+def _read_object(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any] | None:
+    """The JSON object in `path`, or None if there is no such file. A broken link is an error."""
+    return read_json(path, limit=limit, error=ConfigError) if present(path) else None
 
 
-def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    if (folder / _SINGLE).is_file():
-        return (folder / _SINGLE,), None
-    index = _read_index(folder / _INDEX)
-    if index is None and os.path.lexists(folder / _SINGLE):
-        raise CheckpointError("is not a file, or is a broken link", where=folder / _SINGLE, hint="get the file again")
-    if index is None:
+class _Index(NamedTuple):
+    """model.safetensors.index.json: tensor → shard, and the bytes of all tensors if it states them."""
+
+    tensors: dict[str, str]
+    total_size: float | None
+
+
+def _weight_files(folder: Path) -> tuple[tuple[Path, ...], _Index | None]:
+    index = None if present(folder / _SINGLE) else _read_index(folder / _INDEX)
+    if index is None and not present(folder / _SINGLE):
         hint = f"only safetensors files are read{_contents(folder)}"
         raise CheckpointError(f"there is neither {_SINGLE} nor {_INDEX}", where=folder, hint=hint)
-    names = sorted(set(index.values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        what = f"{len(missing)} of the {len(names)} shards of {_INDEX} are missing: {', '.join(missing)}"
+    names = [_SINGLE] if index is None else sorted(set(index.tensors.values()))
+    unusable = [name for name in names if not os.path.isfile(folder / name)]
+    if unusable and index is None:
+        raise CheckpointError("is not a file, or is a broken link", where=folder / _SINGLE, hint="get the file again")
+    if unusable:
+        what = f"{len(unusable)} of the {len(names)} shards of {_INDEX} are missing, or are no files: {_some(unusable)}"
         raise CheckpointError(what, where=folder, hint="fetch them; with HF_HUB_OFFLINE set, only the cache is used")
+    _warn_of_unread_shards(folder, names)
     return tuple(folder / name for name in names), index
 
 
-def _read_index(path: Path) -> dict[str, str] | None:
-    """Read tensor → shard from an index file; None if there is no index. Shards must be file names in the same folder.
+def _read_index(path: Path) -> _Index | None:
+    """Read an index file; None if there is no index. Shards must be file names in the same folder.
 
     Only the names are checked, not the files: in the Hub cache each file is a link into a folder of blobs.
     """
-    content = _read_object(path)
+    content = _read_object(path, _INDEX_LIMIT)
     if content is None:
         return None
-    index = content.get("weight_map")
-    if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
-        raise CheckpointError("weight_map does not map tensors to files", where=path, found=repr(index)[:80])
-    for name in sorted(set(index.values())):
-        plain = not set(name) & set("/\\:") and name.isprintable()
+    tensors = content.get("weight_map")
+    if not isinstance(tensors, dict) or not tensors or not all(isinstance(name, str) for name in tensors.values()):
+        raise CheckpointError("weight_map does not map tensors to files", where=path, found=repr(tensors)[:80])
+    for name in sorted(set(tensors.values())):
+        plain = not set(name) & set("/\\:") and name.isprintable() and len(name.encode()) <= _MAX_NAME
         if not plain or not name.endswith(".safetensors"):
-            expected = "the name of a .safetensors file in the same folder"
-            raise CheckpointError("bad shard name", where=path, expected=expected, found=repr(name))
-    return index
+            expected = f"the name of a .safetensors file in the same folder, of at most {_MAX_NAME} bytes"
+            raise CheckpointError("bad shard name", where=path, expected=expected, found=repr(name)[:80])
+    metadata = content.get("metadata")
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else metadata
+    if type(total_size) not in (int, float, type(None)):
+        raise CheckpointError("metadata.total_size is not a number of bytes", where=path, found=repr(total_size)[:80])
+    return _Index(tensors, total_size)
+
+
+def _warn_of_unread_shards(folder: Path, names: list[str]) -> None:
+    """Warn of shards beside those that are read. Files with another stem, such as consolidated.safetensors, are usual."""
+
+    def stem(name: str) -> str | None:
+        match = re.fullmatch(r"(.+?)(-\d+-of-\d+)?\.safetensors", name)
+        return match and match[1]
+
+    stems = {stem(name) for name in names}
+    unread = [name for name in _listed(folder) if name.endswith(".safetensors") and stem(name) in stems and name not in names]
+    if unread:
+        reason = f"{_SINGLE} takes precedence" if names == [_SINGLE] else f"{_INDEX} does not name them"
+        names_shown = _some([ascii(name) for name in unread])
+        warnings.warn(f"{folder}: {len(unread)} weight files are not read, since {reason}: {names_shown}", stacklevel=2)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+
+
+def _listed(folder: Path) -> list[str]:
+    """The names in a folder, sorted; none if it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def _contents(folder: Path) -> str:
     """The end of a hint that lists the folder's weight files with other names; "" if there are none."""
-    files = sorted(os.listdir(folder)) if folder.is_dir() else []
+    files = _listed(folder)
     other = [name for name in files if name.endswith(".safetensors") and name != _SINGLE]
     if len(other) == 1:
         return f"; if {other[0]} is the whole model, rename it to {_SINGLE}"
     other = other or [name for name in files if name.endswith((".bin", ".pth", ".pt", ".gguf"))]
-    return f"; found {', '.join(other[:4])}{' …' if len(other) > 4 else ''}" if other else ""
+    return f"; found {_some(other)}" if other else ""
 
 
 def _download(repo: str, revision: str | None, token: str | None, weights: bool, progress: bool) -> Path:
@@ -158,8 +224,8 @@ def _download(repo: str, revision: str | None, token: str | None, weights: bool,
             index = _read_index(folder / _INDEX)
             if index is None and isinstance(error, LocalEntryNotFoundError):
                 raise
-        if index is not None and not all((folder / name).exists() for name in index.values()):
-            shards = [glob.escape(name) for name in sorted(set(index.values()))]
+        if index is not None and not all((folder / name).exists() for name in index.tensors.values()):
+            shards = [glob.escape(name) for name in sorted(set(index.tensors.values()))]
             snapshot_download(repo, revision=commit, token=token, allow_patterns=shards)
         return folder
 

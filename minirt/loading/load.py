@@ -13,7 +13,7 @@ from minirt.loading import checkpoint
 from minirt.loading.hub import ModelFiles, resolve
 from minirt.loading.memory import check_memory
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
-from minirt.modeling.config import ModelConfig
+from minirt.modeling.config import ModelConfig, check_token_ids
 from minirt.modeling.model import Model
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 
@@ -43,7 +43,10 @@ def find(
         known = ", ".join(p.name for p in models.presets() if not p.name.endswith("Instruct"))
         hint = f"a folder, a Hub id org/name, or one of {known}"
         raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
-    return files, models.parse_config(files.config, where=str(files.folder / "config.json"))
+    config = models.parse_config(files.config, where=str(files.folder / "config.json"))
+    for file, content in (("config.json", files.config), ("generation_config.json", files.generation_config or {})):
+        check_token_ids(content, str(files.folder / file), config.vocab_size)
+    return files, config
 
 
 def plan_model(options: LoadOptions) -> Model:
@@ -94,6 +97,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     weights = None if options.random_weights else files
     if weights is not None:
         checkpoint.match(model, checkpoint.read_headers(weights.weight_files, weights.weight_index), composed)
+        checkpoint.check_total_size(weights.weight_files, weights.total_size)
     check_memory(model, length, dtype, device, kv_dtype, options.kv_cache_memory, options.max_num_seqs)
     model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)

@@ -35,6 +35,8 @@ class LoadOptions:
         max_num_seqs: requests that one step computes at most; more wait.
         max_num_batched_tokens: tokens that one step computes at most. Longer prompts are computed in chunks, and running requests
             get a token in each of these steps.
+        prefix_cache: keep the KV pages of finished requests until their room is needed, so that a request with the same beginning
+            does not compute it again.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
         check_weights: refuse NaN and Inf in the checkpoint.
         layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`, to which the model adds a
@@ -59,6 +61,7 @@ class LoadOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    prefix_cache: bool = True
     random_weights: bool = False
     seed: int = 0
     check_weights: bool = False

@@ -7,6 +7,7 @@ of version 5 (`rope_parameters`, `dtype`). A wrong value raises `ConfigError`; a
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,25 @@ class Fields:
         raise ConfigError("the value is not acceptable", where=self.place(name), expected=expected, found=shown(found))
 
 
+def check_token_ids(raw: Mapping[str, Any], where: str, vocab_size: int) -> None:
+    """Check the special token ids that config.json or generation_config.json states.
+
+    Nothing reads pad_token_id. -1 and the vocabulary's size are usual for "none"; other ids outside the vocabulary are warned
+    about.
+
+    Raises:
+        ConfigError: a value is no token id, or bos_token_id or eos_token_id is outside the vocabulary.
+    """
+    fields = Fields(raw, where)
+    eos = raw.get("eos_token_id")
+    for token in eos if isinstance(eos, list) else [] if eos is None else [eos]:
+        Fields({"eos_token_id": token}, where).integer("eos_token_id", minimum=0, maximum=vocab_size - 1)
+    fields.integer_or_none("bos_token_id", minimum=0, maximum=vocab_size - 1)
+    pad = fields.integer_or_none("pad_token_id", minimum=-1, maximum=MAX_VOCAB)
+    if pad is not None and pad > vocab_size:
+        warnings.warn(f"{fields.place('pad_token_id')}: {pad} is outside the vocabulary of {vocab_size}", stacklevel=2)
+
+
 def shown(value: object) -> str:
     """A short form of a JSON value for error messages."""
     if isinstance(value, Mapping):
@@ -208,6 +228,9 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
 
 def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConfig:
     kind = rope.choice("rope_type" if "rope_type" in rope.raw else "type", ROPE_KEYS, default="default")
+    if {"type", "rope_type"} <= rope.raw.keys() and rope.raw["type"] != kind:
+        what = "type and rope_type contradict each other"
+        raise ConfigError(what, where=rope.place("type"), expected=kind, found=shown(rope.raw["type"]))
     for level in (fields, rope):
         partial = level.number_or_none("partial_rotary_factor", minimum=0, maximum=1)
         if partial not in (None, 1.0):
@@ -217,16 +240,16 @@ def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConf
     for name, value in rope.raw.items():
         if name not in known and value is not None:
             raise UnsupportedError(f"not a parameter of rope type {kind!r}", where=rope.place(name), found=shown(value))
-    theta_level = rope if "rope_theta" in rope.raw else fields
-    theta = theta_level.number("rope_theta", default=10000.0, minimum=1.001, maximum=MAX_THETA)
+    level = _stated_once("rope_theta", rope, fields)
+    theta = level.number("rope_theta", default=10000.0, minimum=1.001, maximum=MAX_THETA)
     if kind == "default":
         return RopeConfig(theta=theta)
     factor = rope.number("factor", minimum=1, maximum=MAX_FACTOR)
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
-    # As in transformers, the top-level value takes precedence, and max_position_embeddings is the default.
+    # As in transformers, max_position_embeddings is the default.
     name = "original_max_position_embeddings"
-    level = fields if name in fields.raw else rope
+    level = _stated_once(name, fields, rope)
     original = level.integer(name, default=max_positions, maximum=MAX_POSITIONS)
     if kind == "llama3":
         low = rope.number("low_freq_factor", minimum=1e-6, maximum=MAX_FACTOR)
@@ -246,6 +269,21 @@ def _read_one_rope(rope: Fields, fields: Fields, max_positions: int) -> RopeConf
         truncate=rope.boolean("truncate", default=True),
         attention_factor=_yarn_attention_factor(rope, factor),
     )
+
+
+def _stated_once(name: str, first: Fields, second: Fields) -> Fields:
+    """The level that states a field: `first` if it has it, else `second`. If both state it, they must agree."""
+    if name not in first.raw:
+        return second
+    if second.raw.get(name) not in (None, first.raw[name]):
+        raise ConfigError(
+            "the value contradicts another one in the same file",
+            where=second.place(name),
+            expected=f"{shown(first.raw[name])}, as in {first.prefix}{name}",
+            found=shown(second.raw[name]),
+            hint="remove the wrong one",
+        )
+    return first
 
 
 def _check_order(rope: Fields, name: str, good: bool, expected: str, found: float) -> None:

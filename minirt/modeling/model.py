@@ -26,7 +26,7 @@ from minirt.layers import (
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import Quantization
 from minirt.modeling.parameters import PackedLinear, Parameter
-from minirt.modeling.plan import Plan, PlanRow, parse_impl
+from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 
 
 class Model:
@@ -52,7 +52,7 @@ class Model:
                 format = parameter.format if isinstance(parameter, PackedLinear) else None
                 layer.share(seen.setdefault((name, format), parameter))
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
-        self.plan = Plan((), "meta")
+        self.plan = Plan((), "meta", "the layers have no implementation yet")
 
     def unique_layers(self) -> Iterator[Layer]:
         yield from {id(layer): layer for layer in self.layers}.values()
@@ -87,8 +87,8 @@ class Model:
 
     @property
     def capturable(self) -> bool:
-        """Whether a decode step can be captured in a CUDA graph: every layer runs on Triton, on a GPU."""
-        return self.device.type == "cuda" and all(row.implementation == "triton" for row in self.plan.rows)
+        """Whether small steps can be captured in CUDA graphs; if not, `plan.not_capturable` says why."""
+        return self.plan.not_capturable is None
 
     def allocate(
         self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
@@ -98,7 +98,7 @@ class Model:
         self.device, self.dtype, self.kv_dtype, self.max_model_len = device, dtype, kv_dtype or dtype, max_model_len
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
-        shared = LayerContext(max_model_len, device, self.kv_dtype)
+        shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
         for layer in self.unique_layers():
             layer.context = shared
 
@@ -115,6 +115,8 @@ class Model:
     def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
         """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""
         default, rules = parse_impl(impl)
+        for layer in self.unique_layers():
+            layer.context.dtype = self.dtype  # also in a model without weights, which is only planned
         rows: list[PlanRow] = []
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()
@@ -130,7 +132,10 @@ class Model:
             counted.update(map(id, own))
             size = sum(p.nbytes(self.dtype) for p in own)
             formats = tuple(sorted({linear.format for linear in layer.linears() if linear.format}))
-            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size))
+            capturable = implementation(layer.kind, bound[id(layer)][0]).capturable
+            rows.append(PlanRow(
+                layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size, capturable,
+            ))  # fmt: skip
         for (pattern, name), matched in zip(rules, used, strict=True):
             if not matched:
                 raise UnsupportedError(
@@ -138,7 +143,7 @@ class Model:
                     expected="a name or glob such as 'layers.*.mlp'",
                     found=some_names(self.layers),
                 )
-        self.plan = Plan(tuple(rows), str(self.device))
+        self.plan = Plan(tuple(rows), str(self.device), not_capturable(rows, str(self.device)))
         return self.plan
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
@@ -186,6 +191,8 @@ class Model:
             x = torch.empty(0, device=self.device)
             for layer, kv in layers:
                 x = layer(x, batch, kv)
+            if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # a head that does not know of `logits`
+                x = batch.logits.copy_(x)
         return x
 
 

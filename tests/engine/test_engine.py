@@ -4,13 +4,19 @@ Catches pages shared by mistake, positions or slots off by one, stale pages afte
 requests, and wrong chunk boundaries.
 """
 
+import itertools
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirt.engine.engine import Engine
+from minirt.engine.engine import Engine, Request
 from minirt.engine.kv_cache import KVCache, PageAllocator
+from minirt.engine.runner import StepResult
+from minirt.engine.step_input import Batch
 from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -58,13 +64,24 @@ def undisturbed(prompt, count, eos=None):
     return tokens[len(prompt) :]
 
 
-def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1):
+def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True):
     cache = KVCache([(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
     return Engine(
         Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget,
-        lookahead=lookahead,
+        lookahead=lookahead, prefix_cache=prefix_cache,
     ), cache  # fmt: skip
+
+
+IDS = itertools.count()
+
+
+def add(it, prompt, sampling=None, eos=()):
+    """Queue a request and return its id."""
+    it.check(prompt)
+    request = Request(next(IDS), prompt, sampling or resolve(None, None), eos)
+    it.add(request)
+    return request.id
 
 
 def run(it, requests, aborts=()):
@@ -73,7 +90,7 @@ def run(it, requests, aborts=()):
     for step in range(10_000):
         for i, (arrival, prompt, count) in enumerate(requests):
             if arrival == step:
-                ids[it.add(prompt, resolve(SamplingParams(max_tokens=count), None), (5,))] = i
+                ids[add(it, prompt, resolve(SamplingParams(max_tokens=count), None), (5,))] = i
         for when, which in aborts:
             if when == step:
                 for request, i in ids.items():
@@ -83,7 +100,7 @@ def run(it, requests, aborts=()):
         for output in it.step():
             i = ids[output.request_id]
             assert i not in reasons, "a token after the end"
-            tokens[i].append(output.token)
+            tokens[i] += output.token_ids
             if output.finish_reason:
                 reasons[i] = output.finish_reason
         if not it.has_work and step > max(r[0] for r in requests):
@@ -116,6 +133,66 @@ def test_any_schedule_gives_the_undisturbed_tokens(requests, pages, seqs, budget
     assert cache.allocator.num_free == pages, "pages leaked"
 
 
+class DraftingRunner:
+    """Returns 1 to 4 tokens for each sequence: it proposes drafts, right and wrong ones, and verifies them in the next step."""
+
+    def __init__(self, model, cache, seed):
+        self._model, self._cache, self._draw = model, cache, random.Random(seed)
+        self.counts = []
+
+    def start(self, chunks, settings):
+        batch = Batch.build(chunks, self._cache.page_size)
+        rows = iter(self._model(batch, self._cache).argmax(-1).tolist())
+        tokens, drafts = [], []
+        for chunk in chunks:
+            if not chunk.num_logits:
+                continue
+            own = [next(rows) for _ in range(chunk.num_logits)]
+            proposed = list(chunk.tokens)[len(chunk.tokens) - chunk.num_logits + 1 :]
+            right = next((i for i, (a, b) in enumerate(zip(proposed, own, strict=False)) if a != b), len(proposed))
+            tokens.append(own[: right + 1])
+            self.counts.append(len(tokens[-1]))
+            sequence = self._sequence(chunk)[: chunk.start + len(chunk.tokens) - len(proposed) + right] + tokens[-1][-1:]
+            drafts.append([])
+            for _ in range(self._draw.randrange(4)):
+                drafts[-1].append(following(sequence) if self._draw.random() < 0.7 else self._draw.randrange(VOCAB))
+                sequence.append(drafts[-1][-1])
+        return SimpleNamespace(result=lambda: StepResult(tokens, drafts))
+
+    def _sequence(self, chunk):
+        """The tokens that the pages hold."""
+        cached, size = self._cache.layers[0].k.view(-1), self._cache.page_size
+        return [int(cached[chunk.pages[i // size] * size + i % size]) for i in range(chunk.start + len(chunk.tokens))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 8), PROMPTS, st.integers(1, 20)), min_size=1, max_size=8),
+    pages=st.integers(16, 40),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    aborts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 7)), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_several_tokens_a_step_are_the_undisturbed_tokens(requests, pages, seqs, budget, aborts, seed):
+    """Rejected drafts leave no trace, whether a step is cut by the budget, a request ends in the middle, or pages run out."""
+    it, cache = engine(pages, seqs, budget, lookahead=0)
+    it._runner = DraftingRunner(it._model, cache, seed)
+    tokens, reasons = run(it, requests, aborts)
+    for i, (_, prompt, count) in enumerate(requests):
+        wanted = undisturbed(prompt, min(count, 64 - len(prompt)), eos=5)
+        assert tokens[i] == (wanted[: len(tokens[i])] if reasons[i] == "abort" else wanted)
+    assert cache.allocator.num_free == pages, "pages leaked"
+
+
+def test_drafts_save_steps():
+    it, cache = engine(lookahead=0)
+    it._runner = DraftingRunner(it._model, cache, 0)
+    tokens, _ = run(it, [(0, [50, 51], 40)])
+    assert set(it._runner.counts) == {1, 2, 3, 4}
+    assert len(it._model.tokens_per_step) < len(tokens[0]) - 5
+
+
 def test_preemption_happens_and_is_invisible():
     it, cache = engine(pages=16, seqs=8, budget=64)
     requests = [(0, [i + 10] * 9, 30) for i in range(6)]
@@ -133,14 +210,14 @@ def test_budget_bounds_every_step():
 
 def test_ten_thousand_aborts_leak_nothing():
     it, cache = engine(pages=20, seqs=4, budget=16)
-    random = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     live = []
     for _ in range(10_000):
-        length = int(torch.randint(1, 20, (1,), generator=random))
-        live.append(it.add([1] * length, resolve(SamplingParams(max_tokens=20), None)))
+        length = int(torch.randint(1, 20, (1,), generator=draw))
+        live.append(add(it, [1] * length, resolve(SamplingParams(max_tokens=20), None)))
         if len(live) % 7 == 0:
             it.step()
-        it.abort(live.pop(int(torch.randint(len(live), (1,), generator=random))))
+        it.abort(live.pop(int(torch.randint(len(live), (1,), generator=draw))))
     for request in live:
         it.abort(request)
     assert cache.allocator.num_free == 20
@@ -151,17 +228,17 @@ def test_ten_thousand_aborts_leak_nothing():
 def test_bad_prompts(prompt):
     it, _ = engine()
     with pytest.raises(InputError):
-        it.add(prompt, resolve(None, None))
+        add(it, prompt)
     assert not it.has_work
 
 
 def test_too_long_prompts_name_the_limit_and_the_flag():
     it, _ = engine(pages=4, length=64)
     with pytest.raises(ContextLengthError, match=r"at most 15 tokens.*16 tokens.*--kv-cache-memory"):
-        it.add([1] * 16, resolve(None, None))
+        add(it, [1] * 16)
     it, _ = engine(pages=64, length=8)
     with pytest.raises(ContextLengthError, match="--max-model-len"):
-        it.add([1] * 8, resolve(None, None))
+        add(it, [1] * 8)
 
 
 def test_generation_ends_at_the_context_limit():

@@ -5,10 +5,11 @@ Catches a request that is lost without an output, pages kept by a failed request
 
 import pytest
 import torch
-from engine.test_engine import engine, run, undisturbed
+from engine.test_engine import add, engine, run, undisturbed
+from support.native import native_error
 
 from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
-from minirt.sampling_params import resolve
+from minirt.sampling_params import SamplingParams, resolve
 
 
 def failing(it, error, at):
@@ -33,19 +34,19 @@ def steps(it):
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nmore"),
-     RuntimeError("Triton Error [CUDA]: out of memory, 7.00 GiB")],  # when a kernel cannot be loaded
+     native_error("Triton Error [CUDA]: out of memory, 7.00 GiB")],  # when a kernel cannot be loaded
     ids=["allocator", "kernel"],
 )  # fmt: skip
 def test_out_of_memory_ends_the_requests_of_that_step(error, at, lookahead):
     it, cache = engine(lookahead=lookahead)
     failing(it, error, at)
-    ids = [it.add([50 + i] * 5, resolve(None, None)) for i in range(3)]
+    ids = [add(it, [50 + i] * 5) for i in range(3)]
     errors = {}
     while it.has_work:
         for output in it.step():
             if output.finish_reason == "error":
                 errors[output.request_id] = output.error
-                assert output.token == -1
+                assert output.token_ids == ()
     assert sorted(errors) == ids
     assert all(isinstance(e, OutOfMemoryError) and "7.00 GiB" in str(e) and "--max-num-seqs" in str(e) for e in errors.values())
     assert cache.allocator.num_free == 64
@@ -64,9 +65,9 @@ def test_out_of_memory_spares_those_that_wait():
 
 def test_a_failed_gpu_is_the_end_with_its_cause():
     it, _ = engine()
-    cause = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with …")
+    cause = native_error("CUDA error: an illegal memory access was encountered\nCompile with …")
     failing(it, cause, 2)
-    it.add([50, 51], resolve(None, None))
+    add(it, [50, 51])
     with pytest.raises(DeviceFailedError, match="illegal memory access") as caught:
         steps(it)
     assert caught.value.__cause__ is cause
@@ -74,13 +75,22 @@ def test_a_failed_gpu_is_the_end_with_its_cause():
         it.step()
 
 
-def test_other_errors_of_a_layer_come_through():
-    it, cache = engine()
-    failing(it, RuntimeError("shapes do not match"), 1)
-    request = it.add([50, 51], resolve(None, None))
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+@pytest.mark.parametrize("message", ["shapes do not match", "CUDA error: out of memory, said by a layer"])
+def test_other_errors_of_a_layer_come_through(message):
+    """Also one whose text looks like that of a failed GPU. What waited for its first step goes on."""
+    it, cache = engine(seqs=1)
+    failing(it, RuntimeError(message), 1)
+    first, second = add(it, [50, 51]), add(it, [60, 61], resolve(SamplingParams(max_tokens=6), None), (5,))
+    with pytest.raises(RuntimeError, match=message):
         steps(it)
-    it.abort(request)
+    it.recover()
+    assert cache.allocator.num_free == 64
+    assert first not in it
+    assert second in it
+    tokens = []
+    while it.has_work:
+        tokens += [token for output in it.step() for token in output.token_ids]
+    assert tokens == undisturbed([60, 61], 6, eos=5)
     assert cache.allocator.num_free == 64
 
 
@@ -92,7 +102,7 @@ def test_logits_without_numbers(lookahead):
     it._runner._model = lambda batch, cache: model(batch, cache).masked_fill(
         (batch.seq_lens_device == 4)[:, None], float("nan")
     )
-    bad, good = it.add([50, 51, 52], resolve(None, None)), it.add([53, 54, 55, 56, 57], resolve(None, None))
+    bad, good = add(it, [50, 51, 52]), add(it, [53, 54, 55, 56, 57])
     outputs = []
     while it.has_work:
         outputs += it.step()
@@ -100,6 +110,6 @@ def test_logits_without_numbers(lookahead):
     assert [o.finish_reason for o in mine] == [None, "error"]
     assert isinstance(mine[-1].error, NumericsError)
     assert "generated token 1" in str(mine[-1].error)
-    tokens = [o.token for o in outputs if o.request_id == good]
+    tokens = [token for o in outputs if o.request_id == good for token in o.token_ids]
     assert tokens == undisturbed([53, 54, 55, 56, 57], len(tokens))
     assert cache.allocator.num_free == 64

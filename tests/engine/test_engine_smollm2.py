@@ -8,6 +8,7 @@ Catches what the mock model cannot: stale or foreign KV values, wrong rope posit
 
 import pytest
 import torch
+from engine.test_engine import add
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def run(engine, cache, requests, aborts):
         for i, (arrival, which, count) in enumerate(requests):
             if arrival == step:
                 params = SamplingParams(max_tokens=count, temperature=0.0)
-                ids[engine.add(prompt(LENGTHS[which]), resolve(params, None))] = i
+                ids[add(engine, prompt(LENGTHS[which]), resolve(params, None))] = i
         for when, which in aborts:
             if when == step:
                 for request, i in ids.items():
@@ -52,7 +53,7 @@ def run(engine, cache, requests, aborts):
                         ended[i] = "abort"
         for output in engine.step():
             assert ids[output.request_id] not in ended, "a token after the end"
-            tokens[ids[output.request_id]].append(output.token)
+            tokens[ids[output.request_id]] += output.token_ids
             if output.finish_reason:
                 ended[ids[output.request_id]] = str(output.error or output.finish_reason)
         if not engine.has_work and step > max(r[0] for r in requests):

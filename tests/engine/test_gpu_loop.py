@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from engine.test_engine import add
 
 from minirt import Generator, SamplingParams
 from minirt.engine.runner import Runner
@@ -64,7 +65,7 @@ def test_without_cuda_graphs_nothing_compiles_after_warm_up_either(form):
     name, compiled, draw = form.removesuffix("-fp8"), [], random.Random(1)
     options = {"dtype": "bfloat16", "kv_cache_memory": 4 << 30, "max_model_len": 2048, "max_num_seqs": 20, "cuda_graphs": False}
     with Generator.from_pretrained(name, random_weights=True, **options, **FORMS[form]) as generator:
-        assert not generator._engine._runner.cuda_graphs
+        assert not generator._engine.engine._runner.cuda_graphs
         triton.knobs.runtime.jit_cache_hook = lambda *args, **kwargs: compiled.append(kwargs.get("repr") or args)
         try:
             for count in (1, 2, 7, 20):
@@ -90,9 +91,9 @@ def test_cuda_graphs_change_no_token():
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("count", [1, 7, 40])
 def test_decode_steps_neither_wait_nor_allocate(warm, count, options):
-    engine = warm._engine
+    engine = warm._engine.engine  # its thread waits for commands
     sampling = warm.effective_sampling(SamplingParams(max_tokens=200, ignore_eos=True, **options))
-    ids = [engine.add([5 + i] * (i + 1), sampling) for i in range(count)]
+    ids = [add(engine, [5 + i] * (i + 1), sampling) for i in range(count)]
     for _ in range(10):
         engine.step()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -26,7 +26,7 @@ def test_prompts_stay_within_the_model(count, longest):
     chunks = _prompts(count, longest)
     assert sum(len(c.tokens) for c in chunks) == count
     assert max(c.start + len(c.tokens) for c in chunks) == min(longest, count)
-    assert [c.wants_logits for c in chunks] == [True] + [False] * (len(chunks) - 1)
+    assert [c.num_logits for c in chunks] == [1] + [0] * (len(chunks) - 1)
 
 
 def test_prompts_fit_the_smallest_cache():
@@ -161,6 +161,6 @@ def test_every_step_finds_its_graph(seqs, budget):
         assert alone == Bucket(1, token_bucket(tokens), short=tokens <= KV_SPLIT)
         assert buckets.find([Chunk([1] * tokens, KV_SPLIT, range(99))]) == Bucket(1, token_bucket(tokens))
     assert buckets.find([Chunk([1] * (MAX_PROMPT_TOKENS + 1), 0, [0])]) is None
-    assert buckets.find([Chunk([1, 2], 0, [0], all_logits=True)]) is None
-    middle = buckets.find([Chunk([1], 0, [0], wants_logits=False)])
+    assert buckets.find([Chunk([1, 2], 0, [0], num_logits=2)]) is None
+    middle = buckets.find([Chunk([1], 0, [0], num_logits=0)])
     assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"

@@ -11,10 +11,10 @@ import torch
 
 from minirt import models
 from minirt.engine.buckets import Bucket, Buckets
-from minirt.engine.engine import Engine
+from minirt.engine.engine import Engine, Request
 from minirt.engine.kv_cache import PAGE_SIZE, KVCache
 from minirt.engine.step_buffers import StepBuffers
-from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
+from minirt.engine.step_input import Batch, Chunk, Layout, Ranges, pack_chunks
 from minirt.errors import ConfigError
 from minirt.layers import Layer, Select, implementation
 from minirt.loading import checkpoint as weights
@@ -67,7 +67,7 @@ def gather(request):
 
 def test_rows_that_want_logits(gather):
     x = torch.arange(7.0, device=DEVICE).unsqueeze(1).repeat(1, 96)
-    chunks = [Chunk([1, 2, 3], 0, [0]), Chunk([4], 5, [1], wants_logits=False), Chunk([5, 6], 0, [2], all_logits=True),
+    chunks = [Chunk([1, 2, 3], 0, [0]), Chunk([4], 5, [1], num_logits=0), Chunk([5, 6], 0, [2], num_logits=2),
               Chunk([7], 8, [3])]  # fmt: skip
     out = gather(x, Batch.build(chunks, PAGE_SIZE).to(DEVICE), None)
     assert out.shape == (4, 96)
@@ -75,11 +75,11 @@ def test_rows_that_want_logits(gather):
 
 
 def test_no_row(gather):
-    batch = Batch.build([Chunk([1, 2, 3], 0, [0], wants_logits=False)], PAGE_SIZE).to(DEVICE)
+    batch = Batch.build([Chunk([1, 2, 3], 0, [0], num_logits=0)], PAGE_SIZE).to(DEVICE)
     assert gather(torch.ones(3, 96, device=DEVICE), batch, None).shape == (0, 96)
 
 
-@pytest.mark.parametrize("chunks", [[Chunk([1], 5, [0]), Chunk([2], 9, [1])], [Chunk([1, 2, 3], 0, [0], all_logits=True)]])
+@pytest.mark.parametrize("chunks", [[Chunk([1], 5, [0]), Chunk([2], 9, [1])], [Chunk([1, 2, 3], 0, [0], num_logits=3)]])
 def test_every_row_is_no_copy(chunks, gather):
     x = torch.ones(sum(len(c.tokens) for c in chunks), 96, device=DEVICE)
     assert gather(x, Batch.build(chunks, PAGE_SIZE).to(DEVICE), None) is x
@@ -87,11 +87,11 @@ def test_every_row_is_no_copy(chunks, gather):
 
 def test_as_many_rows_as_tokens_in_another_order(gather):
     """A static batch with room for as many sequences as tokens."""
-    layout = Layout(4, 4, 4, 1)
-    flat = torch.zeros(layout.words, dtype=torch.int32)
+    layout = Layout(4, 4, 4, 4)
+    flat, tables = torch.zeros(layout.words, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32, device=DEVICE)
     pack_chunks(layout, flat, [Chunk([5, 6, 7], 0, [0]), Chunk([8], 3, [1])], PAGE_SIZE)
     flat = flat.to(DEVICE)
-    batch = Batch.static(flat, layout, 64, 4, decode=False, previous=flat, logits=flat)
+    batch = Batch.static(flat, layout, tables, 64, 4, decode=False, previous=flat, logits=flat)
     x = torch.arange(4.0, device=DEVICE).unsqueeze(1).repeat(1, 96)
     assert gather(x, batch, None)[:2, 0].tolist() == [2, 3]
 
@@ -153,12 +153,12 @@ def steps(model):
 
     return [
         logits(Chunk(TOKENS[:9], 0, [4])),
-        logits(Chunk(TOKENS[10:30], 0, [2], wants_logits=False)),
+        logits(Chunk(TOKENS[10:30], 0, [2], num_logits=0)),
         logits(
             Chunk(TOKENS[20:27], 0, [0]),  # a whole prompt
-            Chunk(TOKENS[30:40], 20, [2], wants_logits=False),  # the middle of a prompt
+            Chunk(TOKENS[30:40], 20, [2], num_logits=0),  # the middle of a prompt
             Chunk(TOKENS[9:10], 9, [4]),  # a single token
-            Chunk(TOKENS[:3], 0, [5], all_logits=True),
+            Chunk(TOKENS[:3], 0, [5], num_logits=3),
         ),
         logits(Chunk(TOKENS[40:41], 30, [2])),
         logits(Chunk(TOKENS[27:28], 7, [0]), Chunk(TOKENS[41:42], 31, [2])),
@@ -171,7 +171,7 @@ def expected():
 
     def rows(tokens, *wanted):
         cache = KVCache(model.kv_shapes, 1, DEVICE)
-        out = model(Batch.build([Chunk(tokens, 0, [0], all_logits=True)], PAGE_SIZE), cache).cpu()
+        out = model(Batch.build([Chunk(tokens, 0, [0], num_logits=len(tokens))], PAGE_SIZE), cache).cpu()
         return out[list(wanted)]
 
     first, middle, short = rows(TOKENS[:10], 8, 9), rows(TOKENS[10:42], 30, 31), rows(TOKENS[20:28], 6, 7)
@@ -198,7 +198,7 @@ def test_a_step_without_logits(impl, quantization):
         cache, start = KVCache(model.kv_shapes, 1, DEVICE), 0
         for size in sizes:
             last = start + size == 30
-            out = model(Batch.build([Chunk(TOKENS[start : start + size], start, [0], wants_logits=last)], PAGE_SIZE), cache)
+            out = model(Batch.build([Chunk(TOKENS[start : start + size], start, [0], num_logits=int(last))], PAGE_SIZE), cache)
             assert out.shape == (last, 211)
             start += size
         results.append(out.cpu())
@@ -208,7 +208,7 @@ def test_a_step_without_logits(impl, quantization):
 def test_what_comes_behind_computes_the_rows_that_are_wanted():
     model = build()
     rows = {layer.name: watch(layer) for layer in model.layers}
-    chunks = [Chunk([1] * 9, 0, [0]), Chunk([2] * 5, 0, [1], wants_logits=False), Chunk([3] * 2, 0, [2])]
+    chunks = [Chunk([1] * 9, 0, [0]), Chunk([2] * 5, 0, [1], num_logits=0), Chunk([3] * 2, 0, [2])]
     model(Batch.build(chunks, PAGE_SIZE), KVCache(model.kv_shapes, 3, DEVICE))
     before, behind = ("layers.0.attention", "layers.0.mlp", "layers.1.attention", "select"), ("layers.1.mlp", "head")
     assert [rows[name] for name in before] == [[16]] * 4
@@ -223,12 +223,13 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
         rows = watch(model.layers[-1])
         cache = KVCache(model.kv_shapes, 4, DEVICE)
         engine = Engine(model, cache, vocab_size=211, max_model_len=128, max_num_batched_tokens=budget, device=DEVICE)
-        for prompt in (TOKENS[:30], TOKENS[30:55]):
-            engine.add(prompt, resolve(SamplingParams(max_tokens=6, temperature=0.0), None))
+        sampling = resolve(SamplingParams(max_tokens=6, temperature=0.0), None)
+        for number, prompt in enumerate((TOKENS[:30], TOKENS[30:55])):
+            engine.add(Request(number, prompt, sampling))
         tokens = {0: [], 1: []}
         while engine.has_work:
             for output in engine.step():
-                tokens[output.request_id].append(output.token)
+                tokens[output.request_id] += output.token_ids
         results.append(tokens)
         assert (0 in rows) == (budget == 7)
     assert results[0] == results[1]
@@ -265,7 +266,7 @@ def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
 def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
     model = SimpleNamespace(row_maxima_tiles=lambda rows: 7)
     previous, sizes = torch.zeros(64, dtype=torch.int64), {"max_seq_len": 512, "vocab_size": 211}
-    buffers = StepBuffers(model, KVCache([(1, 64)], 70), Buckets(64, 2048), previous, **sizes)
+    buffers = StepBuffers(model, KVCache([(1, 64)], 70), Buckets(64, 2048), previous, Ranges(), **sizes)
     batch = buffers.batch(bucket)
     assert batch.num_tokens == tokens
     assert len(batch.logits_indices) == len(batch.logits) == len(batch.row_maxima.values) == rows

@@ -11,6 +11,7 @@ import torch
 from minirt import models
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
+from minirt.kernels.block_tables import expand_block_tables
 from minirt.loading import checkpoint as weights
 from minirt.modeling.formats import FP8, Quantization
 from minirt.modeling.model import Model
@@ -99,7 +100,8 @@ def test_chunks_of_a_prompt_agree(sizes):
                     x.fill_(float("nan"))
         rows, start = [], 0
         for size in sizes:
-            chunk = Chunk(tokens[start : start + size], start, [4, 0, 3], all_logits=True)
+            part = tokens[start : start + size]
+            chunk = Chunk(part, start, [4, 0, 3], num_logits=len(part))
             rows.append(model(Batch.build([chunk], cache.page_size), cache).cpu())
             start += size
         return torch.cat(rows)
@@ -150,7 +152,7 @@ def test_a_padded_batch(tokens, seqs):
         return torch.randint(0, 211, (n,), generator=random).tolist()
 
     cached = [Chunk(prompt(70), 0, [3, 1]), Chunk(prompt(3), 0, [6])]
-    chunks = [Chunk(prompt(9), 3, [6]), Chunk([~1], 70, [3, 1]), Chunk(prompt(4), 0, [0], wants_logits=False)][:seqs]
+    chunks = [Chunk(prompt(9), 3, [6]), Chunk([~1], 70, [3, 1]), Chunk(prompt(4), 0, [0], num_logits=0)][:seqs]
     sampled = torch.tensor([5, 77] + [0] * (seqs - 1), device=DEVICE)
     results = []
     for padded in (False, True):
@@ -160,12 +162,14 @@ def test_a_padded_batch(tokens, seqs):
         model(Batch.build(cached, cache.page_size), cache)
         batch = Batch.build(chunks, cache.page_size).after(sampled)
         if padded:
-            layout = Layout(tokens, seqs, seqs, 4)
+            layout = Layout(tokens, seqs, seqs, 4 * seqs)
             flat = torch.full((layout.words,), 9, dtype=torch.int32)
             pack_chunks(layout, flat, chunks, cache.page_size)
             logits = torch.full((seqs, 211), float("nan"), device=DEVICE)
-            batch = Batch.static(flat.to(DEVICE), layout, 256, 40, decode=False, previous=sampled, logits=logits)
-        out = model(batch, cache)[: sum(c.wants_logits for c in chunks)]
+            tables = torch.full((seqs, 4), 8, dtype=torch.int32, device=DEVICE)
+            batch = Batch.static(flat.to(DEVICE), layout, tables, 256, 40, decode=False, previous=sampled, logits=logits)
+            expand_block_tables(batch.pages, batch.page_starts, batch.block_tables)
+        out = model(batch, cache)[: sum(c.num_logits for c in chunks)]
         results.append((out.cpu(), [x.cpu() for layer in cache.layers for x in layer if x is not None]))
     (plain, pages), (out, own) = results
     assert torch.equal(out.isnan(), torch.zeros_like(out, dtype=torch.bool))

@@ -1,13 +1,17 @@
 """Strict loading: every damage to a checkpoint is an error that names tensor, file, expected value and found value."""
 
 import json
+import os
+import re
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minirt import Generator
-from minirt.errors import CheckpointError
+from minirt.errors import CheckpointError, ConfigError
+from minirt.loading.checkpoint import read_headers
 
 
 def load(folder, **options):
@@ -68,10 +72,41 @@ def _lying_offsets(data):
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
+def _repeated_name(data):
+    """The header describes one tensor twice, with two shapes, which safetensors itself accepts."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    twin = json.dumps({DOWN: header[DOWN] | {"shape": header[DOWN]["shape"][::-1]}})
+    text = (twin[:-1] + ", " + json.dumps(header)[1:]).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def test_tensor_described_twice(hf_folder):
+    folder = hf_folder("Qwen2")
+    path = folder / "model.safetensors"
+    path.write_bytes(_repeated_name(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: a key is repeated.*{DOWN}"):
+        load(folder)
+
+
+def test_files_that_are_no_files(tmp_path):
+    """Also without `resolve`, which refuses them first."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "broken").symlink_to("gone")
+    for name in ("pipe", "broken", "absent", "."):
+        with pytest.raises(CheckpointError, match="is not a file, or is a broken link"):
+            read_headers([tmp_path / name])
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        read_headers([tmp_path / "sparse"])
+
+
 DAMAGE = {
     "truncated": _truncated,
     "empty": lambda data: b"",
     "header length": lambda data: (1 << 62).to_bytes(8, "little") + data[8:],
+    "long header": lambda data: (1 << 25).to_bytes(8, "little") + b" " * (1 << 25) + data,
     "header text": lambda data: data[:8] + b"\xff" * 64 + data[72:],
     "offsets": _lying_offsets,
     "a web page": lambda data: b"<!DOCTYPE html><html></html>" * 9,
@@ -108,6 +143,35 @@ def test_index_and_shards_must_agree(hf_folder):
     index.write_text(json.dumps({**content, "weight_map": {n: f for n, f in names.items() if n != crowded}}))
     with pytest.raises(CheckpointError, match="missing from the index"):
         load(folder)
+
+
+def test_total_size_of_the_index(hf_folder):
+    folder = hf_folder("Qwen3", shard="40KB")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(folder).close()  # as transformers writes it
+    right = content["metadata"]["total_size"]
+    for wrong in (right * 2, 10**30, right + 0.5, float("nan")):
+        index.write_text(json.dumps(content | {"metadata": {"total_size": wrong}}))
+        with pytest.warns(UserWarning, match=rf"the index states {re.escape(str(wrong))} bytes .* hold {right}$"):
+            load(folder).close()
+
+
+def test_special_tokens_are_in_the_vocabulary(hf_folder):
+    """Of both files, by the message's file and field. The vocabulary has 211 ids."""
+    folder = hf_folder("Llama")
+    for file in ("config.json", "generation_config.json"):
+        path = folder / file
+        content = path.read_text() if path.exists() else "{}"
+        for field, wrong in (("eos_token_id", 211), ("eos_token_id", [2, 10**30]), ("bos_token_id", 211), ("pad_token_id", "0")):
+            path.write_text(json.dumps(json.loads(content) | {field: wrong}))
+            with pytest.raises(ConfigError, match=rf"/{file}, field {field}: "):
+                load(folder)
+        path.write_text(json.dumps(json.loads(content) | {"pad_token_id": 211}))
+        load(folder).close()
+        path.write_text(content)
 
 
 def test_tied_head_saved_twice(hf_folder):

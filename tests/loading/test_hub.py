@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -123,6 +124,7 @@ def test_damaged_json_is_named(name: str, content: bytes | None, tmp_path: Path)
 
 
 BAD_SHARDS = ["../up.safetensors", "/abs.safetensors", "sub/x.safetensors", "sub\\x.safetensors", "C:x.safetensors"]
+BAD_SHARDS += ["x" * 300 + ".safetensors", "é" * 122 + ".safetensors", "\x1b[31m.safetensors", "\ud800.safetensors"]
 BAD_SHARDS += ["..", "", "model.bin", "model.safetensors.bin", "nul\0.safetensors"]
 
 
@@ -133,7 +135,8 @@ def test_shard_names_are_plain_names(shard: str, tmp_path: Path) -> None:
     fill(tmp_path / "model" / "sub", {"x.safetensors": "there"})
     with pytest.raises(CheckpointError, match="bad shard name") as caught:
         resolve(fill(tmp_path / "model", SHARDED | {"model.safetensors.index.json": index}))
-    assert repr(shard) in str(caught.value)
+    assert repr(shard)[:80] in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("content", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}])
@@ -172,6 +175,158 @@ def test_weights_that_are_no_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob that is gone")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a file"):
         resolve(tmp_path)
+
+
+# --- links, special files and sizes ---
+
+JSON_FILES = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+
+
+def replace_by_link(path: Path, target: Path | str) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_broken_links_do_not_count_as_absent(name: str, tmp_path: Path) -> None:
+    """A model whose generation_config.json is a broken link would answer with other sampling values."""
+    folder = fill(tmp_path, SHARDED)
+    replace_by_link(tmp_path / name, tmp_path / "gone")
+    with pytest.raises(ConfigError, match=f"{name}: cannot be read: the link leads nowhere"):
+        resolve(folder)
+    replace_by_link(tmp_path / name, name)  # a link to itself
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read: .*symbolic links"):
+        resolve(folder)
+
+
+def test_a_broken_single_file_is_not_replaced_by_shards(tmp_path: Path) -> None:
+    folder = fill(tmp_path, SHARDED)
+    replace_by_link(tmp_path / "model.safetensors", tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a file, or is a broken link"):
+        resolve(folder)
+
+
+def test_links_to_files_are_taken(tmp_path: Path) -> None:
+    """As in the Hub cache, also through a link to the folder."""
+    fill(tmp_path / "blobs", SHARDED | {"generation_config.json": "{}"})
+    (tmp_path / "model").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "model" / path.name).symlink_to(f"../blobs/{path.name}")
+    (tmp_path / "again").symlink_to("model")
+    files = resolve(str(tmp_path / "again"))
+    assert [file.name for file in files.weight_files] == SHARDS
+    assert files.generation_config == {}
+
+
+@pytest.mark.parametrize("name", [*JSON_FILES, "model.safetensors", SHARDS[0]])
+def test_special_files_neither_hang_nor_fill_the_memory(name: str, tmp_path: Path) -> None:
+    folder = fill(tmp_path, SHARDED)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((ConfigError, CheckpointError), match=r"not a regular file|not a file|are no files"):
+        resolve(folder)
+    replace_by_link(tmp_path / name, "/dev/zero")
+    with pytest.raises((ConfigError, CheckpointError), match=r"not a regular file|not a file|are no files"):
+        resolve(folder)
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_sparse_files_are_not_read(name: str, tmp_path: Path) -> None:
+    folder = fill(tmp_path, SHARDED)
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(ConfigError, match=rf"{name}: is too large; expected at most [\d,]+ bytes; found 3,221,225,472"):
+        resolve(folder)
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_repeated_keys(name: str, tmp_path: Path) -> None:
+    content = {"config.json": '{"a": 1, "a": 2}', "generation_config.json": '{"a": [{"b": 1, "b": 1}]}'}
+    index = INDEX.replace('"weight_map": {', f'"weight_map": {{"a": "{SHARDS[1]}", ')
+    folder = fill(tmp_path, SHARDED | {name: content.get(name, index)})
+    with pytest.raises(ConfigError, match=f"{name}: a key is repeated"):
+        resolve(folder)
+
+
+def test_links_in_place_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never looked up on the Hub, even if the path has the form of a Hub id."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError("asked the Hub")))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "loop").symlink_to("loop")
+    (tmp_path / "org" / "broken").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "broken").symlink_to("gone")
+    for model in ("org/loop", "loop", "loop/model"):
+        with pytest.raises(ModelNotFoundError, match=f"{model}: cannot be looked up: .*symbolic links"):
+            resolve(model)
+    for model in ("org/broken", "broken"):
+        with pytest.raises(ModelNotFoundError, match=f"{model}: cannot be looked up: the link leads nowhere"):
+            resolve(model)
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    os.mkdir(folder)
+    fill(Path(folder), SINGLE)
+    with pytest.raises(ModelNotFoundError, match=r"caf\\udce9': the folder's name is not UTF-8") as caught:
+        resolve(folder)
+    str(caught.value).encode()
+    (tmp_path / "link").symlink_to(folder)
+    assert resolve(str(tmp_path / "link")).weight_files == (tmp_path / "link" / "model.safetensors",)
+    for absent in (folder + "s", "caf\udce9", "org/caf\udce9", "\ud800", "org/\ud800"):
+        with pytest.raises(ModelNotFoundError):
+            resolve(absent)
+
+
+# --- the index against the folder ---
+
+
+@pytest.mark.parametrize("size", ["12", True, [12], {"a": 1}])
+def test_total_size_is_a_number(size: Any, tmp_path: Path) -> None:
+    index = json.dumps(json.loads(INDEX) | {"metadata": {"total_size": size}})
+    with pytest.raises(CheckpointError, match=r"index\.json: metadata\.total_size is not a number"):
+        resolve(fill(tmp_path, SHARDED | {"model.safetensors.index.json": index}))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [({}, None), ({"total_size": 12, "total_parameters": 6}, 12), ({"total_size": 1.5}, 1.5), (None, None), ("x", ...)],
+)
+def test_metadata_of_the_index(metadata: Any, expected: Any, tmp_path: Path) -> None:
+    folder = fill(tmp_path, SHARDED | {"model.safetensors.index.json": json.dumps(json.loads(INDEX) | {"metadata": metadata})})
+    if expected is ...:
+        with pytest.raises(CheckpointError, match="metadata"):
+            resolve(folder)
+    else:
+        assert resolve(folder).total_size == expected
+
+
+EXTRA = "model-00003-of-00002.safetensors"
+
+
+def test_shards_that_are_not_read_are_warned_about(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "sharded", SHARDED | {EXTRA: "2"})
+    with pytest.warns(UserWarning, match=rf"sharded: 1 weight files are not read, since .*index\.json does not name .*{EXTRA}"):
+        assert len(resolve(folder).weight_files) == 2
+    folder = fill(tmp_path / "both", SINGLE | SHARDED)
+    with pytest.warns(UserWarning, match=rf"both: 2 .* not read, since model\.safetensors takes .*{SHARDS[0]}.*{SHARDS[1]}"):
+        assert len(resolve(folder).weight_files) == 1
+
+
+QUIRKS = ["README.md", ".gitattributes", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "params.json"]
+QUIRKS += ["adapter_model.safetensors", "pytorch_model.bin", "training_args.bin", "tekken.json", "model.safetensors.md5"]
+
+
+def test_what_published_folders_hold_besides(tmp_path: Path) -> None:
+    """Mistral's consolidated weights, Llama's original/ folder, an index beside a single file: nothing is said."""
+    for name, files in (("single", SINGLE | {"model.safetensors.index.json": INDEX}), ("sharded", SHARDED)):
+        folder = fill(tmp_path / name, files | dict.fromkeys(QUIRKS, "x"))
+        fill(tmp_path / name / "original", {"consolidated.00.pth": "x", "params.json": "{", "model.safetensors": "x"})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = resolve(folder)
+        assert {file.name for file in found.weight_files} == ({"model.safetensors"} if name == "single" else set(SHARDS))
 
 
 # --- the Hub cache, offline ---

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.errors import ConfigError, UnsupportedError
-from minirt.modeling.config import Fields, ModelConfig
+from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.models import parse_config
 
 LLAMA3 = {
@@ -151,7 +152,40 @@ def test_architectures_have_their_biases() -> None:
 def test_dtype() -> None:
     assert parse_config(raw_config()).dtype == "float32"
     assert parse_config(raw_config(dtype=None, torch_dtype="float16")).dtype == "float16"
-    assert parse_config(raw_config(dtype="bfloat16", torch_dtype="float16")).dtype == "bfloat16"
+    assert parse_config(raw_config(dtype="float16", torch_dtype="float16")).dtype == "float16"
+    assert parse_config(raw_config(dtype="float16", torch_dtype=None)).dtype == "float16"
+
+
+# Published releases, and two common forms of files that tools have changed: config.json, and facts from the model cards.
+REAL: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("real_configs.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_config(name: str) -> None:
+    """Each loads, with the published facts and as transformers reads it, and without a warning unless one is stated."""
+    facts, raw = dict(REAL[name]["facts"]), REAL[name]["config"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parsed = parse_config(copy.deepcopy(raw))
+        check_token_ids(raw, "config.json", parsed.vocab_size)
+    expected = facts.pop("warning", None)
+    assert [expected in str(warning.message) for warning in caught] == ([True] if expected else [])
+    assert parsed.num_parameters / 1e9 == pytest.approx(facts.pop("billions"), rel=2e-3)
+    found = {
+        **{name: getattr(parsed, name) for name in ModelConfig.__dataclass_fields__},
+        "context_len": parsed.context_len,
+        "tied": parsed.tie_word_embeddings,
+        "rope_kind": parsed.rope.kind,
+        "rope_theta": parsed.rope.theta,
+        "rope_factor": parsed.rope.factor,
+    }
+    assert {name: found[name] for name in facts} == facts
+    check_against(parsed, CLASSES[raw["model_type"]](**copy.deepcopy(raw)))
+
+
+def test_the_real_configs_are_many() -> None:
+    assert len(REAL) >= 40
+    assert {entry["config"]["model_type"] for entry in REAL.values()} == set(CLASSES)
 
 
 HUGE = 10**400
@@ -191,6 +225,9 @@ BAD: list[tuple[str, Any]] = [
     ("torch_dtype", ["float32"]),
     ("layer_types", "full_attention"),
     ("layer_types", ["full_attention", 1]),
+    ("architectures", "LlamaForCausalLM"),
+    ("architectures", [None]),
+    ("is_causal", "no"),
     ("num_experts", "8"),
     ("partial_rotary_factor", "1"),
     ("rope_theta", 0),
@@ -253,10 +290,100 @@ def test_bad_rope_value_is_named(name: str, rope: dict[str, Any], dialect: str) 
     assert not isinstance(caught.value, UnsupportedError)
 
 
-def test_contradicting_dialects_are_refused() -> None:
-    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}}
-    with pytest.raises(ConfigError, match="rope_scaling and rope_parameters contradict"):
-        parse_config(raw_config(**both))
+ROPE1, ROPE2 = {"rope_theta": 5e5, "rope_type": "default"}, {"rope_theta": 1e6, "rope_type": "default"}
+# Fields that contradict each other, and the words of the refusal.
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
+        "rope_scaling and rope_parameters contradict",
+    ),
+    ({"rope_theta": 1e6, "rope_parameters": ROPE1}, r"rope_theta: .* 500000\.0, as in rope_parameters\.rope_theta; found 1"),
+    ({"rope_theta": 1e6, "rope_scaling": ROPE1}, "field rope_theta: .*contradicts"),
+    ({"rope_theta": 1e6, "rope_parameters": ROPE1, "rope_scaling": ROPE1}, "field rope_theta: .*contradicts"),
+    ({"rope_parameters": ROPE1, "rope_scaling": ROPE2}, "contradict each other"),
+    ({"rope_scaling": LLAMA3 | {"type": "yarn"}}, r"rope_scaling\.type: type and rope_type contradict.*llama3.*yarn"),
+    ({"rope_scaling": YARN, "original_max_position_embeddings": 65}, r"rope_scaling\.original_max_position_embeddings.*65.*64"),
+    ({"dtype": "bfloat16", "torch_dtype": "float16"}, "dtype and torch_dtype contradict.*bfloat16.*float16"),
+    ({"layer_types": ["full_attention"] * 2}, r"layer_types: .*3 \(num_hidden_layers\); found 2"),
+    ({"layer_types": ["full_attention"] * 4}, r"layer_types: .*found 4"),
+    ({"layer_types": []}, r"layer_types: .*found 0"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), CONTRADICTIONS)
+def test_contradictions_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(raw_config(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_parameters": ROPE1},
+        {"rope_theta": 500000, "rope_parameters": ROPE1},  # an integer of the same value
+        {"rope_theta": None, "rope_parameters": ROPE1},
+        {"rope_theta": 5e5, "rope_parameters": ROPE1, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_type": "default"}},
+    ],
+)
+def test_values_at_two_places_may_agree(fields: dict[str, Any]) -> None:
+    assert parse_config(raw_config(**fields)).rope.theta == 5e5
+
+
+OTHER_CLASSES = [
+    ("llama", "LlamaForSequenceClassification"),
+    ("llama", "LlamaForTokenClassification"),
+    ("llama", "LlamaModel"),
+    ("llama", "LlamaForCausalLMEagle"),
+    ("llama", "MistralForCausalLM"),
+    ("qwen2", "Qwen2ForRewardModel"),
+    ("qwen2", "Qwen2ForSequenceClassification"),
+    ("qwen3", "Qwen2ForCausalLM"),
+    ("mistral", "MistralModel"),
+    ("mistral", ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), OTHER_CLASSES)
+def test_other_classes_are_refused(kind: str, name: str) -> None:
+    own = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind] + "ForCausalLM"
+    with pytest.raises(UnsupportedError, match=f"architectures: .*{kind}.*{own}.*found {name!r}"):
+        parse_config(raw_config(kind, architectures=[name]))
+    with pytest.raises(UnsupportedError, match="architectures"):
+        parse_config(raw_config(kind, architectures=[own, name]))
+    for accepted in ([own], [], None, ...):
+        assert parse_config(raw_config(kind, architectures=accepted)).model_type == kind
+
+
+VOCABULARY = 131
+BAD_IDS = [131, 10**30, -1, True, 1.0, "1", {"a": 1}]
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
+@pytest.mark.parametrize("value", BAD_IDS, ids=lambda v: str(v)[:20])
+def test_special_token_outside_the_vocabulary(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^g\.json, field {name}: .*from 0 to 130; found"):
+        check_token_ids({name: value}, "g.json", VOCABULARY)
+    if name == "eos_token_id":
+        with pytest.raises(ConfigError, match=rf"^g\.json, field {name}: .*from 0 to 130; found"):
+            check_token_ids({name: [0, value]}, "g.json", VOCABULARY)
+
+
+@pytest.mark.parametrize("value", [-2, 10**30, "131", True, [0], 1.5])
+def test_pad_token_that_is_no_id(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^g\.json, field pad_token_id"):
+        check_token_ids({"pad_token_id": value}, "g.json", VOCABULARY)
+
+
+def test_usual_special_tokens() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for pad in (None, -1, 0, 130, 131):
+            check_token_ids({"pad_token_id": pad, "bos_token_id": None, "eos_token_id": [0, 130]}, "g.json", VOCABULARY)
+        check_token_ids({"bos_token_id": 130, "eos_token_id": []}, "g.json", VOCABULARY)
+        check_token_ids({"eos_token_id": None}, "g.json", VOCABULARY)
+    with pytest.warns(UserWarning, match=r"g\.json, field pad_token_id: 132 is outside the vocabulary of 131"):
+        check_token_ids({"pad_token_id": 132}, "g.json", VOCABULARY)
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -280,6 +407,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, ["use_sliding_window", "64"]),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, ["use_sliding_window", "4096"]),
     ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
+    ("qwen2", {"is_causal": False}, ["is_causal", "embedding model"]),
     ("mistral", {"sliding_window": 4096}, ["sliding_window", "4096"]),
     ("mistral", {"sliding_window": ...}, ["sliding_window", "4096"]),
     ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]),
@@ -354,7 +482,8 @@ NAMES = [
         "rope_parameters",
     ),
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
-    *("layer_types", "quantization_config", "num_experts", "partial_rotary_factor", *SIZES, *OPTIONAL_SIZES),
+    *("layer_types", "architectures", "is_causal"),
+    *("quantization_config", "num_experts", "partial_rotary_factor", *SIZES, *OPTIONAL_SIZES),
     "original_max_position_embeddings",
 ]
 ROPE_NAMES = [

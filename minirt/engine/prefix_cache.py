@@ -1,0 +1,81 @@
+"""`PrefixCache`: finds KV pages that hold the beginning of a sequence, so that a step need not compute it again.
+
+A full page is known by a key: a hash of its tokens and of the key of the page before it. So a key stands for the whole prefix.
+(This is the scheme of vLLM's automatic prefix caching.) The hash has a secret of the process in it, so nobody outside can
+construct two prefixes with the same key.
+"""
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from minirt.engine.kv_cache import PageAllocator
+
+
+@dataclass
+class PrefixCacheStats:
+    """Counters since the model was loaded.
+
+    Args:
+        queries: tokens of the requests that were looked up.
+        hits: those of them that were found, whose KV values were not computed again.
+        evictions: pages whose values were dropped to make room.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    evictions: int = 0
+
+
+class PrefixCache:
+    """The contents of an allocator's pages, by key.
+
+    Args:
+        page_size: tokens of a page.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator, self._page_size = allocator, page_size
+        self._secret = secrets.token_bytes(32)
+        self._queries = self._hits = 0
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        return PrefixCacheStats(self._queries, self._hits, self._allocator.evictions)
+
+    def extend_keys(self, keys: list[bytes], tokens: array, salt: str | None) -> None:
+        """Append the keys of all full pages of `tokens`, of which `keys` holds the first ones.
+
+        Args:
+            tokens: int64.
+            salt: sequences with different salts share no page.
+        """
+        known, count = len(keys), len(tokens) // self._page_size
+        if known >= count:
+            return
+        secret, size = self._secret, 8 * self._page_size
+        content = tokens[known * self._page_size : count * self._page_size].tobytes()
+        root = b"" if salt is None else blake2b(salt.encode(), digest_size=16, key=secret).digest()
+        parent = keys[-1] if keys else root
+        for start in range(0, len(content), size):
+            page = blake2b(parent, digest_size=16, key=secret)
+            page.update(content[start : start + size])
+            parent = page.digest()
+            keys.append(parent)
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known prefix of `keys`, in use or free."""
+        pages: list[int] = []
+        for key in keys:
+            page = self._allocator.page_of(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def count(self, queries: int, hits: int) -> None:
+        """Count the tokens of a request that was looked up, and those found."""
+        self._queries += queries
+        self._hits += hits

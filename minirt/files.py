@@ -1,0 +1,107 @@
+"""Reads the small files of a model folder: regular files only, each with a bound on its size. Imports no torch.
+
+Every failure is an error of the class that the caller gives, with the file as its `where`.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from minirt.errors import MinirtError
+
+_HINT = "get the file again"
+# O_NONBLOCK: opening a named pipe must not wait for a writer. Some systems lack some of these flags.
+_FLAGS = os.O_RDONLY
+for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
+    _FLAGS |= getattr(os, _name, 0)
+
+
+def present(path: Path) -> bool:
+    """Whether something has this name, also a broken link or a file that cannot be read. Use it for optional files.
+
+    False means "the model has no such file". So everything that is not plainly absent counts as present, and reading it says
+    what is wrong.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
+
+
+def read_bytes(path: Path, *, limit: int, error: type[MinirtError]) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Never waits, and never reads more than the limit.
+
+    Args:
+        error: the class to raise.
+    Raises:
+        error: there is no such file, it is not a regular file, it is too large, or it cannot be read.
+    """
+    try:
+        file = os.open(path, _FLAGS)
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise error("is not a regular file", where=path, found=_kind(status.st_mode), hint=_HINT)
+            content, size = bytearray(), status.st_size
+            # Some regular files, such as those in /proc, state a size of 0, so the bytes are counted, too.
+            while size <= limit and (block := os.read(file, 1 << 20)):
+                content += block
+                size = max(size, len(content))
+        finally:
+            os.close(file)
+    except MinirtError:
+        raise
+    except (OSError, ValueError) as cause:  # ValueError: a null character in the name
+        broken = isinstance(cause, FileNotFoundError) and os.path.islink(path)
+        reason = "the link leads nowhere" if broken else getattr(cause, "strerror", None) or cause
+        raise error(f"cannot be read: {reason}", where=path, hint=_HINT) from cause
+    if size > limit:
+        raise error("is too large", where=path, expected=f"at most {limit:,} bytes", found=f"{size:,}", hint=_HINT)
+    return bytes(content)
+
+
+def read_text(path: Path, *, limit: int, error: type[MinirtError]) -> str:
+    """The UTF-8 text of a file, as `read_bytes` reads it. Line ends stay as they are."""
+    content = read_bytes(path, limit=limit, error=error)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise error(f"is not UTF-8 text: {cause.reason} at byte {cause.start}", where=path, hint=_HINT) from cause
+
+
+def read_json(path: Path, *, limit: int, error: type[MinirtError]) -> dict[str, Any]:
+    """The JSON object in a file, as `read_bytes` reads it. A key that an object repeats is an error at any depth."""
+    return parse_json(read_text(path, limit=limit, error=error), path, error=error)
+
+
+def parse_json(text: str, path: Path, *, error: type[MinirtError]) -> dict[str, Any]:
+    """The JSON object in `text`, the content of the file `path`. A key that an object repeats is an error at any depth."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise error("a key is repeated, and its values may differ", where=path, found=repr(twice)[:80], hint=_HINT)
+        return value
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except MinirtError:
+        raise
+    except (ValueError, RecursionError) as cause:
+        what = "nested too deeply" if isinstance(cause, RecursionError) else cause
+        raise error(f"is not readable JSON: {what}", where=path, hint=_HINT) from cause
+    if not isinstance(value, dict):
+        raise error("is not a JSON object", where=path, found=type(value).__name__, hint=_HINT)
+    return value
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a named pipe", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+    return next((name for test, name in kinds.items() if test(mode)), "a special file")

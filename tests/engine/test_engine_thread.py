@@ -1,0 +1,384 @@
+"""Many callers of one engine: threads, aborts, exceptions at any line, interrupts, and the end of the engine.
+
+Catches outputs that reach another caller, a caller that waits for ever, pages that are lost, and work in a step for requests that
+are not in it.
+"""
+
+import _thread
+import gc
+import random
+import sys
+import threading
+
+import pytest
+from engine.test_engine import engine, undisturbed
+from support.native import native_error
+
+from minirt.engine import engine as engine_module
+from minirt.engine import engine_thread, kv_cache, scheduler
+from minirt.engine.engine import Request
+from minirt.engine.engine_thread import EngineThread
+from minirt.errors import DeviceFailedError, EngineError, MinirtError
+from minirt.sampling_params import SamplingParams, resolve
+
+EOS = 5
+
+
+class Stopped(Exception):
+    """A client left early."""
+
+
+@pytest.fixture
+def thread():
+    made = []
+
+    def make(**options):
+        it, cache = engine(**options)
+        made.append(EngineThread(it))
+        return made[-1], cache
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+def request(thread, prompt, count):
+    sampling = resolve(SamplingParams(max_tokens=count, temperature=0.0), None)
+    return Request(thread.new_id(), prompt, sampling, (EOS,))
+
+
+def complete(thread, prompts, count=8, leave_after=None):
+    """Tokens for each prompt, from one client. Raises the first error; `leave_after`: stop after so many outputs."""
+    asked = [request(thread, prompt, count) for prompt in prompts]
+    tokens, running = {r.id: [] for r in asked}, {r.id for r in asked}
+    with thread.connect() as client:
+        client.submit(asked)
+        while running:
+            for output in client.receive():
+                assert output.request_id in tokens, "another caller's output"
+                if output.error is not None:
+                    raise output.error
+                tokens[output.request_id] += output.token_ids
+                if output.finish_reason:
+                    running.remove(output.request_id)
+                if leave_after is not None and sum(map(len, tokens.values())) >= leave_after:
+                    raise Stopped
+    return list(tokens.values())
+
+
+def expected(prompts, count=8):
+    return [undisturbed(prompt, count, eos=EOS) for prompt in prompts]
+
+
+def at_rest(thread, cache):
+    """Once all earlier commands are done: nothing is open, and all pages are free."""
+    return thread.call(
+        lambda it: not it.has_work and not thread._outboxes and cache.allocator.num_free == cache.num_pages
+    )
+
+
+def spread(count, work):
+    """Run `work(i)` in `count` threads; raises the first exception of any."""
+    raised = []
+
+    def guarded(i):
+        try:
+            work(i)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(count)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+        assert not each.is_alive(), "a caller waits for ever"
+    if raised:
+        raise raised[0]
+
+
+def test_sixteen_threads_with_aborts_and_exceptions(thread):
+    """1,600 calls. Some leave early, and a layer raises now and then. Whoever gets all tokens gets those of a solo run."""
+    it, cache = thread(pages=60, seqs=8, budget=40)
+    model, steps = it.engine._runner._model, iter(range(10**9))
+
+    def fails_sometimes(batch, cache):
+        if next(steps) % 41 == 40:
+            raise RuntimeError("a layer's own error")
+        return model(batch, cache)
+
+    it.engine._runner._model = fails_sometimes
+    done, left, failed = [], [], []
+
+    def work(i):
+        draw = random.Random(i)
+        for _ in range(100):
+            prompts = [[draw.randrange(90) for _ in range(draw.randrange(1, 20))] for _ in range(draw.choice((1, 1, 2, 3)))]
+            leave = draw.randrange(1, 9) if draw.random() < 0.3 else None
+            try:
+                assert complete(it, prompts, leave_after=leave) == expected(prompts)
+                done.append(i)
+            except Stopped:
+                left.append(i)
+            except EngineError as error:
+                failed.append(str(error))
+
+    spread(16, work)
+    assert len(done) + len(left) + len(failed) == 1600
+    assert min(len(done), len(left), len(failed)) > 20, "all three happen"
+    assert all("a layer's own error" in message for message in failed)
+    assert at_rest(it, cache)
+
+
+def test_streams_are_read_in_any_order(thread):
+    """Ten clients of one thread; the last is read first, and one is never read."""
+    it, cache = thread()
+    clients = [it.connect() for _ in range(10)]
+    prompts = [[i, 2 * i, 60] for i in range(10)]
+    for client, prompt in zip(clients, prompts, strict=True):
+        client.submit([request(it, prompt, 8)])
+    for client, prompt in list(zip(clients, prompts, strict=True))[:0:-1]:
+        tokens, ended = [], None
+        while not ended:
+            for output in client.receive():
+                tokens += output.token_ids
+                ended = output.finish_reason
+        assert [tokens] == expected([prompt])
+    for client in clients:
+        client.close()
+    assert at_rest(it, cache)
+
+
+FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, kv_cache)}
+
+
+class Injected(BaseException):
+    """No handler of minirt knows this class."""
+
+
+def count_lines(thread_work, at=None):
+    """Run `thread_work(end)` with a trace of the engine's thread that raises at line event `at`. → line events before `end()`."""
+    seen, on = 0, True
+
+    def end():
+        nonlocal on
+        on = False
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if frame.f_code.co_name in ("_run", "_recover", "recover", "_end", "_refuse", "_fail", "reset", "_closed"):
+            return trace if frame.f_code.co_name == "_run" and event == "call" else None  # what answers an exception
+        if event == "line" and on:
+            seen += 1
+            if seen == at:
+                raise Injected(f"{frame.f_code.co_qualname} line {frame.f_lineno}")
+        return trace
+
+    threading.settrace(trace)
+    try:
+        thread_work(end)
+    finally:
+        threading.settrace(None)
+    return seen
+
+
+def test_an_exception_at_any_line_of_the_engines_thread(thread):
+    """No caller waits for ever or gets a wrong token, no page is lost, and the next request runs.
+
+    The pages are few, so that sequences are preempted, too.
+    """
+    prompts = [[10, 11, 12, 13, 14, 15], [20, 21, 22], [30] * 9]
+    ended, causes = [], []
+
+    def scenario(end):
+        it, cache = thread(pages=6, seqs=3, budget=8, length=24)
+        for leave in (None, 2):
+            try:
+                assert complete(it, prompts, 9, leave) == expected(prompts, 9)
+                ended.append("done")
+            except Stopped:
+                ended.append("left")
+            except EngineError as error:
+                causes.append(error.__cause__)
+                ended.append("failed")
+        try:
+            it.call(lambda engine: engine.has_room(3), lambda engine: engine.has_room(5))
+        except EngineError as error:
+            causes.append(error.__cause__)
+        end()
+        assert complete(it, prompts, 9) == expected(prompts, 9)
+        assert at_rest(it, cache)
+        it.stop()
+
+    total = count_lines(scenario)
+    assert ended == ["done", "left"]
+    assert total > 1000
+    step = max(1, total // 400)
+    for at in range(1, total + 1, step):
+        spread(1, lambda _, at=at: count_lines(scenario, at))
+    assert ended.count("failed") > 100
+    assert all(isinstance(cause, Injected) for cause in causes)
+
+
+def test_an_exception_in_one_command_leaves_the_waiting_requests(thread):
+    it, cache = thread()
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        it.call(lambda engine: 1 / 0)
+    assert complete(it, [[7, 8]]) == expected([[7, 8]])
+    assert at_rest(it, cache)
+
+
+def test_an_interrupt_reaches_the_calling_thread_only(thread):
+    """Ctrl-C while the main thread waits: its request is dropped, another thread's goes on in the same steps."""
+    it, cache = thread()
+    model, others, together = it.engine._runner._model, [], threading.Event()
+
+    def interrupts(batch, cache):
+        if 33 in batch.seq_lens and not together.is_set():  # the other sequence is never that long
+            assert batch.num_seqs == 2
+            together.set()
+            _thread.interrupt_main()
+        return model(batch, cache)
+
+    def complete_others():
+        while not together.is_set():
+            others.append(complete(it, [[40, 41]], 25))
+        others.append(complete(it, [[40, 41]], 25))
+
+    it.engine._runner._model = interrupts
+    other = threading.Thread(target=complete_others)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        complete(it, [[50] * 30], 30)
+    other.join(60)
+    assert len(others) > 0
+    assert all(tokens == expected([[40, 41]], 25) for tokens in others)
+    assert at_rest(it, cache)
+
+
+def test_a_client_that_is_dropped_is_closed(thread):
+    it, cache = thread()
+    client = it.connect()
+    client.submit([request(it, [1, 2], 60)])
+    client.receive()
+    del client
+    gc.collect()
+    assert at_rest(it, cache)
+
+
+def test_stop_ends_all_waiters(thread):
+    it, _ = thread()
+    model, entered = it.engine._runner._model, threading.Event()
+
+    def slow(batch, cache):
+        entered.set()
+        gate.wait(60)
+        return model(batch, cache)
+
+    gate = threading.Event()
+    it.engine._runner._model = slow
+    errors = []
+
+    def wait(i):
+        try:
+            if i % 2:
+                complete(it, [[i]], 60)
+            else:
+                it.call(lambda engine: None, lambda engine: False)
+        except MinirtError as error:
+            errors.append(error)
+
+    callers = [threading.Thread(target=wait, args=(i,), daemon=True) for i in (1, 3, 2, 4)]
+    for caller in callers[:2]:
+        caller.start()
+    assert entered.wait(60)
+    for caller in callers[2:]:
+        caller.start()
+    stopper = threading.Thread(target=it.stop)
+    stopper.start()
+    gate.set()
+    for each in (*callers, stopper):
+        each.join(60)
+        assert not each.is_alive()
+    assert [str(error) for error in errors] == ["the generator is closed"] * 4
+    assert len({id(error) for error in errors}) == 4, "each thread raises an exception of its own"
+    for use in (lambda: complete(it, [[1]]), lambda: it.call(lambda engine: None), lambda: it.engine):
+        with pytest.raises(EngineError, match="closed"):
+            use()
+    it.stop()
+
+
+def test_a_failed_gpu_ends_all_waiters(thread):
+    it, _ = thread(seqs=2)
+    model, steps = it.engine._runner._model, iter(range(100))
+    cause = native_error("CUDA error: an illegal memory access was encountered")
+
+    def breaks(batch, cache):
+        if next(steps) == 4:
+            raise cause
+        return model(batch, cache)
+
+    it.engine._runner._model = breaks
+    with pytest.raises(DeviceFailedError, match="illegal memory access"):
+        complete(it, [[1], [2], [3]], 60)
+    with pytest.raises(DeviceFailedError, match="illegal memory access"):
+        complete(it, [[1]])
+    assert it.failed
+
+
+def test_a_call_waits_until_it_can_run(thread):
+    """It needs all pages. Requests that come later wait behind it, and those before it are finished first."""
+    it, cache = thread(pages=16)
+    order = []
+    with it.connect() as first, it.connect() as second:
+        first.submit([request(it, [1, 2], 20)])
+        free = it.call(lambda engine: order.append("call") or cache.allocator.num_free, lambda engine: engine.has_room(64))
+        assert free == 16
+        second.submit([request(it, [3], 3)])
+        tokens = []
+        while not tokens or not tokens[-1].finish_reason:
+            tokens += first.receive()
+        assert [token for output in tokens for token in output.token_ids] == undisturbed([1, 2], 20, eos=EOS)
+    assert order == ["call"]
+    assert at_rest(it, cache)
+
+
+def test_a_forked_process_is_told(thread):
+    it, _ = thread()
+    complete(it, [[1]])
+    it._process += 1
+    with pytest.raises(EngineError, match="the process that loaded the model"):
+        complete(it, [[1]])
+    it._process -= 1
+
+
+def test_a_step_costs_nothing_for_requests_that_wait(thread):
+    """Lines of Python run in a step, with 2 and with 5,000 requests behind the two that run."""
+
+    def lines(waiting):
+        it, _ = thread(seqs=2)
+        client = it.connect()
+        client.submit([request(it, [1 + i], 50) for i in range(2 + waiting)])
+        for _ in range(3):
+            client.receive()
+        count = 0
+
+        def trace(frame, event, _):
+            nonlocal count
+            count += event == "line"
+            return trace if "minirt" in frame.f_code.co_filename else None
+
+        def step(engine):
+            sys.settrace(trace)
+            try:
+                it._deliver(engine.step())
+            finally:
+                sys.settrace(None)
+
+        it.call(step)
+        client.close()
+        return count
+
+    assert lines(2) == lines(5000)

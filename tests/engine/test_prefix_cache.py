@@ -1,0 +1,201 @@
+"""The prefix cache: pages with equal beginnings are shared, and nobody can tell from the tokens.
+
+Catches a page that is known before its step has ended or holds a rejected draft, a key without its prefix, a shared page that is
+written, pages lost or freed twice, and hits that should happen and do not.
+"""
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.test_engine import DraftingRunner, add, engine, run, undisturbed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minirt import Generator, SamplingParams
+from minirt.engine.engine import Request
+from minirt.engine.kv_cache import PageAllocator
+from minirt.engine.prefix_cache import PrefixCache
+from minirt.sampling_params import resolve
+
+STEMS = [[7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [7, 8, 9, 10, 99 - 60, 12, 13, 14], [20] * 13, []]
+
+
+def consistent(allocator):
+    """Every page is either free or held, and both maps of keys agree."""
+    held = {page for page, count in enumerate(allocator._references) if count}
+    assert held.isdisjoint(allocator._free)
+    assert held | set(allocator._free) == set(range(allocator.num_pages))
+    assert {page: key for key, page in allocator._pages.items()} == allocator._keys
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 30),
+            st.builds(
+                lambda stem, cut, tail: STEMS[stem][:cut] + tail or [1],
+                st.integers(0, 3), st.integers(1, 13), st.lists(st.integers(50, 52), max_size=9),
+            ),
+            st.integers(1, 14),
+        ),
+        min_size=2,
+        max_size=14,
+    ),
+    pages=st.integers(9, 40),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 13)), max_size=4),
+    lookahead=st.integers(0, 1),
+    drafts=st.booleans(),
+)  # fmt: skip
+def test_shared_prefixes_change_no_token(requests, pages, seqs, budget, aborts, lookahead, drafts):
+    it, cache = engine(pages, seqs, budget, length=36, lookahead=0 if drafts else lookahead)
+    if drafts:
+        it._runner = DraftingRunner(it._model, cache, 0)
+    tokens, reasons = run(it, requests, aborts)
+    for i, (_, prompt, count) in enumerate(requests):
+        wanted = undisturbed(prompt, min(count, 36 - len(prompt)), eos=5)
+        assert tokens[i] == (wanted[: len(tokens[i])] if reasons[i] == "abort" else wanted)
+    assert cache.allocator.num_free == pages, "pages leaked"
+    consistent(cache.allocator)
+    for i, (_, prompt, _) in enumerate(requests):  # a second turn finds generated tokens, too
+        turn = [*prompt, *tokens[i], 53][:35]
+        assert complete(it, turn, 1)[0] == undisturbed(turn, 1)
+
+
+def complete(it, prompt, count, salt=None, eos=()):
+    """(tokens, cached tokens) of one request, alone."""
+    request = Request(next(NUMBERS), prompt, resolve(SamplingParams(max_tokens=count, temperature=0.0), None), eos, salt)
+    it.add(request)
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    return [token for output in outputs for token in output.token_ids], outputs[0].num_cached
+
+
+NUMBERS = iter(range(10**6, 10**9))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_what_is_found(lookahead):
+    it, cache = engine(lookahead=lookahead)
+    prompt = list(range(10, 23))  # 13 tokens, pages of 4
+    answer, cached = complete(it, prompt, 9)
+    assert (answer, cached) == (undisturbed(prompt, 9), 0)
+    assert complete(it, prompt, 9) == (answer, 12)
+    assert complete(it, prompt[:12], 1)[1] == 8, "at least one token is computed"
+    assert complete(it, [*prompt[:11], 50, 51], 1)[1] == 8
+    assert complete(it, [50, *prompt[1:]], 1)[1] == 0, "a page counts with its prefix only"
+    second = [*prompt, *answer, 60, 61]
+    assert complete(it, second, 1) == (undisturbed(second, 1), 20), "generated tokens count; the last one was never computed"
+    assert complete(it, prompt, 1, salt="a")[1] == 0
+    assert complete(it, prompt, 1, salt="a")[1] == 12
+    assert complete(it, prompt, 1, salt="b")[1] == 0
+    stats = it.prefix_cache_stats
+    assert (stats.queries, stats.hits, stats.evictions) == (13 + 13 + 12 + 13 + 13 + 24 + 39, 12 + 8 + 8 + 20 + 12, 0)
+    consistent(cache.allocator)
+
+
+def test_a_page_is_known_only_after_its_step():
+    """With lookahead, a request that arrives between two steps must not read what the first of them may still write."""
+    it, _ = engine(lookahead=1)
+    prompt = list(range(10, 20))
+    add(it, prompt, resolve(SamplingParams(max_tokens=3), None))
+    assert it.step() == [], "the step has started and was not collected"
+    add(it, prompt, resolve(SamplingParams(max_tokens=3), None))
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    assert {output.num_cached for output in outputs} == {0}
+
+
+def test_a_rejected_draft_is_not_kept():
+    """The request ends at a rejected draft's place, the last of a page, so no later step overwrites the draft there."""
+    it, cache = engine(lookahead=0)
+    it._runner = DraftingRunner(it._model, cache, 0)
+    it._runner._draw = SimpleNamespace(randrange=lambda n: 1 if n == 4 else 96, random=lambda: 1.0)  # one draft, always 96
+    prompt = [10, 11, 12, 13, 14, 15]
+    answer = undisturbed(prompt, 2)
+    assert complete(it, prompt, 9, eos=(answer[1],))[0] == answer
+    turn = [*prompt, *answer, 53]
+    assert complete(it, turn, 1) == (undisturbed(turn, 1), 4)
+
+
+def test_without_the_cache_nothing_is_shared():
+    it, _ = engine(prefix_cache=False)
+    prompt = list(range(10, 23))
+    assert complete(it, prompt, 9) == complete(it, prompt, 9) == (undisturbed(prompt, 9), 0)
+    assert it.prefix_cache_stats is None
+
+
+def test_the_least_recently_used_are_evicted():
+    it, cache = engine(pages=9, length=32)
+    first, second, third = ([i] * 13 for i in (10, 20, 30))
+    for prompt in (first, second, first):
+        complete(it, prompt, 1)
+    complete(it, third, 12)  # six pages: three have no key, so the three of `second` go
+    assert it.prefix_cache_stats.evictions == 3
+    assert complete(it, first, 1)[1] == 12
+    assert complete(it, second, 1)[1] == 0
+    assert cache.allocator.num_free == 9
+    consistent(cache.allocator)
+
+
+def test_running_requests_share_pages():
+    """Six requests of 33 tokens fit into 16 pages together only if they share the first eight."""
+    it, cache = engine(pages=16, seqs=6, budget=64, length=36)
+    prompt = [9] * 32
+    complete(it, prompt, 1)
+    before = len(it._model.tokens_per_step)
+    tokens, _ = run(it, [(0, [*prompt, 40 + i], 2) for i in range(6)])
+    assert it._model.tokens_per_step[before] == 6
+    assert [tokens[i] for i in range(6)] == [undisturbed([*prompt, 40 + i], 2, eos=5) for i in range(6)]
+    assert cache.allocator.num_free == 16
+
+
+def test_keys():
+    """They depend on all tokens before, on the salt and on the process; known ones are not computed again."""
+    caches = [PrefixCache(PageAllocator(1), 4) for _ in range(2)]
+    draw = torch.Generator().manual_seed(0)
+    tokens = array("q", torch.randint(0, 2**31, (23,), generator=draw).tolist())
+
+    def keys(cache, tokens, salt=None):
+        found = []
+        cache.extend_keys(found, tokens, salt)
+        return found
+
+    plain = keys(caches[0], tokens)
+    assert len(plain) == len(set(plain)) == 5
+    grown = keys(caches[0], tokens[:9])
+    caches[0].extend_keys(grown, tokens, None)
+    assert grown == plain
+    assert keys(caches[0], tokens, "") != plain
+    assert set(keys(caches[1], tokens)).isdisjoint(plain)
+    for changed in range(20):
+        other = array("q", tokens)
+        other[changed] += 1
+        same = [a == b for a, b in zip(plain, keys(caches[0], other), strict=True)]
+        assert same == [page < changed // 4 for page in range(5)]
+
+
+@pytest.mark.slow
+def test_a_trained_model_gives_the_same_tokens(smollm2):
+    """fp32 on a CPU: a chat's second turn, prompts with a shared beginning, with the cache and without."""
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    draw = torch.Generator().manual_seed(1)
+    stem = torch.randint(1000, 20_000, (150,), generator=draw).tolist()
+    prompts = [[*stem, 1000 + i] for i in range(4)] + [stem[:64], stem[:65], stem]
+    found = []
+    for prefix_cache in (True, False):
+        with Generator.from_pretrained(
+            smollm2, device="cpu", kv_cache_memory=1 << 26, max_model_len=256, prefix_cache=prefix_cache
+        ) as generator:
+            done = [generator.generate(prompt, params) for prompt in prompts]
+            done.append(generator.generate([*prompts[0], *done[0].token_ids, 1234], params))
+            found.append([c.token_ids for c in done])
+            cached = [c.cached_tokens for c in done]
+            assert cached == ([0, 128, 128, 128, 0, 64, 128, 128] if prefix_cache else [0] * 8)
+    assert found[0] == found[1]

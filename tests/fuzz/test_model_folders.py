@@ -1,0 +1,462 @@
+"""Damaged model folders: each gives a model or a `MinirtError`, in bounded time and memory; none contradicts itself silently.
+
+A tiny folder is changed in a seeded way: values and bytes of its JSON files, headers and bytes of its shards, and the files
+themselves (links, pipes, sparse files). Contradictions must be refused or warned about, and other forms of a good folder must
+load. A folder that loads computes what transformers computes from the same files. MINIRT_FUZZ sets the number of cases.
+"""
+
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save
+from support.mutate import BYTE_MUTATORS, JSON_MUTATORS, budget, dump, mutated, repeat_key
+
+from minirt import Generator, SamplingParams
+from minirt.errors import MinirtError, NumericsError
+
+SECONDS = 30  # a case takes about 10 ms
+HIDDEN, INTER, VOCAB, LAYERS, HEAD_DIM = 12, 20, 23, 2, 6
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX, CONFIG, GENERATION = "model.safetensors.index.json", "config.json", "generation_config.json"
+JSON_FILES = (CONFIG, GENERATION, INDEX)
+FILES = (*JSON_FILES, *SHARDS)
+Folder = dict[str, bytes]  # file name → content
+
+
+class Hang(BaseException):
+    """A case took too long. No handler of minirt catches it."""
+
+
+def base() -> Folder:
+    """A valid Llama of two layers in two shards, in a dialect that states rope_theta and dtype twice."""
+    torch.manual_seed(1)
+    tensors = {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN), "model.norm.weight": torch.rand(HIDDEN) + 0.5}
+    for layer in (f"model.layers.{i}." for i in range(LAYERS)):
+        for name, rows, columns in (
+            *(("self_attn.q_proj", 2 * HEAD_DIM, HIDDEN), ("self_attn.o_proj", HIDDEN, 2 * HEAD_DIM)),
+            *(("self_attn.k_proj", HEAD_DIM, HIDDEN), ("self_attn.v_proj", HEAD_DIM, HIDDEN)),
+            *(("mlp.gate_proj", INTER, HIDDEN), ("mlp.up_proj", INTER, HIDDEN), ("mlp.down_proj", HIDDEN, INTER)),
+        ):
+            tensors[f"{layer}{name}.weight"] = torch.randn(rows, columns) / columns**0.5
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}{name}.weight"] = torch.rand(HIDDEN) + 0.5
+    tensors["lm_head.weight"] = torch.randn(VOCAB, HIDDEN)
+    names = sorted(tensors)
+    halves = dict(zip(SHARDS, (names[:9], names[9:]), strict=True))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 500.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        "layer_types": ["full_attention"] * LAYERS,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": -1,
+    }
+    generation = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "eos_token_id": [2, 3], "bos_token_id": 1}
+    index = {
+        "metadata": {"total_size": sum(4 * tensor.numel() for tensor in tensors.values())},
+        "weight_map": {name: shard for shard, members in halves.items() for name in members},
+    }
+    folder = {CONFIG: config, GENERATION: generation, INDEX: index}
+    return {name: json.dumps(content).encode() for name, content in folder.items()} | {
+        shard: save({name: tensors[name] for name in members}, {"format": "pt"}) for shard, members in halves.items()
+    }
+
+
+BASE = base()
+Case = tuple[str, Folder, Callable[[Path], object] | None, str]  # what it is, files, what happens to them on disk, outcome
+
+
+def edited(name: str, **changes: Any) -> Folder:
+    """The files with changed fields of one JSON file."""
+    return BASE | {name: json.dumps(json.loads(BASE[name]) | changes).encode()}
+
+
+# --- random damage: any outcome but a silent contradiction ---
+
+
+def damaged_json(random: Random) -> Case:
+    name = random.choice((CONFIG, CONFIG, GENERATION, INDEX))
+    return name, BASE | {name: mutated(random, BASE[name])}, None, "any"
+
+
+def damaged_shard(random: Random) -> Case:
+    name = random.choice(SHARDS)
+    if random.random() < 0.5:
+        return f"{name}, bytes", BASE | {name: random.choice(BYTE_MUTATORS)(random, BASE[name])}, None, "any"
+    header, data = split(BASE[name])
+    changed = header
+    for _ in range(random.choice((1, 1, 2))):
+        changed = random.choice(JSON_MUTATORS)(random, changed)
+    text = dump(changed).encode()
+    return f"{name}, header", BASE | {name: len(text).to_bytes(8, "little") + text + data}, None, "any"
+
+
+def split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and the data of a safetensors file."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+# --- forms that must load, and compute what they state ---
+
+
+def harmless(random: Random) -> Case:
+    """Fields that are absent, null, stated in another dialect, or have another valid value; other files in the folder."""
+    files = {name: json.loads(BASE[name]) for name in JSON_FILES}
+    config, rope = files[CONFIG], files[CONFIG]["rope_parameters"]
+    theta = random.choice([500.0, 1e4, 5e5, 1e6])
+    config |= {"rope_theta": theta, "max_position_embeddings": random.randint(16, 99)}
+    config["rms_norm_eps"] = random.choice([1e-6, 1e-5, 1e-2])
+    config["hidden_act"] = random.choice(["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh"])
+    del rope["rope_theta"]
+    kind = random.choice(["llama3", "llama3", "linear", "yarn", "default"])
+    if kind == "llama3":
+        rope |= {"factor": random.choice([2.0, 8.0, 32.0]), "original_max_position_embeddings": random.choice([4, 16, 64])}
+    else:
+        rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, "truncate": random.random() < 0.5}
+        rope = {key: rope[key] for key in {"yarn": list(rope), "linear": ["rope_type", "factor"], "default": ["rope_type"]}[kind]}
+    dialects = {
+        "new": {"rope_theta": ..., "rope_parameters": rope | {"rope_theta": theta}},
+        "old": {"rope_parameters": ..., "rope_scaling": None if kind == "default" else rope},
+        "legacy": {"rope_parameters": ..., "rope_scaling": {"type": rope["rope_type"]} | rope},
+        "both": {"rope_parameters": rope | {"rope_theta": theta}, "rope_scaling": rope if random.random() < 0.5 else None},
+    }
+    config |= random.choice(list(dialects.values()))
+    extra = {"unknown": {"a": [1]}, "quantization_config": None, "rope_scaling": None, "sliding_window": 8, "pretraining_tp": 2}
+    config |= {key: value for key, value in extra.items() if key not in config and random.random() < 0.3}
+    optional = ("architectures", "layer_types", "dtype", "torch_dtype", "head_dim")
+    optional += ("bos_token_id", "eos_token_id", "pad_token_id")
+    for name in (*optional, "attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if random.random() < 0.2:
+            config[name] = None if name in optional and random.random() < 0.5 else ...
+    for content in (files[GENERATION], files[INDEX]["metadata"]):
+        for name in list(content):
+            if random.random() < 0.2:
+                del content[name]
+    files[CONFIG] = dict(random.sample(list(config.items()), len(config)))
+    files[CONFIG] = {key: value for key, value in files[CONFIG].items() if value is not ...}
+    written = {name: json.dumps(content, indent=random.choice([None, 2])).encode() for name, content in files.items()}
+    others = ("consolidated.safetensors", "README.md", ".gitattributes", "pytorch_model.bin", "vocab.txt")
+    return "harmless", BASE | written | {name: b"\xff" for name in others if random.random() < 0.3}, None, "loaded"
+
+
+# --- the file system ---
+
+
+def _sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 3 << 30)
+
+
+def _into_blobs(path: Path) -> None:
+    """A link to the file, as in the Hub cache."""
+    (path.parent / "blob").write_bytes(BASE[path.name])
+    path.symlink_to("blob")
+
+
+def damaged_file(random: Random) -> Case:
+    """A file is no longer a regular file, or not the right one."""
+    name = random.choice(FILES)
+    what, act, outcome = random.choice(
+        [
+            ("absent", lambda path: None, "any" if name == GENERATION else "refused"),
+            ("pipe", os.mkfifo, "refused"),
+            ("folder", os.mkdir, "refused"),
+            ("broken link", lambda path: path.symlink_to("gone"), "refused"),
+            ("link loop", lambda path: path.symlink_to(path.name), "refused"),
+            ("link to a folder", lambda path: path.symlink_to("."), "refused"),
+            ("link to a device", lambda path: path.symlink_to(random.choice(("/dev/zero", "/dev/null", "/dev/tty"))), "refused"),
+            ("link into /proc", lambda path: path.symlink_to("/proc/self/maps"), "refused"),
+            ("sparse", _sparse, "refused"),
+            ("link to a good file", _into_blobs, "loaded"),
+            ("empty", lambda path: path.touch(), "refused"),
+            ("another file", lambda path: path.symlink_to(random.choice([n for n in FILES if n != name])), "any"),
+        ]
+    )
+
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        act(folder / name)
+
+    return f"{name}: {what}", BASE, apply, outcome
+
+
+# --- contradictions: refused, or warned about ---
+
+
+def contradiction(random: Random) -> Case:
+    name = random.choice(list(CONTRADICTIONS))
+    files, outcome = CONTRADICTIONS[name](random)
+    return name, files, None, outcome
+
+
+def _token_id(field: str) -> Callable[[Random], tuple[Folder, str]]:
+    def change(random: Random) -> tuple[Folder, str]:
+        token = random.choice([VOCAB, VOCAB + 1, 10**30, -2, "1", 1.5, True, {}])
+        several = field == "eos_token_id" and random.random() < 0.5
+        if field == "pad_token_id" and token == VOCAB:
+            token = -(10**30)
+        outcome = "warned" if field == "pad_token_id" and token == VOCAB + 1 else "refused"
+        return edited(random.choice((CONFIG, GENERATION)), **{field: [2, token] if several else token}), outcome
+
+    return change
+
+
+def _repeated_key(random: Random) -> tuple[Folder, str]:
+    name = random.choice(JSON_FILES)
+    return BASE | {name: dump(repeat_key(random, json.loads(BASE[name]))).encode()}, "refused"
+
+
+def _rope_theta(random: Random) -> tuple[Folder, str]:
+    return edited(CONFIG, rope_theta=random.choice([500.5, 10000, 1e6])), "refused"
+
+
+def _layer_types(random: Random) -> tuple[Folder, str]:
+    return edited(CONFIG, layer_types=["full_attention"] * random.choice([0, 1, 3, 40])), "refused"
+
+
+def _dtypes(random: Random) -> tuple[Folder, str]:
+    return edited(CONFIG, **{random.choice(("dtype", "torch_dtype")): random.choice(("bfloat16", "float16"))}), "refused"
+
+
+def _classes(random: Random) -> tuple[Folder, str]:
+    others = ("LlamaForSequenceClassification", "LlamaModel", "Qwen2ForCausalLM", "", "LlamaForCausalLMEagle")
+    return edited(CONFIG, architectures=[random.choice(others)]), "refused"
+
+
+def _other_kind(random: Random) -> tuple[Folder, str]:
+    fields: list[dict[str, Any]] = [{"is_causal": False}, {"num_local_experts": 8}, {"quantization_config": {"bits": 4}}]
+    fields += [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_hidden_layers": LAYERS - 1}]
+    fields += [{"layer_types": None, "num_hidden_layers": LAYERS + 1}, {"rope_scaling": {"type": "linear", "factor": 2.0}}]
+    return edited(CONFIG, **random.choice(fields)), "refused"
+
+
+def _total_size(random: Random) -> tuple[Folder, str]:
+    total = json.loads(BASE[INDEX])["metadata"]["total_size"]
+    wrong = random.choice([0, -1, total + 1, total // 2, total + 0.5, 10**30, 1e300])
+    return edited(INDEX, metadata={"total_size": wrong}), "warned"
+
+
+def _unread_shard(random: Random) -> tuple[Folder, str]:
+    name = random.choice(("model-00003-of-00002.safetensors", "model-00001-of-00003.safetensors"))
+    return BASE | {name: random.choice([b"", BASE[SHARDS[0]]])}, "warned"
+
+
+def _single_beside_shards(random: Random) -> tuple[Folder, str]:
+    index = random.choice([BASE[INDEX], b"damaged"])
+    (one, data), (two, more) = split(BASE[SHARDS[0]]), split(BASE[SHARDS[1]])
+    for entry in two.values():
+        if "data_offsets" in entry:
+            entry["data_offsets"] = [offset + len(data) for offset in entry["data_offsets"]]
+    text = json.dumps(one | two).encode()
+    return BASE | {"model.safetensors": len(text).to_bytes(8, "little") + text + data + more, INDEX: index}, "warned"
+
+
+def _swapped_shards(random: Random) -> tuple[Folder, str]:
+    one, two = SHARDS
+    return BASE | random.choice([{one: BASE[two], two: BASE[one]}, {one: BASE[two]}, {two: BASE[one]}]), "refused"
+
+
+def _index_entry(random: Random) -> tuple[Folder, str]:
+    index = json.loads(BASE[INDEX])["weight_map"]
+    name = random.choice(sorted(index))
+    shard = index.pop(name)
+    change = random.choice(({}, {name: SHARDS[shard == SHARDS[0]]}, {name + "x": shard}, {name: shard, "another": shard}))
+    change = random.choice((change, {name: "é" * 200 + ".safetensors"}, {name: "../" + shard}, {name: shard + "\x1b[2J"}))
+    return edited(INDEX, weight_map=index | change), "refused"
+
+
+def _tensor_twice(random: Random) -> tuple[Folder, str]:
+    shard = random.choice(SHARDS)
+    header, data = split(BASE[shard])
+    name = random.choice([key for key, entry in header.items() if "shape" in entry and len(entry["shape"]) == 2])
+    twin = json.dumps({name: header[name] | random.choice([{"shape": header[name]["shape"][::-1]}, {"dtype": "I32"}])})
+    text = (twin[:-1] + ", " + json.dumps(header)[1:]).encode()
+    return BASE | {shard: len(text).to_bytes(8, "little") + text + data}, "refused"
+
+
+CONTRADICTIONS: dict[str, Callable[[Random], tuple[Folder, str]]] = {
+    **{name: _token_id(name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")},
+    "repeated key": _repeated_key,
+    "rope_theta at two places": _rope_theta,
+    "length of layer_types": _layer_types,
+    "dtype and torch_dtype": _dtypes,
+    "architectures": _classes,
+    "another kind of model": _other_kind,
+    "total_size": _total_size,
+    "unread shard": _unread_shard,
+    "single file beside shards": _single_beside_shards,
+    "swapped shards": _swapped_shards,
+    "entry of the index": _index_entry,
+    "tensor described twice": _tensor_twice,
+}
+
+
+# --- running a case ---
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(folder: Path) -> tuple[str, str]:
+    """Load and compute: ("loaded" | "warned" | "refused", message)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            generator = Generator.from_pretrained(folder, device="cpu", max_model_len=16, max_num_seqs=2, kv_cache_memory=1 << 17)
+        except MinirtError as error:
+            return "refused", str(error)
+        with generator:
+            prompt = [5, 4, 7, 1, 9]
+            try:
+                logits = generator.logits(prompt)
+            except NumericsError as error:
+                return "refused", str(error)
+            try:
+                generator.generate(prompt, SamplingParams(max_tokens=2))
+            except MinirtError as error:  # a setting of generation_config.json
+                return "refused", str(error)
+    ours = [str(warning.message) for warning in caught if str(folder) in str(warning.message)]
+    if ours:
+        return "warned", ours[0]
+    compare(folder, prompt, logits)
+    return "loaded", ""
+
+
+def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
+    """transformers, given the same config and tensors, computes the same logits, if it takes the config."""
+    raw = json.loads((folder / CONFIG).read_bytes())
+    try:
+        config = transformers.AutoConfig.for_model(**raw)
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except Exception:
+        return
+    tensors = {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
+    COUNTS["compared"] += 1
+    theirs.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor([prompt])).logits[0]
+    error, size = (logits - expected).norm(), expected.norm()
+    assert error <= 1e-4 * size, f"logits of norm {size:.1e} differ from transformers' by {error:.1e}"
+
+
+KINDS = [damaged_json] * 4 + [damaged_shard] * 2 + [damaged_file] * 2 + [contradiction] * 3 + [harmless] * 2
+
+
+def check(seed: int, folder: Path) -> str | None:
+    """Run the case of a seed. Returns what is wrong with the outcome, or None."""
+    random = Random(seed)
+    what, files, act, expected = random.choice(KINDS)(random)
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    try:
+        with time_limit(SECONDS):
+            if act is not None:
+                act(folder)
+            outcome, message = run(folder)
+    except (Exception, Hang) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{what}: {type(error).__name__}: {str(error)[:300]} in {where.filename}:{where.lineno}"
+    finally:
+        shutil.rmtree(folder)
+    COUNTS[outcome] += 1
+    if expected not in ("any", outcome):
+        return f"{what}: {outcome} instead of {expected}: {message}"
+    if len(message) > 2000:
+        return f"{what}: a message of {len(message)} characters: {message[:300]}"
+    return None
+
+
+COUNTS: Counter[str] = Counter()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_fast() -> Iterator[None]:
+    """`Generator.close` collects garbage, which is slow if it looks through all modules of transformers each time."""
+    transformers.LlamaForCausalLM  # noqa: B018 (imported by its first use)
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    transformers.logging.set_verbosity(before)
+
+
+def test_the_folder_is_good(tmp_path: Path) -> None:
+    for name, content in BASE.items():
+        (tmp_path / name).write_bytes(content)
+    assert run(tmp_path) == ("loaded", "")
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions(name: str, tmp_path: Path) -> None:
+    """Each in several variants, whatever the budget is."""
+    for seed in range(8):
+        files, expected = CONTRADICTIONS[name](Random(seed))
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        assert run(folder)[0] == expected, files
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    COUNTS.clear()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cases = budget(1300)
+    wrong = {seed: fault for seed in range(cases) if (fault := check(seed, tmp_path / str(seed))) is not None}
+    assert not wrong, f"{len(wrong)} of {cases} cases, by seed:\n" + "\n".join(f"{k}: {v}" for k, v in list(wrong.items())[:20])
+    assert all(COUNTS[outcome] > cases / 50 for outcome in ("loaded", "warned", "refused")), COUNTS
+    assert COUNTS["compared"] > 0.8 * COUNTS["loaded"], COUNTS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20, "more than 1 GiB"
