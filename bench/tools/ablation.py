@@ -2,7 +2,7 @@
 
 python bench/tools/ablation.py MODEL [--fp8] [BATCH …]     random weights; needs a GPU; prints JSON
 
-A variant is the unchanged model with one function of `minirt.kernels` replaced by the code one would call without the trick. Its
+A variant is the model with one function of `minirt.kernels` replaced by code that does the same without the trick. Its
 logits must agree with those of the unchanged step. Steps are CUDA graphs that take turns. They have no sampler, except for the
 trick that concerns sampling. Tricks that a step does not use are not listed.
 """
