@@ -219,7 +219,8 @@ def test_impossible_compositions(hf_folder):
         with pytest.raises(ConfigError, match=r"made of layers; expected a sequence of them; found (NoneType|int)"):
             load(folder, layers=wrong)
     for place, wrong in enumerate((None, MLP, stranger)):
-        with pytest.raises(ConfigError, match=rf"layers\[{place}\]: not a layer; expected a minirt.layers.Layer with a kind; found (NoneT|t|f)"):
+        message = rf"layers\[{place}\]: not a layer; expected a minirt.layers.Layer with a kind; found (NoneT|t|f)"
+        with pytest.raises(ConfigError, match=message):
             load(folder, layers=lambda c, place=place, wrong=wrong: [*models.build(c)[:place], wrong])
     for wrong in (lambda c: [], lambda c: models.build(c)[1:], lambda c: models.build(c)[::-1], lambda c: models.build(c)[:1]):
         with pytest.raises(ConfigError, match="one embedding"):
