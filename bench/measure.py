@@ -13,6 +13,7 @@ from minirt.errors import ContextLengthError, InputError, MinirtError
 from minirt.generator import Generator
 from minirt.outputs import Completion
 from minirt.sampling_params import SamplingParams
+from minirt.sizes import format_size
 
 Clock = Callable[[], float]  # returns seconds, like time.perf_counter
 _SLEEPS = (400_000, 1_600_000, 6_400_000, 25_600_000)  # cycles: 0.2 ms to 15 ms
@@ -72,7 +73,7 @@ def check_rooms(generator: Generator, sequences: Sequence[tuple[int, int]]) -> N
     needed = sum(count * math.ceil(tokens / PAGE_SIZE) for count, tokens in sequences)
     there = generator.kv_cache_bytes // page if page else math.inf
     if needed > there:
-        hint = f"--kv-cache-memory {needed * page} is enough, or choose a smaller batch"
+        hint = f"--kv-cache-memory {format_size(needed * page, up=True)} is enough, or choose a smaller batch"
         what += " does not fit the KV cache"
         raise ContextLengthError(what, expected=f"at most {there} pages of {PAGE_SIZE} tokens", found=needed, hint=hint)
 

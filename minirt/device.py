@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from minirt.errors import DeviceError, OutOfMemoryError
+from minirt.sizes import format_size
 
 try:
     import resource
@@ -57,9 +58,6 @@ def environment() -> dict[str, str]:
     return facts
 
 
-GIB = 1 << 30
-
-
 def require_memory(needed: int, device: torch.device, what: str, hint: str) -> None:
     """Raise OutOfMemoryError if `what` needs more memory (`needed` bytes) than the device has free."""
     free = free_memory(device)
@@ -67,8 +65,8 @@ def require_memory(needed: int, device: torch.device, what: str, hint: str) -> N
         raise OutOfMemoryError(
             f"{what} need more memory than is free",
             where=str(device),
-            expected=f"{needed / GIB:.2f} GiB",
-            found=f"{free / GIB:.2f} GiB free",
+            expected=format_size(needed, up=True),
+            found=f"{format_size(free)} free",
             hint=hint,
         )
 

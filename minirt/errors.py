@@ -25,7 +25,7 @@ class MinirtError(Exception):
 
     Args:
         what: the problem in one sentence.
-        where: the file, tensor, field or argument concerned.
+        where: the file, tensor, field or argument concerned; of an option of the command line "--name", or "--name value".
         expected, found: the two sides of a mismatch.
         hint: what the user can do about it.
     """
@@ -53,6 +53,11 @@ class MinirtError(Exception):
     def within(self, place: str) -> "MinirtError":
         """The same error with `place` in front of its `where`."""
         return self.at(place if self.where is None else f"{place}, {self.where}")
+
+    @property
+    def is_usage(self) -> bool:
+        """Whether an option of the command line has a value that it does not take: `where` begins with the option."""
+        return str(self.where).startswith("--")
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.what, self.where, self.expected, self.found, self.hint)

@@ -110,7 +110,7 @@ def select(sequence: Sequence[Place], pattern: str | None, skipped: dict[str, st
     named = [place for place in sequence if pattern is None or fnmatchcase(place.layer.name, pattern)]
     if not named:
         found, expected = some_names([place.layer for place in sequence]), "a name or glob such as 'layers.*.mlp'"
-        raise UnsupportedError(f"--layer {pattern} matches no layer", expected=expected, found=found)
+        raise UnsupportedError("matches no layer", where=f"--layer {pattern}", expected=expected, found=found)
     chosen = [place for place in named if place.differs]
     if not chosen:
         why = skipped.get(named[0].layer.name, "--impl says so")

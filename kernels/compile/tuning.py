@@ -22,6 +22,7 @@ import torch
 import triton
 
 from minirt.errors import InputError, MinirtError
+from minirt.sizes import format_size
 
 try:
     import fcntl
@@ -261,7 +262,7 @@ def _read_regular(file: Path) -> bytes:
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as source:
         state = os.fstat(source.fileno())
         if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_FILE:
-            raise OSError(f"not a regular file of at most {_MAX_FILE >> 20} MiB")
+            raise OSError(f"not a regular file of at most {format_size(_MAX_FILE)}")
         return source.read()
 
 

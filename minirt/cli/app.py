@@ -1,11 +1,10 @@
 """The command group and `main`, the entry point, which runs a command and turns errors into one line and an exit code.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 success, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
-Slow imports happen only in the commands that need them. Each command has its own file in this folder. `options`, `files`,
-`output` and `process` hold what they share.
+Results go to stdout, everything else to stderr. Exit codes: 0 success, 2 a wrong option or value, 1 any other failure, 130
+Ctrl-C, 143 SIGTERM, 129 SIGHUP. Slow imports happen only in the commands that need them. Each command has its own file in this
+folder. `options`, `files`, `output` and `process` hold what they share.
 """
 
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from minirt.cli.compare import compare
 from minirt.cli.env import env
 from minirt.cli.eval import evaluate
 from minirt.cli.generate import generate
-from minirt.cli.output import one_line, printable_lines
+from minirt.cli.output import one_line
 from minirt.cli.plan import plan
 from minirt.cli.process import Terminated, standard_streams, termination_signals, warning_lines
 from minirt.cli.tune import tune
@@ -56,6 +55,20 @@ def _named(error: Exception) -> MinirtError:
     return MinirtError(f"unexpected {type(error).__name__}: {text}", hint="run with --debug for the traceback")
 
 
+def _usage(error: click.ClickException) -> str:
+    """click's message in the form of a `MinirtError`: the option, what is wrong with it, and which command explains it."""
+    if type(error) is click.BadParameter and (error.param_hint or error.param):  # not a parameter that is missing
+        name = error.param_hint
+        if name is None and error.param is not None:
+            name = max(error.param.opts, key=len) if isinstance(error.param, click.Option) else error.param.human_readable_name
+        text = f"{name}: {error.message}"
+    else:
+        text = error.format_message()
+        text = text[:1].lower() + text[1:]
+    text, context = text.rstrip("."), getattr(error, "ctx", None)
+    return f"{text} (see {context.command_path if context else 'minirt'} --help)"
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: run a command, and turn errors into one line on stderr and an exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -72,9 +85,10 @@ def _exit_code(arguments: list[str]) -> int:
             sys.stdout.flush()
         return 0
     except click.ClickException as error:
-        shown = io.StringIO()
-        error.show(file=shown)
-        sys.stderr.write(printable_lines(shown.getvalue()))
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command; click 8.1 has no such error
+            sys.stderr.write(error.format_message() + "\n")
+        else:
+            sys.stderr.write(f"minirt: {one_line(_usage(error))}\n")
         return 2 if isinstance(error, click.UsageError) else 1
     except (click.Abort, KeyboardInterrupt) as error:  # click has printed a newline, and made an Abort of the other
         interrupt = error.__cause__ if isinstance(error, click.Abort) else error
@@ -87,7 +101,7 @@ def _exit_code(arguments: list[str]) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # freeing GPU memory would fail too, and abort the process with another exit code
-        return 1
+        return 2 if isinstance(error, MinirtError) and error.is_usage else 1
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from minirt.cli.options import (
     open_generator,
     option_group,
     output_file_option,
-    output_format_option,
     quiet_option,
+    report_format_option,
     to_load_options,
 )
 from minirt.cli.output import emit, note
@@ -49,7 +49,7 @@ _measure_options = option_group(
         "--skip-check", is_flag=True,
         help="Do not load the eager layers first to compare with them; the result then says so.",
     ),
-    output_format_option,
+    report_format_option,
     output_file_option,
     quiet_option,
     debug_option,

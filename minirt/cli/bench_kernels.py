@@ -11,11 +11,11 @@ from minirt.cli.options import (
     NUMBERS,
     debug_option,
     output_file_option,
-    output_format_option,
     quiet_option,
+    report_format_option,
     set_up_triton,
 )
-from minirt.cli.output import emit, note, write
+from minirt.cli.output import emit, json_line, note, write
 from minirt.errors import ConfigError, InputError, MinirtError, NumericsError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # the interpreter needs seconds for 
 @click.option("--baseline", metavar="FILE", help="An older run's JSON: compare with it, and fail where a kernel is slower now.")
 @click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there.")
 @click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing.")
-@output_format_option
+@report_format_option
 @output_file_option
 @quiet_option
 @debug_option
@@ -67,7 +67,13 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     set_up_triton(cuda, options["dtype"])
     from minirt.bench.kernels import benchmark
 
-    chosen = benchmark.select(names)
+    try:
+        chosen = benchmark.select(names)
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint="NAME") from error
+    if listing and options["output_format"] == "json":
+        write(json_line({name: benchmark.OPERATIONS[name].what for name in chosen}))
+        return
     if listing:
         width = max(map(len, chosen))
         write("".join(f"{name:{width}}  {benchmark.OPERATIONS[name].what}\n" for name in chosen))

@@ -13,8 +13,8 @@ from minirt.cli.options import (
     model_options,
     open_generator,
     option_group,
-    output_format_option,
     quiet_option,
+    report_format_option,
     require_tokenizer,
     set_up_triton,
     to_load_options,
@@ -43,7 +43,7 @@ _options = option_group(
     click.option("--text", metavar="FILE", help="UTF-8 text to take tokens from; - is stdin. Default: one of minirt's own."),
     click.option("--num-tokens", "-n", type=_length, help="Tokens of it through the whole model. Default: 512; on a CPU 64."),
     click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg."),
-    output_format_option,
+    report_format_option,
     quiet_option,
     debug_option,
 )

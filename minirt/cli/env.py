@@ -2,14 +2,19 @@
 
 import click
 
-from minirt.cli.output import write
+from minirt.cli.options import text_format_option
+from minirt.cli.output import json_line, write
 from minirt.errors import printable
 
 
 @click.command()
-def env() -> None:
+@text_format_option
+def env(output_format: str) -> None:
     """Print versions, devices and memory, for a bug report."""
     from minirt.device import environment
 
+    if output_format == "json":
+        write(json_line(environment()))
+        return
     for name, value in environment().items():
         write(printable(f"{name:<16} {value}") + "\n")

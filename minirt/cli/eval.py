@@ -17,6 +17,7 @@ from minirt.cli.options import (
     open_model,
     quiet_option,
     require_tokenizer,
+    text_format_option,
     to_load_options,
 )
 from minirt.cli.output import write
@@ -41,11 +42,11 @@ def evaluate() -> None:
 @click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to be predicted; - is stdin.")
 @click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or what the model holds if that is less.")
 @click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@text_format_option
 @quiet_option
 @debug_option
 def perplexity_command(
-    file: str, max_length: int | None, stride: int | None, as_json: bool, quiet: bool, **options: Any
+    file: str, max_length: int | None, stride: int | None, output_format: str, quiet: bool, **options: Any
 ) -> None:
     """How well the model predicts a text: perplexity per token, and bits per byte.
 
@@ -62,7 +63,7 @@ def perplexity_command(
                 result = perplexity(generator, text, window=max_length, stride=stride, progress=progress)
         except InputError as error:  # name the options, not the arguments
             raise error.at({"window": "--max-length", "stride": "--stride"}.get(str(error.where), error.where or file)) from error
-        write(_as_json(generator, result) if as_json else _as_text(result))
+        write(_as_json(generator, result) if output_format == "json" else _as_text(result))
 
 
 @evaluate.command("fp8")
@@ -75,14 +76,15 @@ def perplexity_command(
     "--num-tokens", "-n", type=click.IntRange(2), show_default="512, or what the model holds if that is less",
     help="Tokens of it at most: its first.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a linear layer.")
+@text_format_option
 @quiet_option
 @debug_option
-def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, **options: Any) -> None:
+def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bool, **options: Any) -> None:
     """What rounding to FP8 costs each linear layer: relative errors of its weights and, on real activations, of its outputs.
 
     The model is loaded twice, as it is and with every linear quantized, the LM head too; layers run eager. "1 token": weights
-    rounded, as in a step of one token; "more tokens": activations too. `minirt compare --fp8` shows what kernels err besides.
+    rounded, as in a step of one token; "more tokens": activations too. With --json, each linear layer is one line.
+    `minirt compare --fp8` shows what kernels err besides.
     """
     text = read_text(file)
     name = model_name(options, quiet)
@@ -101,7 +103,7 @@ def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, *
         in_fp8 = replace(load, quantization="fp8", quantize_head=True)
         quantized = stack.enter_context(open_generator(in_fp8, quiet))
         errors = format_errors(plain.model, quantized.model, plain.encode(text)[: num_tokens or min(512, most)])
-    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if as_json else table(errors))
+    write("".join(json.dumps(e._asdict()) + "\n" for e in errors) if output_format == "json" else table(errors))
 
 
 @contextmanager

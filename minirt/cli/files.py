@@ -41,7 +41,7 @@ def read_file(name: str) -> bytes:
             raise
         raise InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
     if len(data) > MAX_BYTES:
-        raise InputError("is too large", where=where, expected="at most 1 GiB")
+        raise InputError("is too large", where=where, expected="at most 1GiB")
     return data
 
 

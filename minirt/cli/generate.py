@@ -16,6 +16,7 @@ from minirt.cli.options import (
     quiet_option,
     sampling_options,
     sampling_params,
+    text_format_option,
 )
 from minirt.cli.output import completion_record, completion_summary, json_line, note, write
 from minirt.errors import inside
@@ -31,11 +32,11 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
 @sampling_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, one per line.")
+@text_format_option
 @quiet_option
 @debug_option
 def generate(
-    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, as_json: bool, quiet: bool,
+    prompts: tuple[str, ...], files: tuple[str, ...], many: str | None, chat: bool, output_format: str, quiet: bool,
     **options: Any,
 ) -> None:
     """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it is generated.
@@ -43,8 +44,8 @@ def generate(
     A PROMPT of "-" is stdin, and so is a pipe if there is no prompt at all; one newline at its end is removed. --prompt-file
     takes everything verbatim.
 
-    Each text is followed by a newline; the prompt is not repeated. A model without a tokenizer takes token ids ("1 2 3")
-    and prints token ids.
+    Each text is followed by a newline; the prompt is not repeated. With --json, each prompt is one line with a JSON object. A model
+    without a tokenizer takes token ids ("1 2 3") and prints token ids.
 
     --prompts runs many requests through the engine at once, for throughput. Each line of FILE is a JSON string or a JSON
     object. An object has one of "prompt", "messages" (a conversation) and "prompt_token_ids". It may override the command
@@ -54,6 +55,7 @@ def generate(
     finished results are printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out.
     A failed request has the finish_reason "error"; the others continue, and the exit code is 1.
     """
+    as_json = output_format == "json"
     if many is not None:
         if prompts or files:
             raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")

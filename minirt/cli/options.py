@@ -8,13 +8,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from minirt.cli.output import note
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError
 from minirt.progress import load_bars
+from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,8 +25,6 @@ if TYPE_CHECKING:
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
     from minirt.sampling_params import SamplingParams
-
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def option_group(*options: Callable) -> Callable:
@@ -60,15 +61,16 @@ class Numbers(click.ParamType):
 NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
 
 
-def parse_size(text: str | None) -> int | None:
-    """"512MiB", "4GB", "1000000" → bytes; KiB, MiB, GiB are powers of 1024, kB, MB, GB (and k, M, G) of 1000."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
-    value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
-    if value < 1:
-        raise click.BadParameter(f"{text!r} is no size; write for example 4GiB")
-    return value
+class Size(click.ParamType):
+    """"512MiB" → bytes: see `parse_size`."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_size(value)
+        except InputError as error:
+            self.fail(str(error), param, ctx)
 
 
 model_options = option_group(
@@ -103,10 +105,7 @@ load_options = option_group(
     ),
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
     click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
-    click.option(
-        "--kv-cache-memory", metavar="SIZE", callback=lambda c, p, v: parse_size(v),
-        help="Memory for KV pages, e.g. 4GiB.",
-    ),
+    click.option("--kv-cache-memory", type=Size(), help="Memory for KV pages, e.g. 4GiB."),
     click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
     click.option(
         "--no-warmup", is_flag=True,
@@ -132,10 +131,31 @@ sampling_options = option_group(
     click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
 )
-output_format_option = click.option(
-    "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
-    help="How to print the results.",
-)  # fmt: skip
+def output_format_option(*formats: str) -> Callable:
+    """Decorator: `--output-format` with these choices, of which the first is the default, and `--json`, the same as `-o json`.
+
+    The command gets `output_format`.
+    """
+
+    def decorate(command: Callable) -> Callable:
+        @wraps(command)
+        def run(*arguments: Any, as_json: bool, output_format: str, **options: Any) -> Any:
+            source = click.get_current_context().get_parameter_source("output_format")
+            if as_json and output_format != "json" and source is not ParameterSource.DEFAULT:
+                raise click.UsageError(f"--json is --output-format json, and excludes --output-format {output_format}")
+            return command(*arguments, output_format="json" if as_json else output_format, **options)
+
+        choice = click.option(
+            "--output-format", "-o", type=click.Choice(formats), default=formats[0], show_default=True,
+            help="How to print the results.",
+        )  # fmt: skip
+        return option_group(choice, click.option("--json", "as_json", is_flag=True, help="The same as -o json."))(run)
+
+    return decorate
+
+
+report_format_option = output_format_option("md", "csv", "json", "jsonl")
+text_format_option = output_format_option("text", "json")
 output_file_option = click.option(
     "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Print them to a file.",
 )  # fmt: skip

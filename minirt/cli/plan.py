@@ -7,22 +7,22 @@ from typing import Any
 
 import click
 
-from minirt.cli.options import debug_option, model_name, model_options, to_load_options
+from minirt.cli.options import debug_option, model_name, model_options, text_format_option, to_load_options
 from minirt.cli.output import format_bytes, write
 from minirt.errors import printable
 
 
 @click.command()
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@text_format_option
 @debug_option
-def plan(as_json: bool, **options: Any) -> None:
+def plan(output_format: str, **options: Any) -> None:
     """Print the plan: each layer's implementation, the reason for it, and the size of its weights. Reads no weights."""
     name = model_name(options)
     from minirt.loading.load import plan_model
 
     model = plan_model(to_load_options(options, name))
-    if as_json:
+    if output_format == "json":
         rows = [vars(row) for row in model.plan.rows]
         facts = {"device": model.plan.device, "not_capturable": model.plan.not_capturable}
         record = facts | {"weight_bytes": model.plan.weight_bytes, "layers": rows}

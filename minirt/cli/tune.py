@@ -14,8 +14,8 @@ from minirt.cli.options import (
     model_name,
     model_options,
     output_file_option,
-    output_format_option,
     quiet_option,
+    report_format_option,
     to_load_options,
 )
 from minirt.cli.output import emit, note, write
@@ -44,7 +44,7 @@ _PAGES = 256 << 20  # bytes of KV pages of the model whose steps are timed, whic
     help="Believe what chains of one kernel say; for a model that this GPU cannot hold. Steps may get slower.",
 )
 @click.option("--show", is_flag=True, help="List what is stored for this GPU, and measure nothing.")
-@output_format_option
+@report_format_option
 @output_file_option
 @quiet_option
 @debug_option
@@ -66,7 +66,7 @@ def tune(
 
     device = pick_device(options["device"])
     if device.type != "cuda":
-        raise DeviceError("there is nothing to tune without a GPU", where="--device", found=str(device))
+        raise DeviceError("there is nothing to tune without a GPU", found=str(device))
     from minirt.bench.report import machine
     from minirt.bench.tune.tune import TuneReport, row
     from minirt.bench.tune.tune import tune as measure

@@ -57,7 +57,8 @@ def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if type(value) is not int or not 1 <= value <= MOST:
-            raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
+            where = "--" + name.replace("_", "-")
+            raise InputError("not an acceptable value", where=where, expected=f"an integer from 1 to {MOST}", found=repr(value))
 
 
 class Scheduler:

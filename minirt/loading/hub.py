@@ -68,7 +68,7 @@ def resolve(
     folder = _local_folder(model)
     if folder is not None:
         if revision is not None:
-            raise InputError("a local folder has no revisions", where="revision", found=revision)
+            raise InputError("a local folder has no revisions", where="--revision", found=revision)
         return _check(folder.resolve().name, folder, None, weights)
     if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") + model.count("\\") > 1:
         raise ModelNotFoundError("there is no such folder", where=model, hint=_ACCEPTED)

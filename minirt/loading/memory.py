@@ -6,6 +6,7 @@ from minirt.device import free_memory, require_memory
 from minirt.engine.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 from minirt.errors import ConfigError
 from minirt.modeling.model import Model
+from minirt.sizes import format_size
 
 
 def check_memory(
@@ -47,6 +48,7 @@ def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
 
 def _pages_in(memory: int, one: int) -> int:
     if type(memory) is not int or memory < max(one, 1):
-        expected = f"{one} bytes (one page) or more"
-        raise ConfigError("too small", where="--kv-cache-memory", expected=expected, found=memory)
+        expected = f"{format_size(max(one, 1), up=True)} (one page) or more"
+        found = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
+        raise ConfigError("too small", where="--kv-cache-memory", expected=expected, found=found)
     return memory // max(one, 1)

@@ -132,7 +132,8 @@ class Model:
         for (pattern, name), matched in zip(rules, used, strict=True):
             if not matched:
                 raise UnsupportedError(
-                    f"--impl {pattern}={name} matches no layer",
+                    "matches no layer",
+                    where=f"--impl {pattern}={name}",
                     expected="a name or glob such as 'layers.*.mlp'",
                     found=some_names(self.layers),
                 )
@@ -142,10 +143,13 @@ class Model:
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
         if wanted == "auto":
             wanted, why = self._automatic(layer)
-        chosen = implementation(layer.kind, wanted)
+        try:
+            chosen = implementation(layer.kind, wanted)
+        except UnsupportedError as error:
+            raise error.at(why) from error
         reason = chosen.unsupported(layer, self.device)
         if reason is not None:
-            raise UnsupportedError(f"{wanted} cannot run this layer: {reason}", where=layer.name, hint=why)
+            raise UnsupportedError(f"{wanted} cannot run {layer.name}: {reason}", where=why)
         layer.bind(chosen)
         return wanted, why
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minirt.errors import shortened
+from minirt.sizes import format_size
 
 MAX_CPU_SECONDS = 5
 MAX_SECONDS = 60  # also with a process that waits for memory
@@ -158,7 +159,7 @@ def serve(cpu_seconds: float, seconds: float, memory: int) -> None:
             template = template or compile_template(source)
             answer = _line({"text": _rendered(template, _value(line))})
         except MemoryError:
-            answer = _line({"error": f"it needs more than {memory >> 20:,} MiB of memory"})
+            answer = _line({"error": f"it needs more than {format_size(memory)} of memory"})
         except RenderingError as error:
             answer = _line({"error": str(error)})
         except Exception as error:  # the template is third-party code and can raise anything

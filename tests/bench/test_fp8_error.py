@@ -168,6 +168,6 @@ def test_format_errors_on_the_command_line(tmp_path, capfd, monkeypatch):
     assert "no --model" in err
     refused(run(*command, "--max-length", 5), "--max-length", code=2)
     assert run(*command[:-2], "-q")[0] == 0  # default: as many tokens as the model holds
-    refused(run(*command[:-1], 513, "-q"), "--num-tokens", "expected 512", "found 513")
+    refused(run(*command[:-1], 513, "-q"), "--num-tokens", "expected 512", "found 513", code=2)
     (tmp_path / "text").write_text("a")
     refused(run(*command, "-q"), "text", "from 2 to 512", "found 1")

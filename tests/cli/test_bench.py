@@ -165,24 +165,24 @@ def test_bad_input_is_refused_before_anything_runs(run, folder, tmp_path, monkey
     for name in ("generate", "completions"):
         monkeypatch.setattr(Generator, name, lambda *_, **__: pytest.fail("it runs"))
     decode, latency, throughput = (("bench", name, "-m", folder, *CACHE) for name in ("decode", "latency", "throughput"))
-    refused(run(*decode, "-b", "1,65"), "--batch-size 65", "--max-num-seqs", "expected 64")
-    refused(run(*latency, "-b", 3, "--max-num-seqs", 2), "--batch-size 3", "raise --max-num-seqs to 3")
+    refused(run(*decode, "-b", "1,65"), "--batch-size 65", "--max-num-seqs", "expected 64", code=2)
+    refused(run(*latency, "-b", 3, "--max-num-seqs", 2), "--batch-size 3", "raise --max-num-seqs to 3", code=2)
     refused(run(*decode, "-c", "8,128"), "at most 256 tokens", "found 257", "--max-model-len")
     refused(run(*latency, "--input-len", 200, "--output-len", 57), "at most 256 tokens", "found 257")
     refused(run(*throughput, "--input-len-range", "1:200", "--output-len-range", "2:57"), "at most 256", "found 257")
     pool = ("--kv-cache-memory", "200kB")
     refused(run(*decode, *pool, "-b", 4, "-c", 8), "does not fit the KV cache", "pages of 64 tokens", "--kv-cache-memory ")
-    refused(run(*decode, "--temperature", -1), "--temperature", "found -1.0")
-    refused(run(*decode, "--top-p", 2), "--top-p")
-    refused(run(*decode, "--device", "tpu"), "--device")
-    refused(run(*decode, "--impl", "foo"), "foo")
+    refused(run(*decode, "--temperature", -1), "--temperature", "found -1.0", code=2)
+    refused(run(*decode, "--top-p", 2), "--top-p", code=2)
+    refused(run(*decode, "--device", "tpu"), "--device", code=2)
+    refused(run(*decode, "--impl", "foo"), "foo", code=2)
     for arguments in (
         (*decode, "-b", "0"), (*decode, "-b", "1,,2"), (*decode, "-b", "1.5"), (*decode, "-c", "٣"), (*decode, "-c", ""),
         (*decode, "--repeats", 0), (*decode, "-o", "xml"), (*decode, "--output-file", tmp_path), (*latency, "-b", "1,2"),
         (*throughput, "--input-len-range", "9:4"), (*throughput, "--input-len-range", "1:2:3"),
         (*throughput, "-n", "0"), (*latency, "--output-file", tmp_path / "none" / "x"), ("bench", "speed"),
     ):  # fmt: skip
-        refused(run(*arguments), "Usage: ", code=2)
+        refused(run(*arguments), " --help)", code=2)
 
 
 def test_a_full_disk_or_a_folder_without_rights(run, folder, tmp_path):

@@ -75,7 +75,7 @@ def test_threads(run, folder, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     assert run("generate", "-m", folder, *CACHE, "--threads", 1, "-q", "--max-tokens", 1, "hello")[0] == 0
     assert counts == [1]
-    refused(run("generate", "-m", folder, "--threads", 10**9, "hello"), "threads", "the CPUs here")
+    refused(run("generate", "-m", folder, "--threads", 10**9, "hello"), "threads", "the CPUs here", code=2)
     refused(run("generate", "-m", folder, "--threads", 0, "hello"), "--threads", code=2)
 
 
@@ -369,6 +369,30 @@ def test_no_chat_template(run, hf_folder):
 
 
 # plan and env
+
+
+def leaves(group=cli.cli, path=()):
+    """(words, command) of all commands that are no groups."""
+    for word, command in group.commands.items():
+        yield from leaves(command, (*path, word)) if hasattr(command, "commands") else [((*path, word), command)]
+
+
+def test_every_command_that_prints_results_has_json():
+    def flags(command):
+        return {flag for parameter in command.params for flag in parameter.opts}
+
+    without = {" ".join(words) for words, command in leaves() if not {"--json", "--output-format", "-o"} <= flags(command)}
+    assert without == {"chat"}, "a conversation has no results"
+
+
+def test_json_is_an_output_format(run, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    facts = json.loads(run("env", "--json")[1])
+    assert facts == json.loads(run("env", "-o", "json")[1]) == json.loads(run("env", "--json", "-o", "json")[1])
+    assert facts["torch"] == torch.__version__
+    refused(run("env", "--json", "-o", "text"), "--json", "--output-format text", code=2)
+    assert run("env", "-o", "text")[1] == run("env")[1]
+    assert json.loads(run("bench", "kernels", "o", "--list", "--device", "cpu", "--json")[1]).keys() == {"o"}
 
 
 def test_plan(run, folder):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 
-import click
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,8 +16,9 @@ from support.tiny import add_tokenizer
 
 from minirt.cli import app as cli
 from minirt.cli import files
-from minirt.cli.options import parse_size
+from minirt.errors import InputError
 from minirt.generator import Generator
+from minirt.sizes import format_size, parse_size
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def test_usage(run, folder, monkeypatch):
         ["generate", "x", "--kv-cache-memory", "x"], ["generate", "x", "--no-such-flag"], ["plan", "extra"],
         ["generate", "x", "-m", folder, "--random-weights", "--check-weights"],
     ):  # fmt: skip
-        refused(run(*arguments), "Usage: ", code=2)
+        refused(run(*arguments), " --help)", code=2)
 
 
 def test_an_abbreviated_command_is_suggested(run):
-    refused(run("gen"), "No such command 'gen'", "Did you mean 'generate'?", code=2)
+    refused(run("gen"), "no such command 'gen'", "Did you mean 'generate'?", code=2)
     refused(run("e", "x"), "'env' or 'eval'", code=2)
-    refused(run(""), "No such command ''", code=2)
+    refused(run(""), "no such command ''", code=2)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,15 @@ def test_sizes(text, value):
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "4XB", "GiB", "4 4", "1" * 99, "0.1", "٣"])
 def test_bad_sizes(text):
-    with pytest.raises(click.BadParameter, match="4GiB"):
+    with pytest.raises(InputError, match="4GiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("count", [1, 7, 1023, 1024, 1536 << 10, 4 << 30, (4 << 30) + 1, 290_925_834_240, 3 << 50, 2**62 - 1])
+def test_sizes_in_messages_are_sizes_that_options_take(count):
+    assert " " not in format_size(count)
+    assert parse_size(format_size(count)) == pytest.approx(count, rel=0.005)
+    assert count <= parse_size(format_size(count, up=True)) <= 1.01 * count + 1
 
 
 @pytest.mark.parametrize(
@@ -76,20 +83,19 @@ def test_bad_sizes(text):
      ("--max-model-len", "257"), ("--kv-cache-memory", "100"), ("--revision", "main")],
 )  # fmt: skip
 def test_bad_values(flag, value, run, folder):
-    name = {"--impl": value.partition("=")[2] or value, "--revision": "revision"}.get(flag, flag)
-    refused(run("generate", "-m", folder, "--device", "cpu", flag, value, "hello"), name)
+    refused(run("generate", "-m", folder, "--device", "cpu", flag, value, "hello"), f"minirt: {flag}", code=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the case without a GPU")
 def test_cuda_without_a_gpu(run, folder):
-    refused(run("generate", "-m", folder, "--device", "cuda", "hello"), "--device cuda", "--device cpu")
+    refused(run("generate", "-m", folder, "--device", "cuda", "hello"), "--device cuda", "--device cpu", code=2)
 
 
 def test_out_of_memory(run, folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "hello")
-    refused(result, "271.10 GiB", "20.00 GiB free", "smaller model")
+    refused(result, "271.11GiB", "20GiB free", "smaller model")
     pages = ("--kv-cache-memory", "900GiB", "--max-num-seqs", 1 << 20)
     refused(run("generate", "-m", folder, *pages, "hello"), "192.", "lower --kv-cache-memory")
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to …")):
@@ -122,7 +128,7 @@ def test_input_files_have_a_bound(run, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_BYTES", 3 << 14)
     monkeypatch.setattr(files, "_BLOCK", 1 << 14)
     path = tmp_path / "large"
-    for size, words in (((3 << 14) + 1, ["too large", "1 GiB"]), (3 << 14, ["at most 255 tokens"])):
+    for size, words in (((3 << 14) + 1, ["too large", "1GiB"]), (3 << 14, ["at most 255 tokens"])):
         path.write_bytes(b"a" * size)
         refused(run("generate", "-m", folder, *CACHE, "--prompt-file", path), *words)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
@@ -143,7 +149,7 @@ def test_a_pipe_is_read(run, folder, tmp_path):
 @pytest.mark.parametrize("value", [10**24, 2 << 20])
 @pytest.mark.parametrize("flag", ["--max-num-seqs", "--max-num-batched-tokens"])
 def test_sizes_that_no_step_has(flag, value, run, folder):
-    refused(run("generate", "-m", folder, *CACHE, flag, value, "hello"), flag[2:].replace("-", "_"), "from 1 to 1048576")
+    refused(run("generate", "-m", folder, *CACHE, flag, value, "hello"), flag, "from 1 to 1048576", code=2)
 
 
 def test_debug_shows_the_cause(folder, capsys):

@@ -198,10 +198,10 @@ def test_no_requests_and_misuse(run, folder, file, tmp_path):
         refused(run(*base, file(*content)), "p.jsonl", "no request")
     refused(run(*base, tmp_path / "none"), "none", "No such file")
     refused(run(*base, tmp_path), "found a folder")
-    refused(run(*base, file("a"), "b"), "Usage: ", "--prompt-file", code=2)
-    refused(run(*base, file("a"), "--prompt-file", "c"), "Usage: ", code=2)
-    refused(run(*base, file("a"), "--max-num-seqs", 0), "Usage: ", code=2)
-    refused(run(*base, file("a"), "--top-p", 2), "--top-p")
+    refused(run(*base, file("a"), "b"), " --help)", "--prompt-file", code=2)
+    refused(run(*base, file("a"), "--prompt-file", "c"), " --help)", code=2)
+    refused(run(*base, file("a"), "--max-num-seqs", 0), " --help)", code=2)
+    refused(run(*base, file("a"), "--top-p", 2), "--top-p", code=2)
 
 
 def test_own_values_go_before_the_command_lines():

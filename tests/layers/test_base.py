@@ -107,7 +107,7 @@ def test_an_amd_gpu_has_eager_layers(hopper, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
     assert {row.implementation for row in planned("auto").plan.rows} == {"eager"}
     assert "AMD" in planned("auto").plan.rows[1].reason
-    with pytest.raises(UnsupportedError, match=r"embedding: triton cannot run this layer: .*AMD GPU"):
+    with pytest.raises(UnsupportedError, match=r"--impl triton: triton cannot run embedding: .*AMD GPU"):
         planned("triton")
 
 

@@ -35,8 +35,7 @@ def refused(result, *words, code=1):
     found, out, err = result
     good = found == code and out == "" and all(word in err for word in words)
     good &= "Traceback" not in err and not re.search(r"unexpected \w+(Error|Exception)", err)
-    if code == 1:
-        good &= err.startswith("minirt: ") and err.count("\n") == 1
+    good &= err.startswith("minirt: ") and err.count("\n") == 1
     if not good:
         pytest.fail(f"expected exit code {code} and {words}; found {found}, stdout {out!r}, stderr {err!r}")
 

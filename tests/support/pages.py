@@ -4,7 +4,7 @@ Fences by their info string:
     python          runs; the blocks of a page share one namespace. A `text` block right below is what the block prints.
     console         commands, each with its expected stdout: `$ minirt …`, `$ python examples/…` or `$ cat FILE`, optionally after
                     `$ echo TEXT |`. The exit code must be 0.
-    console error   the same, with the expected stderr. The exit code must be 1.
+    console error   the same, with the expected stderr. The exit code must be 1 or 2.
     python WHY, console WHY    not run; WHY is a key of `REASONS`. Python must compile, and options of `minirt` must exist.
     text and others            shown, not run.
 In expected output, `…` stands for any text.
@@ -213,7 +213,7 @@ def _fault(example: Example, namespace: dict) -> str | None:
         out, err = written()
     if trace:
         return trace
-    if code != (example.kind == "error"):
+    if code not in ((1, 2) if example.kind == "error" else (0,)):
         return f"exit code {code}: {err[-2000:]}"
     found = err.removeprefix(_NOTE) if example.kind == "error" else out
     if example.expected is None or matches(example.expected, found):

@@ -292,21 +292,21 @@ def test_a_fault_ends_the_command_with_1(run, folder, monkeypatch):
 
 
 def test_wrong_inputs(run, folder, tmp_path):
-    refused(run(*BASE, "attentoin"), "attentoin: matches no kernel", "attention_decode")
+    refused(run(*BASE, "attentoin"), "attentoin: matches no kernel", "attention_decode", code=2)
     refused(run(*BASE, "o", "--dtype", "int8"), "--dtype", code=2)
-    refused(run(*BASE, "o", "--dtype", "bfloat16"), "interpreter", "float16")
+    refused(run(*BASE, "o", "--dtype", "bfloat16"), "interpreter", "float16", code=2)
     refused(run(*BASE, "o", "-m", "nobodys-model"), "nobodys-model")
-    refused(run(*BASE, "o", "-c", "7"), "--context-len: none of the named kernels has a context")
+    refused(run(*BASE, "o", "-c", "7"), "--context-len: none of the named kernels has a context", code=2)
     refused(run(*BASE, "o", "-t", "0"), "whole numbers above 0", code=2)
     refused(run(*BASE, "o", "--pictures", tmp_path / "none"), "does not exist", code=2)
     refused(run(*BASE, "o", "--output-file", tmp_path / "none" / "a.md"), "does not exist", code=2)
-    refused(run(*BASE, "o", "--baseline", tmp_path / "none.json"), "--baseline", "none.json: cannot be read")
+    refused(run(*BASE, "o", "--baseline", tmp_path / "none.json"), "--baseline", "none.json: cannot be read", code=2)
     bad = tmp_path / "bad.json"
     for text in ("", "[]", "{}", '{"benchmark": "decode", "results": []}', '{"benchmark": "kernels", "results": [{}]}'):
         bad.write_text(text)
         refused(run(*BASE, "o", "--baseline", bad), "no results of `minirt bench kernels`")
     bad.write_text('{"benchmark": "kernels", "results": [], "device": "NVIDIA H200"}')
-    refused(run(*BASE, "o", "--baseline", bad), "another device", "found NVIDIA H200")
+    refused(run(*BASE, "o", "--baseline", bad), "another device", "found NVIDIA H200", code=2)
 
 
 def test_a_shape_that_does_not_fit_the_memory_is_left_out(run, folder):

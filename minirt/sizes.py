@@ -1,0 +1,30 @@
+"""Sizes in bytes as text, in the form that options take: "4GiB"."""
+
+import math
+import re
+
+from minirt.errors import InputError
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """"512MiB", "4GB", "1000000" → bytes; KiB, MiB, GiB are powers of 1024, kB, MB, GB (and k, M, G) of 1000.
+
+    Raises:
+        InputError: not a size, or less than a byte.
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
+    if value < 1:
+        raise InputError(f"{text!r} is no size; write for example 4GiB")
+    return value
+
+
+def format_size(count: int, *, up: bool = False) -> str:
+    """4294967296 → "4GiB", with at most two decimals; `up`: rounded up, for a size that has to be enough."""
+    exponent = min(4, max(0, (count.bit_length() - 1) // 10))
+    value = count / 1024**exponent
+    value = math.ceil(value * 100) / 100 if up else value
+    number = f"{value:.2f}".rstrip("0").rstrip(".")
+    return number + ("B" if exponent == 0 else "KMGT"[exponent - 1] + "iB")
