@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from minirt.outputs import Completion, Piece
     from minirt.sampling_params import SamplingParams
 
-__all__ = ["Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "SamplingParams"]
+__version__ = "0.1.0"
+
+__all__ = ["Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "SamplingParams", "__version__"]
 
 _HOMES = {
     "Completion": "minirt.outputs",

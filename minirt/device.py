@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import psutil
 import torch
 
+import minirt
 from minirt.errors import DeviceError, OutOfMemoryError
 from minirt.sizes import format_size
 
@@ -38,8 +39,8 @@ def environment() -> dict[str, str]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    facts = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("minirt", "torch", "triton", "safetensors", "tokenizers", "huggingface-hub"):
+    facts = {"python": platform.python_version(), "platform": platform.platform(), "minirt": minirt.__version__}
+    for package in ("torch", "triton", "safetensors", "tokenizers", "huggingface-hub"):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:

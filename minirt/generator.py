@@ -1,16 +1,19 @@
 """`Generator`: the public API. Text in, text out, on top of the engine's token ids."""
 
 import gc
+import html
+import re
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Number
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeGuard, TypeVar, overload
 
 import torch
 
@@ -21,7 +24,7 @@ from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
-from minirt.errors import EngineError, InputError, TokenizerError, inside
+from minirt.errors import EngineError, InputError, TokenizerError, inside, printable
 from minirt.loading.load import load
 from minirt.loading.memory import page_count
 from minirt.loading.options import LoadOptions
@@ -30,11 +33,26 @@ from minirt.outputs import Completion, CompletionStream, Piece
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
+from minirt.sizes import format_bytes
 from minirt.text.detokenizer import IncrementalDecoder
 from minirt.text.stop_strings import StopStrings
 from minirt.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+
+class TokenArray(Protocol):
+    """A NumPy array or a tensor of token ids: of one dimension, with an integer dtype."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[int] | TokenArray
+AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)  # a list[str] is no list[Prompt], since it cannot take token ids
 Messages = Sequence[dict[str, str]]
 
 
@@ -71,6 +89,10 @@ class Generator:
                 free memory at most, and never more than `max_num_seqs` sequences of full length need.
             prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
+        if not isinstance(model, Model):
+            hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
+            found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
+            raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
         check_limits(max_num_seqs, max_num_batched_tokens)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
@@ -132,17 +154,31 @@ class Generator:
             generator._thaw = freeze_gc(generator)
         return generator
 
+    @overload
+    def generate(
+        self, prompts: Prompt, params: SamplingParams | None = None, *, progress: bool = False
+    ) -> Completion: ...
+
+    @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: list[AnyPrompt] | tuple[AnyPrompt, ...],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         progress: bool = False,
-    ) -> Any:
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | list[AnyPrompt] | tuple[AnyPrompt, ...],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        progress: bool = False,
+    ) -> Completion | list[Completion]:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
+            prompts: a text, token ids (a list, a tuple, or a NumPy array or tensor of one dimension), or a list of these.
             params: one for all, or one for each prompt; None takes the model's own defaults.
             progress: draw a bar on stderr, if that is a terminal.
         Raises:
@@ -211,13 +247,15 @@ class Generator:
 
         `max_tokens`: refuse a text that surely has more, because it has so many characters, without tokenizing it.
         """
+        if _is_array(prompt):
+            return _array_tokens(prompt)
         if isinstance(prompt, list | tuple):
             if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches
                 return list(prompt)
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if not isinstance(prompt, str):
             found = type(prompt).__name__
-            raise InputError("not a prompt", expected="a text, or a list or tuple of token ids", found=found)
+            raise InputError("not a prompt", expected="a text, or a list, tuple or array of token ids", found=found)
         if not prompt:
             raise InputError("the prompt is empty", hint="give at least one character")
         return self._text().encode(prompt, max_tokens)
@@ -279,6 +317,19 @@ class Generator:
         (self._thaw or gc.collect)()  # a layer and its bound implementation refer to each other
         if cuda:
             torch.cuda.empty_cache()
+
+    def __repr__(self) -> str:
+        name = printable(self.name)
+        if self._model is None:
+            return f"<minirt.Generator {name}, closed>"
+        kinds = Counter(row.implementation for row in self.plan.rows)
+        layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        dtypes = " · ".join(sorted({row.dtype for row in self.plan.rows} | set(self.plan.formats)))
+        size = f"weights {format_bytes(self.plan.weight_bytes)} · KV cache {format_bytes(self.kv_cache_bytes)}"
+        return f"<minirt.Generator {name} · {self.plan.title} · {dtypes} · layers: {layers} · {size} · {self.max_len} positions>"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self))}</p>" if self._model is None else self.plan.html(self.name)
 
     def __enter__(self) -> "Generator":
         return self
@@ -372,10 +423,27 @@ class Completions:
 
 def _is_single(prompts: Any) -> bool:
     """Whether it is one prompt: a text, or a list of what can only be token ids."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or _is_array(prompts):
         return True
     types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()
     return bool(types) and all(issubclass(t, Integral | float) for t in types)
+
+
+def _is_array(value: Any) -> TypeGuard[TokenArray]:
+    """Whether it is a NumPy array, a tensor, or the like. (NumPy is not imported here.) A NumPy integer is none."""
+    return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist")) and not isinstance(value, Number)
+
+
+def _array_tokens(array: TokenArray) -> list[int]:
+    dtype = getattr(array.dtype, "name", str(array.dtype).removeprefix("torch."))
+    if array.ndim != 1 or re.fullmatch(r"u?int[0-9]+", dtype) is None:
+        found = f"{dtype} with {array.ndim} dimensions"
+        hint = "list(array) makes one prompt of each row" if array.ndim == 2 else None
+        raise InputError("not an array of token ids", expected="integers in one dimension", found=found, hint=hint)
+    try:
+        return list(array.tolist())
+    except (RuntimeError, TypeError) as error:  # a tensor without values, on the meta device
+        raise InputError(f"not an array of token ids: {error}") from error
 
 
 def _one(params: Any) -> SamplingParams | None:

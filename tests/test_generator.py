@@ -6,8 +6,10 @@ clear messages, and memory that is still held after close.
 
 import gc
 import json
+import re
 import shutil
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from minirt.errors import (
     NumericsError,
     TokenizerError,
 )
+from minirt.modeling.plan import Plan, PlanRow
 
 CACHE = 1 << 22
 PROMPTS = ("hello", "the quick brown fox", "a", "2 + 2 = ")
@@ -78,6 +81,92 @@ def test_forms_of_prompts(generator):
     assert generator.generate([], params()) == []
 
 
+@pytest.mark.parametrize(
+    "array",
+    [torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.uint8), lambda ids: torch.tensor([ids, ids]).T[:, 1], np.array,
+     lambda ids: np.array(ids, dtype=">u2"), lambda ids: np.repeat(np.array(ids, dtype=np.int32), 2)[::2]],
+    ids=["tensor", "uint8", "strided", "numpy", "big endian", "strided numpy"],
+)  # fmt: skip
+def test_arrays_of_token_ids(array, generator):
+    ids = [generator.encode(text) for text in PROMPTS[:2]]
+    alone = [generator.generate(own, params(5)).token_ids for own in ids]
+    done = generator.generate(array(ids[0]), params(5))
+    assert (done.prompt_token_ids, done.token_ids) == (ids[0], alone[0])
+    assert set(map(type, done.prompt_token_ids)) == {int}
+    assert [c.token_ids for c in generator.generate([array(ids[0]), ids[1]], params(5))] == alone
+    assert [t for piece in generator.stream(array(ids[1]), params(5)) for t in piece.token_ids] == alone[1]
+    assert torch.equal(generator.logits(array(ids[0])), generator.logits(ids[0]))
+    generator.check(array(ids[0]))
+
+
+def test_an_array_of_two_dimensions_names_the_remedy(generator):
+    rows = torch.tensor([[3, 4], [5, 6]])
+    with pytest.raises(InputError, match=r"found int64 with 2 dimensions \(list\(array\)"):
+        generator.generate(rows)
+    assert [c.prompt_token_ids for c in generator.generate(list(rows), params(1))] == [[3, 4], [5, 6]]
+
+
+REVEAL = """
+from minirt import Generator, SamplingParams
+import torch
+
+def f(g: Generator, ids: list[int], texts: list[str], mixed: list[str | list[int]], one: SamplingParams, t: torch.Tensor) -> None:
+    reveal_type(g.generate("a"))
+    reveal_type(g.generate(ids, one))
+    reveal_type(g.generate(texts, [one, None]))
+    reveal_type(g.generate(mixed, one, progress=True))
+    reveal_type(g.generate([ids, t]))
+    reveal_type(g.chat([{"role": "user"}]))
+    g.generate("a", [one])
+"""
+
+
+@pytest.mark.slow
+def test_an_editor_knows_what_generate_returns(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    (tmp_path / "user.py").write_text(REVEAL)
+    # Without following torch's own modules, which takes most of the time. A tensor is then of any type.
+    (tmp_path / "mypy.ini").write_text("[mypy]\nignore_missing_imports = True\n[mypy-torch.*,triton.*]\nfollow_imports = skip\n")
+    options = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent"]
+    out, err, _ = api.run([*options, str(tmp_path / "user.py")])
+    revealed = re.findall(r'Revealed type is "(.*)"', out)
+    kinds = ["list" if "list[" in text else "one" for text in revealed if text.rstrip("]").endswith("minirt.outputs.Completion")]
+    assert kinds == ["one", "one", "list", "list", "list", "one"], out + err
+    assert re.findall(r"user.py:(\d+): error", out) == ["12"], "several parameters for one prompt"
+
+
+def test_a_generator_is_made_by_from_pretrained():
+    for name in ("embedded", Path("somewhere")):
+        with pytest.raises(InputError, match=r"Generator\.from_pretrained\(.*(embedded|somewhere)"):
+            Generator(name)
+    with pytest.raises(InputError, match="expected a minirt Model; found NoneType"):
+        Generator(None)
+
+
+def test_what_a_generator_and_its_plan_show(folder):
+    with load(folder) as generator:
+        shown, table = repr(generator), str(generator.plan)
+        for words in (generator.name, "llama", "parameters", "cpu", "float32", "9 eager", "KV cache", "256 positions"):
+            assert words in shown, words
+        assert "\n" not in shown
+        assert "M parameters · cpu" in table
+        lines = table.splitlines()
+        for row in generator.plan.rows:
+            assert any(row.layer in line and row.implementation in line and row.reason in line for line in lines), row
+        for html in (generator._repr_html_(), generator.plan._repr_html_()):
+            assert html.count("<tr>") == len(generator.plan.rows) + 2
+            assert "<td>layers.0.mlp</td><td>eager</td>" in html
+        assert generator.name in generator._repr_html_()
+    assert repr(generator).endswith("closed>")
+    assert "closed" in generator._repr_html_()
+    rows = (PlanRow("<b>", "mlp", "eager", "a\x1b[31m & b", "float32", (), 5, False),)
+    plan = Plan(rows, "cpu", None, "llama", 1)
+    assert "&lt;b&gt;" in plan.html("<i>")
+    assert "<b>" not in plan.html("<i>")
+    assert "<i>" not in plan.html("<i>")
+    assert "\x1b" not in plan.html() + str(plan)
+
+
 def test_parameters_for_each_prompt(generator):
     counts = [3, 9, 1, 6]
     done = generator.generate(list(PROMPTS), [params(n) for n in counts])
@@ -98,7 +187,10 @@ def test_parameters_for_each_prompt(generator):
 WRONG = [
     "", None, 5, 2.5, b"bytes", {"prompt": "a"}, {1, 2}, [1.5], [True, 2], [-1], [211], [1, 2, 10**30], [[]], [""],
     ["a", None], ["a", 5], [[1], 5], [[1, "2"]], [["a"]], "\ud800",
-    torch.tensor([1, 2]), [torch.tensor([1, 2])], np.array([1, 2]),
+    torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]]), torch.tensor(3), torch.tensor([True]), torch.tensor([1, 211]),
+    torch.empty(3, dtype=torch.int64, device="meta"), torch.tensor([], dtype=torch.int64), [torch.tensor([1.0])],
+    [torch.tensor(1), torch.tensor(2)], np.array([1.0]), np.array([[1, 2]]), np.array([True, False]), np.array(["a"]),
+    np.array([1, -2]), np.array([1, None]), np.array([2**63], dtype=np.uint64), np.int64(3), np.ma.array([1, 2], mask=[0, 1]),
 ]
 
 
@@ -127,7 +219,7 @@ def test_an_error_names_its_prompt(prompts, generator):
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2.0}, {"max_num_seqs": -1}, {"max_num_batched_tokens": "8"}], ids=str)
 def test_limits_of_a_step(limits, folder):
-    with pytest.raises(InputError, match=f"{next(iter(limits))}.*an integer from 1 to"):
+    with pytest.raises(InputError, match=f"--{next(iter(limits)).replace('_', '-')}.*an integer from 1 to"):
         load(folder, **limits)
 
 

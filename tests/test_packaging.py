@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from support.package import ROOT
 
+import minirt
+
 PACKAGES = {"minirt": "minirt", "models": "minirt/models", "kernels": "minirt/kernels", "bench": "minirt/bench"}
 LINKS = ("bench", "kernels", "models")
 NOT_INSTALLED = (ROOT / "models" / "recipe", ROOT / "bench" / "tools")
@@ -76,6 +78,10 @@ def test_every_package_is_listed():
 
 def test_the_links_are_relative():
     assert {name: os.readlink(ROOT / "minirt" / name) for name in LINKS} == {name: f"../{name}" for name in LINKS}
+
+
+def test_one_version():
+    assert minirt.__version__ == version("minirt")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import click
 
+import minirt
 from minirt.cli.bench import bench
 from minirt.cli.chat import chat
 from minirt.cli.compare import compare
@@ -37,7 +38,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="minirt")
+@click.version_option(minirt.__version__, prog_name="minirt")
 def cli() -> None:
     """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""
 

@@ -44,7 +44,7 @@ def generate(
     A PROMPT of "-" is stdin, and so is a pipe if there is no prompt at all; one newline at its end is removed. --prompt-file
     takes everything verbatim.
 
-    Each text is followed by a newline; the prompt is not repeated. With --json, each prompt is one line with a JSON object. A model
+    Each text is followed by a newline; the prompt is not repeated. With --json, each prompt is a line with a JSON object. A model
     without a tokenizer takes token ids ("1 2 3") and prints token ids.
 
     --prompts runs many requests through the engine at once, for throughput. Each line of FILE is a JSON string or a JSON

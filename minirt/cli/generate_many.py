@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.cli.files import read_file, shown_name
 from minirt.cli.options import open_model, sampling_params
-from minirt.cli.output import completion_record, format_bytes, json_line, load_summary, not_applied, note, write
+from minirt.cli.output import completion_record, json_line, load_summary, not_applied, note, write
 from minirt.cli.process import finishing
 from minirt.progress import prompt_bar
+from minirt.sizes import format_bytes
 
 if TYPE_CHECKING:
     from minirt.cli.request_file import PromptLine

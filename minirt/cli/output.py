@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.errors import MinirtError, printable
+from minirt.sizes import format_bytes
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
@@ -57,15 +58,6 @@ def emit(text: str, target: str | None, quiet: bool) -> None:
 def note(text: str) -> None:
     """Print a note for the user on stderr."""
     click.secho(printable_lines(text), file=sys.stderr, dim=sys.stderr.isatty())
-
-
-def format_bytes(count: float) -> str:
-    """1234567 → "1.23 MB"; units are powers of 1000."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
 
 
 def completion_record(completion: "Completion") -> dict[str, Any]:

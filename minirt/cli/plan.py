@@ -1,6 +1,5 @@
 """`minirt plan`: which implementation each layer runs, and why. Reads no weights."""
 
-import io
 import json
 import sys
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import click
 
 from minirt.cli.options import debug_option, model_name, model_options, text_format_option, to_load_options
-from minirt.cli.output import format_bytes, write
-from minirt.errors import printable
+from minirt.cli.output import write
 
 
 @click.command()
@@ -28,22 +26,4 @@ def plan(output_format: str, **options: Any) -> None:
         record = facts | {"weight_bytes": model.plan.weight_bytes, "layers": rows}
         write(json.dumps(record) + "\n")
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    size = f"{model.num_parameters / 1e6:,.1f} M parameters"
-    table = Table(title=printable(f"{name} · {model.config.model_type} · {size} · {model.plan.device}"))
-    for column in ("layer", "implementation", "why", "dtype"):
-        table.add_column(column)
-    table.add_column("weights", justify="right")
-    for row in model.plan.rows:
-        table.add_row(*map(printable, (row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes))))
-    table.add_row("total", "", "", "", format_bytes(model.plan.weight_bytes))
-    printed, terminal = io.StringIO(), sys.stdout.isatty()
-    width = None if terminal else 110
-    console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
-    console.print(table)
-    if model.device.type == "cuda":
-        reason = model.plan.not_capturable
-        console.print("CUDA graphs: small steps" if reason is None else printable(f"CUDA graphs: none, since {reason}"))
-    write(printed.getvalue())
+    write(model.plan.render(name, terminal=sys.stdout.isatty()))

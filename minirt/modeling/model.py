@@ -137,7 +137,8 @@ class Model:
                     expected="a name or glob such as 'layers.*.mlp'",
                     found=some_names(self.layers),
                 )
-        self.plan = Plan(tuple(rows), str(self.device), not_capturable(rows, str(self.device)))
+        reason = not_capturable(rows, str(self.device))
+        self.plan = Plan(tuple(rows), str(self.device), reason, self.config.model_type, self.num_parameters)
         return self.plan
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:

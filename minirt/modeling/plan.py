@@ -1,9 +1,14 @@
 """`Plan`: which implementation each layer runs, and why. `parse_impl` reads the `--impl` choices that decide it."""
 
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
-from minirt.errors import UnsupportedError
+from minirt.errors import UnsupportedError, printable
+from minirt.sizes import format_bytes
+
+_COLUMNS = ("layer", "implementation", "why", "dtype", "weights")
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,15 @@ class PlanRow:
 class Plan:
     """One row per layer, in execution order.
 
-    `not_capturable` is the reason why no step of the model can run as a CUDA graph, or None if small steps can.
+    `not_capturable` is the reason why no step of the model can run as a CUDA graph, or None if small steps can. `model_type` and
+    `num_parameters` are those of the model. `print(plan)` and a notebook show the table that `minirt plan` prints.
     """
 
     rows: tuple[PlanRow, ...]
     device: str
     not_capturable: str | None
+    model_type: str = ""
+    num_parameters: int = 0
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -48,6 +56,54 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        """"qwen2 · 494.0 M parameters · cpu"."""
+        return printable(f"{self.model_type} · {self.num_parameters / 1e6:,.1f} M parameters · {self.device}")
+
+    @property
+    def cuda_graphs(self) -> str | None:
+        """A line about CUDA graphs, or None on a device that has none."""
+        if not self.device.startswith("cuda"):
+            return None
+        reason = self.not_capturable
+        return "CUDA graphs: small steps" if reason is None else printable(f"CUDA graphs: none, since {reason}")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        rows = [(row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes)) for row in self.rows]
+        return [tuple(map(printable, row)) for row in [*rows, ("total", "", "", "", format_bytes(self.weight_bytes))]]
+
+    def render(self, name: str = "", *, terminal: bool = False) -> str:
+        """The plan as a table of text. `name`: of the model, for the title. `terminal`: with colours, as wide as the terminal."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=" · ".join(filter(None, (printable(name), self.title))))
+        for column in _COLUMNS:
+            table.add_column(column, justify="right" if column == _COLUMNS[-1] else "left")
+        for cells in self._cells():
+            table.add_row(*cells)
+        printed, width = io.StringIO(), None if terminal else 110
+        console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
+        console.print(table)
+        if self.cuda_graphs is not None:
+            console.print(self.cuda_graphs)
+        return printed.getvalue()
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def html(self, name: str = "") -> str:
+        """The plan as an HTML table, for notebooks."""
+        title = " · ".join(filter(None, (printable(name), self.title)))
+        head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self._cells())
+        below = f"<p>{escape(self.cuda_graphs)}</p>" if self.cuda_graphs is not None else ""
+        return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+    def _repr_html_(self) -> str:
+        return self.html()
 
 
 def not_capturable(rows: Sequence[PlanRow], device: str) -> str | None:
