@@ -1,4 +1,4 @@
-"""`minirt compare`: each layer's implementation against its eager implementation, then the whole model, then times.
+"""`minirt compare`: each layer's implementation against its eager implementation, then the whole model, then times on a GPU.
 
 Errors are compared first. If one breaks its bound (`bounds`), nothing is timed: the speed of a wrong result means nothing.
 """
@@ -68,8 +68,8 @@ class Result:
     """The result of a comparison.
 
     Attributes:
-        rows: one for each step and layer.
-        model: the comparison of the whole model; None if only some layers were compared.
+        rows: one for each step and layer, without times on a CPU.
+        model: the comparison of the whole model, without times on a CPU; None if only some layers were compared.
         skipped: layers that Triton cannot run, with the reason.
         faults: broken bounds, each with its step and layer, the error and the limit.
         matmul: measured rates of matrix products (`matmul_ceiling`) that the limits use.
@@ -162,28 +162,32 @@ def run(
             compare_layers.compile_kernels(steps)
         for step, places in steps:
             for place in places:
-                row, broken = _compared(place, step, cuda)
+                row, broken = _compared(place, step)
                 rows.append(row)
                 faults += broken
             progress(f"{step.name}: {len(places)} layers compared")
         if layer is None:
-            whole, broken = _over_text(model, sequence, list(tokens[: shape.text_len]))
+            whole, broken = _over_text(model, sequence, list(tokens[: shape.text_len]), progress)
             faults += broken
             progress(f"whole model: {shape.text_len} tokens compared")
         if faults:
             return Result([row | _NO_TIME for row in rows], whole, skipped, faults)
         if cuda:
+            progress("times of the layers")
             matmul = _time_layers(rows, sequence, steps, ceiling)
-        if whole is not None and steps[-1][1]:  # otherwise the decode step is all eager
-            whole |= _decode_on_gpu(sequence, decode) if cuda else _decode_on_cpu(rows, sequence, decode)
+        if cuda and whole is not None and steps[-1][1]:  # otherwise the decode step is all eager
+            progress("times of decode steps")
+            whole |= _decode_on_gpu(sequence, decode)
     return Result(rows, whole, skipped, faults, matmul)
 
 
-def _over_text(model: Model, sequence: Sequence[Place], tokens: list[int]) -> tuple[Row, list[str]]:
+def _over_text(
+    model: Model, sequence: Sequence[Place], tokens: list[int], progress: Callable[[str], None]
+) -> tuple[Row, list[str]]:
     """Compare the whole model over a text. Returns the row, without the times of the decode step, and the broken bounds."""
     quantized = model.kv_dtype == FP8 or any(weights.format for place in sequence for weights in place.layer.quantizable())
     least = floor(model.dtype, quantized).worst_row  # a changed e4m3 code changes codes in later layers
-    text = compare_text(model, sequence, tokens, Floor(least, least))
+    text = compare_text(model, sequence, tokens, Floor(least, least), lambda share: progress(f"whole model: {share:.0%}"))
     figures = {name: _number(value) for name, value in asdict(text).items() if name != "faults"}
     return {"text": figures, "decode": None, "fusion": {}}, [f"whole model, {len(tokens)} tokens: {f}" for f in text.faults]
 
@@ -195,18 +199,9 @@ def _cycled(tokens: Sequence[int], first: int, count: int) -> list[int]:
 _NO_TIME: Row = dict.fromkeys(("eager_s", "candidate_s", "speedup", "cold_l2", "limit_s", "share_of_limit"))
 
 
-def _compared(place: Place, step: Step, cuda: bool) -> tuple[Row, list[str]]:
-    """Compare one layer in one step. Returns its row and its broken bounds.
-
-    On a CPU the compared calls are also timed, because some take a minute in Triton's interpreter.
-    """
-    if cuda:
-        compared = compare_layers.compare(place, step)
-        time = _NO_TIME
-    else:
-        watched, eager, candidate = timing.timed(place)
-        compared = compare_layers.compare(watched, step)
-        time = _NO_TIME | _times(eager.seconds, candidate.seconds)
+def _compared(place: Place, step: Step) -> tuple[Row, list[str]]:
+    """Compare one layer in one step. Returns its row, without times, and its broken bounds."""
+    compared = compare_layers.compare(place, step)
     needed = compare_layers.work(place, step)
     row = {
         "step": step.name,
@@ -220,7 +215,7 @@ def _compared(place: Place, step: Step, cuda: bool) -> tuple[Row, list[str]]:
         **_error_columns(compared),
         "bytes": needed.bytes,
         "flops": needed.flops,
-        **time,
+        **_NO_TIME,
     }
     return row, [f"{place.layer.name}, {step.name}: {fault}" for fault in compared.faults]
 
@@ -295,23 +290,12 @@ def _decode_on_gpu(sequence: Sequence[Place], step: Step) -> Row:
     return _decode(step, seconds, timing.launched_time(variants["eager"], sequence, step))
 
 
-def _decode_on_cpu(rows: Sequence[Row], sequence: Sequence[Place], step: Step) -> Row:
-    """Add up the times of the layers. A whole step would take minutes in the interpreter and give no more information."""
-    own = [row for row in rows if row["step"] == step.name]
-    eager, candidate = (sum(row[side] for row in own) for side in ("eager_s", "candidate_s"))
-    seconds = {"eager": eager, "candidate": candidate}
-    for kind in list(_variants(sequence))[2:]:
-        of_kind = [row for row in own if row["kind"] == kind]
-        seconds[kind] = candidate + sum(row["eager_s"] - row["candidate_s"] for row in of_kind)
-    return _decode(step, seconds, None)
-
-
-def _decode(step: Step, seconds: dict[str, float], launched: float | None) -> Row:
-    """Return the times of a decode step as a row.
+def _decode(step: Step, seconds: dict[str, float], launched: float) -> Row:
+    """Return the times of a decode step on a GPU as a row.
 
     Args:
-        seconds: of each of `_variants`; on a GPU, of its CUDA graph.
-        launched: seconds of the eager step launched from Python; None on a CPU.
+        seconds: of the CUDA graph of each of `_variants`.
+        launched: seconds of the eager step launched from Python.
     """
     batch, best = step.batch.num_seqs, seconds["candidate"]
     decode = {
@@ -320,7 +304,7 @@ def _decode(step: Step, seconds: dict[str, float], launched: float | None) -> Ro
         "launched_s": launched,
         "eager_s": seconds["eager"],
         "candidate_s": best,
-        "launched_tokens_per_s": batch / launched if launched else None,
+        "launched_tokens_per_s": batch / launched,
         "eager_tokens_per_s": batch / seconds["eager"],
         "candidate_tokens_per_s": batch / best,
         "speedup": seconds["eager"] / best,

@@ -1,15 +1,17 @@
 """The whole model in both implementations over a text: KL divergence, top-1 agreement, and errors of the logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minirt.bench.bounds import FACTOR, Errors, Floor, limits
 from minirt.bench.compare.layers import CHUNK, Place, empty_cache, exact, pages_for_prompt, stream
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.engine.step_input import Batch, Chunk
+from minirt.layers import Forward
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 
@@ -97,12 +99,20 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def compare_text(model: Model, sequence: Sequence[Place], tokens: Sequence[int], least: Floor) -> TextComparison:
+def compare_text(
+    model: Model,
+    sequence: Sequence[Place],
+    tokens: Sequence[int],
+    least: Floor,
+    progress: Callable[[float], None] = lambda share: None,
+) -> TextComparison:
     """Run a text through the eager layers, the candidates, and the truth. `least` is the floor of the bound.
 
-    To save memory, the truth's layers are converted to fp64 one at a time.
+    To save memory, the truth's layers are converted to fp64 one at a time. `progress` is called with the share that is done, at
+    least 10% apart: in Triton's interpreter this takes minutes.
     """
     sums = _Sums(least)
+    steps = _Steps(-(-len(tokens) // CHUNK) * 3 * len(sequence), progress)
     pages = -(-len(tokens) // PAGE_SIZE) + 1
     wide = model.kv_dtype if model.kv_dtype == FP8 else torch.float64
     caches = [empty_cache(model, pages), empty_cache(model, pages), empty_cache(model, pages, wide)]
@@ -114,17 +124,37 @@ def compare_text(model: Model, sequence: Sequence[Place], tokens: Sequence[int],
             for cache, p in zip(caches, own, strict=True)
         )
         logits = (
-            stream([p.eager for p in sequence], sequence, eager, caches[0]),
-            stream([p.candidate for p in sequence], sequence, candidate, caches[1]),
-            _truth(sequence, right, caches[2]),
+            stream(list(steps.counted(p.eager for p in sequence)), sequence, eager, caches[0]),
+            stream(list(steps.counted(p.candidate for p in sequence)), sequence, candidate, caches[1]),
+            stream(list(steps.counted(_exactly(p) for p in sequence)), sequence, right, caches[2]),
         )
         for row in range(0, len(part), ROWS):
             sums.add(*(x[row : row + ROWS] for x in logits))
     return sums.result()
 
 
-def _truth(sequence: Sequence[Place], batch: Batch, cache: KVCache) -> Tensor:
-    x = torch.empty(0, device=batch.flat.device)
-    for place in sequence:
-        x = exact(place.layer)(x, batch, None if place.pages is None else cache.layers[place.pages])
-    return x
+def _exactly(place: Place) -> Forward:
+    """The truth of a layer, converted to fp64 when it is called."""
+    return lambda x, batch, kv: exact(place.layer)(x, batch, kv)
+
+
+class _Steps:
+    """Counts calls of layers, and reports the share that is done."""
+
+    def __init__(self, total: int, progress: Callable[[float], None]) -> None:
+        self._total, self._progress, self._done, self._next = total, progress, 0, 0.1
+
+    def counted(self, forwards: Iterable[Forward]) -> Iterator[Forward]:
+        """The same forwards; each call counts."""
+        return map(self._counted, forwards)
+
+    def _counted(self, forward: Forward) -> Forward:
+        def run(x: Tensor, batch: Batch, kv: Any) -> Tensor:
+            out = forward(x, batch, kv)
+            self._done += 1
+            if self._done >= self._next * self._total and self._done < self._total:
+                self._progress(self._done / self._total)
+                self._next = self._done / self._total + 0.1
+            return out
+
+        return run

@@ -23,7 +23,8 @@ class CompareReport(Report):
         lines += [f"{shared['model']} {shared['dtype']}: {' and '.join(shared['implementations'])} against eager; errors "
                   "are relative to eager in fp64.", ""]  # fmt: skip
         lines += [f"Not compared: {name}: {why}." for name, why in shared["skipped"].items()] + [""] * bool(shared["skipped"])
-        lines += table(_LAYER_COLUMNS, self.results, left=3)
+        columns = _LAYER_COLUMNS if any(row["eager_s"] for row in self.results) else _ERROR_COLUMNS
+        lines += table(columns, self.results, left=3)
         if any(row["cold_l2"] is False for row in self.results):
             lines += ["", r"\* All layers of this kind together read at most twice the size of the L2 cache: not a cold time."]
         if shared["whole_model"]:
@@ -60,10 +61,9 @@ def _whole(whole: Row, names: str) -> list[str]:
     if decode is None:
         return lines
     best, batch = decode["candidate_s"], decode["batch_size"]
-    graph = ", CUDA graph" if decode["launched_s"] else ""
-    rows = [("eager, launched from Python", decode["launched_s"])] if decode["launched_s"] else []
-    rows += [(f"eager{graph}", decode["eager_s"]), (f"**{names}{graph}**", best)]
-    rows += [(f"{names}, but {kind} eager{graph}", part["step_s"]) for kind, part in whole["fusion"].items()]
+    rows = [("eager, launched from Python", decode["launched_s"]), ("eager, CUDA graph", decode["eager_s"])]
+    rows += [(f"**{names}, CUDA graph**", best)]
+    rows += [(f"{names}, but {kind} eager, CUDA graph", part["step_s"]) for kind, part in whole["fusion"].items()]
     columns: list[Column] = [
         (f"decode step, batch {batch}, context {decode['context_len']}", lambda r: r["name"]),
         ("tokens/s", lambda r: f"{batch / r['seconds']:,.1f}"),
@@ -72,10 +72,7 @@ def _whole(whole: Row, names: str) -> list[str]:
         ("its speedup", lambda r: "" if r["seconds"] == best else f"{r['seconds'] / best:.3g}"),
     ]
     lines += ["", *table(columns, [{"name": name, "seconds": seconds} for name, seconds in rows], left=1)]
-    if graph:
-        lines += ["", "The eager CUDA graph is valid only for this context length: its attention reads the lengths on the host."]
-    else:
-        lines += ["", "The time of a step is the sum of the times of its layers above."]
+    lines += ["", "The eager CUDA graph is valid only for this context length: its attention reads the lengths on the host."]
     return lines
 
 
@@ -116,7 +113,7 @@ def _cosine(row: Row) -> str:
     return "-" if cosine is None else _number(max(1 - cosine, 0.0), ".0e")
 
 
-_LAYER_COLUMNS: list[Column] = [
+_ERROR_COLUMNS: list[Column] = [
     ("step", lambda r: r["step"]),
     ("layer", lambda r: r["layer"]),
     ("runs", lambda r: r["implementation"]),
@@ -127,10 +124,14 @@ _LAYER_COLUMNS: list[Column] = [
     ("max", _pair("out", "largest")),
     ("1 − cosine", _cosine),
     ("K, V in the pages", _pages),
+    ("", lambda r: "" if r["within_bounds"] else "**broken**"),
+]
+_LAYER_COLUMNS: list[Column] = [
+    *_ERROR_COLUMNS[:-1],
     ("eager µs", _micros("eager_s")),
     ("µs", _micros("candidate_s")),
     ("speedup", lambda r: _number(r["speedup"], ".3g")),
     ("MB", lambda r: _number(r["bytes"] / 1e6, ",.2f")),
     ("of the limit", lambda r: "-" if r["share_of_limit"] is None else f"{r['share_of_limit']:.0%}"),
-    ("", lambda r: "" if r["within_bounds"] else "**broken**"),
+    _ERROR_COLUMNS[-1],
 ]

@@ -2,22 +2,19 @@
 
 On a GPU each implementation is a CUDA graph, so host time does not count, and the replays of the two take turns. A CUDA graph
 runs all layers of one kind, each with its own weights. If the weights are larger than the L2 cache, every layer finds a cold L2,
-as it does in a model. On a CPU Triton runs in its interpreter: single calls are timed, and their times are not speeds. Functions
-that need a GPU expect it to be the current device.
+as it does in a model. The GPU must be the current device. On a CPU nothing is timed, since Triton runs
+in its interpreter.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from minirt.bench.compare.layers import Place, Step, stream
-from minirt.engine.kv_cache import LayerKV
-from minirt.engine.step_input import Batch
 from minirt.layers import Forward
 
 REPEATS = 20
@@ -37,25 +34,6 @@ class LayerTime:
     candidate_s: float
     calls: int
     cold: bool
-
-
-class Stopwatch:
-    """A forward that stores the seconds of its last call. For a CPU."""
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward, self.seconds = forward, 0.0
-
-    def __call__(self, x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        started = time.perf_counter()
-        out = self._forward(x, batch, kv)
-        self.seconds = time.perf_counter() - started
-        return out
-
-
-def timed(place: Place) -> tuple[Place, Stopwatch, Stopwatch]:
-    """Return the place with both implementations wrapped in stopwatches, eager's stopwatch, and the candidate's."""
-    eager, candidate = Stopwatch(place.eager), Stopwatch(place.candidate)
-    return replace(place, eager=eager, candidate=candidate), eager, candidate
 
 
 def captured(work: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:

@@ -25,7 +25,7 @@ class KernelReport(Report):
             lines += [f"Matrix product, same run: {product['flops_per_s'] / 1e12:,.1f} TFLOP/s ({product['how']}).", ""]
         if shared["event_s"] is not None:
             lines += [f"Every time includes {shared['event_s'] * 1e6:.1f} µs for the measurement itself.", ""]
-        lines += table(_columns(rows), rows, left=4)
+        lines += table(_columns(rows, timed=not shared["no_speed"]), rows, left=4)
         lacks = {f"{row['kernel']}: {what}" for row in rows for name, what in row["lacks"].items() if name in row["seconds"]}
         if lacks:
             lines += ["", r"\* PyTorch's kernel does not compute everything; it lacks " + "; ".join(sorted(lacks)) + "."]
@@ -75,9 +75,9 @@ def _verdict(shared: Row) -> list[str]:
     return lines
 
 
-def _columns(rows: list[Row]) -> list[Column]:
-    """Return the columns of the table, without those that are empty in every row."""
-    timed = {name for row in rows for name in row["seconds"]}
+def _columns(rows: list[Row], timed: bool) -> list[Column]:
+    """Return the columns of the table, without those that are empty in every row; without times unless `timed`."""
+    forms = {name for row in rows for name in row["seconds"]} if timed else set()
     columns: list[Column] = [
         ("kernel", lambda r: r["kernel"]),
         ("model", lambda r: f"{r['model']} {r['dtype']}"),
@@ -85,8 +85,8 @@ def _columns(rows: list[Row]) -> list[Column]:
         ("tokens", lambda r: f"{r['tokens']:,}" + ("" if r["context"] is None else f" @ {r['context']:,}")),
         ("error / eager's", _errors),
     ]
-    columns += [(title, partial(_micros, name)) for name, title in FORMS.items() if name in timed]
-    columns.append(("Triton µs", partial(_micros, "triton")))
+    columns += [(title, partial(_micros, name)) for name, title in FORMS.items() if name in forms]
+    columns += [("Triton µs", partial(_micros, "triton"))] if timed else []
     if any(row["limit_s"] for row in rows):
         columns += [
             ("speedup", _speedup),

@@ -51,7 +51,7 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
     Times are medians of single launches with a cold L2; all forms take turns. The limit is what the bytes or the arithmetic need
     at the speeds of a kernel that only reads and of a large matrix product, measured in the same run. A kernel may err at most
     twice as much as the eager form in the same dtype, plus a rounding; one that errs more is not timed, and the exit code is 1.
-    On a CPU the kernels run in Triton's interpreter: errors count there, times do not.
+    On a CPU the kernels run in Triton's interpreter: errors count there, times do not, and the table has none.
     """
     import torch
 

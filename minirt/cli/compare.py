@@ -62,7 +62,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     graph), and on Triton but for one kind of layer: what fusing that kind brings.
 
     --impl says what is compared with eager; without it Triton, wherever it can run. On a CPU the kernels run in Triton's
-    interpreter: errors count there, times do not. Default lengths are at most what the model has positions for.
+    interpreter: errors count there, and nothing is timed. Default lengths are at most what the model has positions for.
     """
     if layer is not None and everything:
         raise click.UsageError("--layer and --all exclude each other")

@@ -287,7 +287,7 @@ def test_a_fault_ends_the_command_with_1(run, folder, monkeypatch):
     code, out, err = run(*BASE, "gate_up", "-m", folder, "-t", 2)
     assert code == 1
     assert "errs more than its bound allows: gate_up" in err
-    assert "**broken** | - " in out
+    assert "| **broken** |" in out
     assert "**1 checks failed; nothing was timed there:**" in out
 
 
