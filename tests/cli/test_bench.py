@@ -58,7 +58,7 @@ def test_decode_prints_a_table(run, folder):
     for row in rows:
         assert row["model"] == f"{folder.name} float32"
         assert row["backend"] == "CPU eager"
-        assert row["graph ms"] == row["of datasheet"] == "-"
+        assert row["CUDA graph ms"] == row["of datasheet"] == "-"
         median, plus, spread = row["t/s"].split()
         assert float(median.replace(",", "")) > 0
         assert plus == "±"
