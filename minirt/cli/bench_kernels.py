@@ -29,7 +29,10 @@ _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix pro
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]…")
-@click.option("--model", "-m", "models", multiple=True, help="Model of the shapes; repeatable. Default: Qwen2.5-7B; on a CPU embedded.")
+@click.option(
+    "--model", "-m", "models", multiple=True,
+    help="Model to take shapes from; repeatable. Default: Qwen2.5-7B; on a CPU embedded.",
+)
 @click.option("--tokens", "-t", type=NUMBERS, help="Tokens of a step (decoding: sequences); several: 1,64,2048.")
 @click.option("--context-len", "-c", type=NUMBERS, help="Attention: cached tokens; several: 128,8000.")
 @click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.")
