@@ -1,7 +1,7 @@
 """`Engine`: the main loop. Requests of token ids go in, sampled token ids come out, one step at a time.
 
 On a GPU the host runs one step ahead: it queues a step before the tokens of the previous step are known, so the GPU never waits
-for Python. The cost is one row computed in vain when a request ends at an EOS token or a stop string.
+for Python. The cost: when a request ends at an EOS token or a stop string, one row has been computed for nothing.
 """
 
 from array import array
@@ -36,12 +36,12 @@ EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
 
 @dataclass(frozen=True)
 class Request:
-    """A request for completion, in plain values, so that it can cross to another thread or process.
+    """A request for completion. It has plain values only, so it can be sent to another thread or process.
 
     Args:
         id: unique among the open requests of an engine.
         prompt_token_ids: the prompt, at least one token.
-        sampling: how tokens are drawn, and how many at most.
+        sampling: the sampling parameters, including the maximum number of tokens.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
     """
@@ -77,7 +77,7 @@ class _RequestState:
 class _InFlight(NamedTuple):
     step: Step
     sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
-    computed: list[tuple[Sequence, int]]  # of each sequence of the step, how many tokens are computed at its end
+    computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
 
 
 class Engine:
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether the GPU has failed. The engine cannot be used any more then."""
+        """Whether the GPU has failed. If so, the engine cannot be used any more."""
         return self._failure is not None
 
     @property
@@ -150,12 +150,12 @@ class Engine:
         self._runner.warm_up(progress)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Run the bare CUDA graph of a decode step `repeats` times; returns seconds. See `Generator.replay_times`."""
+        """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
         with self._device_errors():
             return self._runner.replay_times(batch_size, context_len, repeats)
 
     def check(self, prompt_token_ids: Seq[int]) -> None:
-        """Raise what a request would be refused for. Changes nothing, so any thread may call it.
+        """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
 
         Raises:
             InputError: the prompt is empty, or an id is outside the vocabulary.
@@ -184,7 +184,7 @@ class Engine:
             self._scheduler.remove(request.sequence)
 
     def recover(self) -> None:
-        """Make the engine consistent after any of its methods was left by an exception, at whatever line.
+        """Make the engine consistent again after an exception has left any of its methods, at any line.
 
         Requests that have started are dropped, and all pages are free again. Requests that were waiting for their first step
         stay.
@@ -245,7 +245,7 @@ class Engine:
         return []
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        """The tokens of a step that has ended, or will soon. From now on others may use the pages that it has filled."""
+        """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
         outputs, ends, result = [], {}, ended.step.result()
         for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
             request = self._requests.get(sequence.id)
@@ -270,7 +270,7 @@ class Engine:
         """Append new tokens to a request, up to the one that ends it."""
         sequence, ends, count = request.sequence, None, 0
         for token in tokens:
-            if token < 0:  # the sampler returns −1 for logits that are no numbers
+            if token < 0:  # the sampler returns −1 for unusable logits
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
                 error = NumericsError("the logits are NaN or +inf, or only -inf", where=where, hint=hint)

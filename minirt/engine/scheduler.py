@@ -1,8 +1,8 @@
-"""`Scheduler`: decides which sequences run in the next step, and on which KV pages. Knows token ids and pages, no tensors.
+"""`Scheduler`: decides which sequences run in the next step, and on which KV pages. Uses token ids and page numbers, no tensors.
 
 Prefill and decode are not separate phases. The KV cache holds the first `num_computed` tokens of a sequence, and a step computes
 the next ones, within a token budget (as in vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill). A step may be scheduled
-before the tokens of the previous step are known: a token that is still on the device counts as `pending`.
+before the tokens of the previous step are known: such a token is on the device only, and is called `pending`.
 """
 
 from array import array
@@ -30,12 +30,12 @@ class Sequence:
     num_computed: int = 0
     pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
     row: int = 0  # the row of the pending token among the last step's sampled tokens
-    drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
+    drafts: list[int] = field(default_factory=list)  # proposed next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
-    slot: int = -1  # where the device keeps what lives as long as it runs
+    slot: int = -1  # row of its state in recurrent layers; −1: none
     salt: str | None = None
-    keys: list[bytes] = field(default_factory=list)  # of its first full pages, for the prefix cache
-    num_registered: int = 0  # of its pages, how many the prefix cache knows
+    keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
+    num_registered: int = 0  # number of its pages that are in the prefix cache
     num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
 
     @property
@@ -61,14 +61,14 @@ def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
 
 
 class Scheduler:
-    """First come, first served, running sequences before waiting ones. Preempts the youngest when pages run out.
+    """First come, first served; running sequences before waiting ones. Preempts the youngest sequence when pages run out.
 
     Args:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is computed in chunks.
         max_model_len: number of positions that the model serves.
-        prefix_cache: whether sequences share pages that hold the same beginning. Not with recurrent layers, whose state at the
-            end of a shared beginning is not kept.
+        prefix_cache: whether sequences with the same beginning share pages. Without effect if there are recurrent layers, because
+            their state at the end of the shared beginning is not kept.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
-        self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
+        self._blocked = (-1, -1)  # id of the last sequence that did not fit, and `allocator.num_changes` then
         self._free_slots = list(range(max_num_seqs))[::-1]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_len = min(max_model_len, cache.capacity)
@@ -108,7 +108,7 @@ class Scheduler:
         self._free(sequence)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
-        """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
+        """Drop all sequences, free all pages, and queue the sequences of `waiting`, none of which has started."""
         self.running.clear()
         self._blocked = (-1, -1)
         self._free_slots = list(range(self.max_num_seqs))[::-1]
@@ -125,7 +125,7 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
-            if sequence.id not in self.running:  # preempted for an older one, as all behind it are
+            if sequence.id not in self.running:  # preempted for an older one, and so are all after it
                 break
             if sequence.length >= sequence.final_len:  # its last token is pending
                 continue
@@ -149,7 +149,10 @@ class Scheduler:
         return chosen
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the cached pages of its prefix, if all of it fits: otherwise it would be preempted."""
+        """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit.
+
+        Otherwise it would soon be preempted.
+        """
         allocator, size = self._cache.allocator, self._cache.page_size
         if self._blocked == (sequence.id, allocator.num_changes):
             return False
@@ -171,7 +174,7 @@ class Scheduler:
         return True
 
     def register(self, sequence: Sequence, computed: int) -> None:
-        """Let the prefix cache know the full pages among a sequence's first `computed` tokens, whose step has ended."""
+        """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
         full = min(computed // self._cache.page_size, len(sequence.pages))
         if self.prefix_cache is None or full <= sequence.num_registered:
             return
@@ -181,7 +184,7 @@ class Scheduler:
         sequence.num_registered = full
 
     def _preempt_youngest(self) -> None:
-        """Take the pages of the youngest running sequence, which is computed again from its start later."""
+        """Free the pages of the youngest running sequence and queue it first. Later it is computed again from its start."""
         _, sequence = self.running.popitem()
         self._free(sequence)
         self.waiting[sequence.id] = sequence
@@ -205,7 +208,7 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits."""
+    """The next `count` tokens: known ones, a pending one, then drafts. Drafts and the last token before them need logits."""
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]

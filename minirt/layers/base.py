@@ -129,7 +129,7 @@ class Layer:
         return sum(2 * rows * op.linear.out_features * op.linear.in_features for op in self.linear_ops())
 
     def row_maxima_tiles(self, rows: int) -> int:
-        """Number of row maxima per row that the layer stores for `rows` rows of logits, the width of `Batch.row_maxima`; 0: none."""
+        """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""
         return 0
 
     def share(self, parameter: Parameter) -> None:
@@ -226,7 +226,7 @@ def register(
     Args:
         kind: "embedding", "attention", "mlp", "select", "head", or the kind of a layer class of your own.
         name: the implementation's name: letters, digits and any of `_ . + -`. "eager" and "triton" are taken, "auto" is reserved.
-        unsupported: called with the layer and the device; returns the reason why the implementation cannot run this layer, or None.
+        unsupported: called with the layer and the device; returns why the implementation cannot run this layer, or None.
         capturable: a CUDA graph may contain the forward: it is called once for each size of a step, and its GPU work is replayed
             for all steps of that size. So it must never wait for the GPU, and it must read all values that differ between steps
             (tokens, positions, lengths) from tensors on the device. If one layer of a model is not capturable, no step runs as a

@@ -180,7 +180,7 @@ def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
     pattern = {"attention": "layers.1.attention", "mlp": "layers.1.mlp"}.get(kind, kind)
     with load(hf_folder("Qwen2"), impl=["eager", f"{pattern}={name}"]) as generator:
         expected = r"a contiguous torch.float32 .* \(7, \d+\) on cpu"
-        returns = rf"{pattern}: implementation '{name}' returns .*; expected {expected}; found "
+        returns = rf"{pattern}: the output of implementation '{name}' does not fit .*; expected {expected}; found "
         with pytest.raises(UnsupportedError, match=returns):
             generator.logits(PROMPT)
 
