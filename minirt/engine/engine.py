@@ -76,7 +76,7 @@ class _RequestState:
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
+    sampled: list[tuple[Sequence, int]]  # in row order: each sequence that gets tokens, and its number of rows
     computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
 
 

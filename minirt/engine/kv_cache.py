@@ -124,7 +124,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages, self.evictions = num_pages, 0
-        self.num_changes = 0  # releases and registrations so far; while it stays, what did not fit still does not fit
+        self.num_changes = 0  # releases and registrations so far; until the next one, a sequence that did not fit cannot fit
         self.reset()
 
     def reset(self) -> None:
