@@ -16,6 +16,7 @@ from minirt.engine.step_input import Chunk
 from minirt.errors import ContextLengthError, InputError
 
 MAX_NUM_BATCHED_TOKENS = 8192  # the default token budget of a step
+STEPS_UNTIL_LARGER = 64  # after memory ran out, a step of twice the tokens is tried again after so many steps
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -76,6 +77,7 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
+        self._limit_tokens, self._steps_since = max_num_batched_tokens, 0  # of a step, after memory ran out
         self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
         self._free_slots = list(range(max_num_seqs))[::-1]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -119,7 +121,7 @@ class Scheduler:
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
-        budget = self.max_num_batched_tokens
+        budget = self._limit_tokens
         chosen: list[tuple[Sequence, Chunk]] = []
         preempted = False
         for sequence in list(self.running.values()):
@@ -179,6 +181,16 @@ class Scheduler:
         for i in range(sequence.num_registered, full):
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
+
+    def limit_tokens(self, most: int) -> None:
+        """Let the next steps have at most so many tokens, because a larger one did not fit into memory."""
+        self._limit_tokens, self._steps_since = most, 0
+
+    def relax_limit(self) -> None:
+        """A step fits. After enough of them, larger steps are tried again."""
+        self._steps_since += 1
+        if self._steps_since >= STEPS_UNTIL_LARGER:
+            self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.max_num_batched_tokens), 0
 
     def _preempt_youngest(self) -> None:
         """Take the pages of the youngest running sequence, which is computed again from its start later."""
