@@ -20,7 +20,7 @@ from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
+from minirt.engine.scheduler import check_limits
 from minirt.errors import EngineError, InputError, TokenizerError, inside
 from minirt.loading.load import load
 from minirt.loading.memory import page_count
@@ -60,7 +60,7 @@ class Generator:
         eos_token_ids: Sequence[int] = (),
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:

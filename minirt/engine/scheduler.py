@@ -15,7 +15,8 @@ from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.step_input import Chunk
 from minirt.errors import ContextLengthError, InputError
 
-MAX_NUM_BATCHED_TOKENS = 8192  # the default token budget of a step
+# The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
+MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
 STEPS_UNTIL_LARGER = 64  # after memory ran out, a step of twice the tokens is tried again after so many steps
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
@@ -54,9 +55,11 @@ class Sequence:
         return len(self.pages) > 0 or self.num_generated > 0
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None) -> None:
     """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if value is None and name == "max_num_batched_tokens":
+            continue
         if type(value) is not int or not 1 <= value <= MOST:
             raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from minirt import models
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
+from minirt.engine.scheduler import check_limits
 from minirt.errors import ConfigError
 from minirt.layers import Layer
 from minirt.modeling.config import ModelConfig
@@ -34,7 +34,7 @@ class LoadOptions:
         max_model_len: tokens of the longest sequence, prompt and completion together. None: all that the model has positions for.
         max_num_seqs: requests that one step computes at most; more wait.
         max_num_batched_tokens: tokens that one step computes at most. Longer prompts are computed in chunks, and running requests
-            get a token in each of these steps.
+            get a token in each of these steps. None: 8,192 on a GPU, 512 on a CPU.
         threads: how many threads PyTorch's CPU operations use, in the whole process. None: what OMP_NUM_THREADS says, else what
             PyTorch is set to, but at most the CPUs that this process may use (affinity and cgroup quota).
         prefix_cache: keep the KV pages of finished requests until their room is needed, so that a request with the same beginning
@@ -62,7 +62,7 @@ class LoadOptions:
     kv_cache_memory: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    max_num_batched_tokens: int | None = None
     threads: int | None = None
     prefix_cache: bool = True
     random_weights: bool = False
