@@ -132,6 +132,10 @@ class Engine:
     def max_num_batched_tokens(self) -> int:
         return self._scheduler.max_num_batched_tokens
 
+    def pin(self, prompt_token_ids: Seq[int]) -> int:
+        """Never evict the cached pages of a prompt. Returns the number of tokens in them. See `Generator.warm_prompt`."""
+        return self._scheduler.pin(array("q", prompt_token_ids))
+
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters of the prefix cache; None without one."""

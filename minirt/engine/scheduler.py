@@ -81,6 +81,7 @@ class Scheduler:
         self._cache = cache
         self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
         self._limit_tokens, self._steps_since = max_num_batched_tokens, 0  # of a step, after memory ran out
+        self._pinned: set[int] = set()  # pages that are held for prompts of their own
         self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
         self._free_slots = list(range(max_num_seqs))[::-1]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -113,8 +114,10 @@ class Scheduler:
         self._free(sequence)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
-        """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
+        """Start anew with these sequences, none of which has started. All pages become free, whoever held them, and nothing is
+        cached or pinned any more."""
         self.running.clear()
+        self._pinned.clear()
         self._blocked = (-1, -1)
         self._free_slots = list(range(self.max_num_seqs))[::-1]
         self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
@@ -184,6 +187,28 @@ class Scheduler:
         for i in range(sequence.num_registered, full):
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
+
+    def pin(self, tokens: array) -> int:
+        """Hold the cached pages of a prompt from now on, so that they are never evicted. Returns the number of tokens in them.
+
+        Raises:
+            ContextLengthError: pinned prompts would take more than half of all pages.
+        """
+        if self.prefix_cache is None:
+            return 0
+        keys: list[bytes] = []
+        self.prefix_cache.extend_keys(keys, tokens, None)
+        pages = self.prefix_cache.find(keys)
+        pinned = self._pinned | set(pages)
+        if 2 * len(pinned) > self._cache.num_pages:
+            raise ContextLengthError(
+                "pinned prompts take too many KV pages", expected=f"at most half of {self._cache.num_pages}", found=len(pinned),
+                hint="raise --kv-cache-memory, or pin less",
+            )  # fmt: skip
+        self._cache.allocator.share([page for page in pages if page not in self._pinned])
+        self._pinned = pinned
+        self.max_len = min(self.max_len, (self._cache.num_pages - len(pinned)) * self._cache.page_size)
+        return len(pages) * self._cache.page_size
 
     def limit_tokens(self, most: int) -> None:
         """Let the next steps have at most so many tokens, because a larger one did not fit into memory."""
