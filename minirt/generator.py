@@ -20,8 +20,8 @@ from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
-from minirt.errors import EngineError, InputError, TokenizerError, inside
+from minirt.engine.scheduler import check_limits
+from minirt.errors import EngineError, InputError, TokenizerError, UnsupportedError, inside
 from minirt.loading.load import load
 from minirt.loading.memory import page_count
 from minirt.loading.options import LoadOptions
@@ -60,7 +60,7 @@ class Generator:
         eos_token_ids: Sequence[int] = (),
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
@@ -197,6 +197,21 @@ class Generator:
                 if streams[0].completion.error is not None:
                     raise streams[0].completion.error
                 yield piece, streams[0].completion
+
+    def warm_prompt(self, prompt: Prompt) -> int:
+        """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
+
+        Returns:
+            The number of its first tokens that are kept: a multiple of the page size (64).
+        Raises:
+            UnsupportedError: there is no prefix cache.
+            ContextLengthError: pinned prompts would take more than half of the KV pages.
+        """
+        if self.prefix_cache_stats is None:
+            raise UnsupportedError("there is no prefix cache to keep a prompt in", where=self.name)
+        tokens = self.encode(prompt, self.max_len - 1)
+        self.generate(tokens, SamplingParams(max_tokens=1, temperature=0.0))
+        return self._engine.call(lambda engine: engine.pin(tokens))
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.files import read_text, shown_name
 from minirt.cli.output import note
-from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError
+from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
 from minirt.progress import load_bars
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
@@ -122,6 +122,10 @@ prefix_cache_option = click.option(
     "--no-prefix-cache", is_flag=True,
     help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.",
 )  # fmt: skip
+warm_prompt_option = click.option(
+    "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
+    help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
+)  # fmt: skip
 sampling_options = option_group(
     click.option("--max-tokens", type=int, help="Maximum number of new tokens."),
     click.option("--temperature", type=float, help="0 is greedy."),
@@ -196,9 +200,17 @@ def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]
         yield generator
 
 
-def open_model(options: dict[str, Any], quiet: bool) -> "AbstractContextManager[Generator]":
-    """`open_generator` for the parsed `load_options`; without --model, the embedded model."""
-    return open_generator(to_load_options(options, model_name(options, quiet)), quiet)
+@contextmanager
+def open_model(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
+    """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files."""
+    warm = [(name, read_text(name)) for name in options.get("warm_prompts") or ()]
+    with open_generator(to_load_options(options, model_name(options, quiet)), quiet) as generator:
+        for name, text in warm:
+            with inside(shown_name(name)):
+                kept = generator.warm_prompt(encode_prompt(generator, text, chat=False))
+            if not quiet:
+                note(f"{shown_name(name)}: {kept} tokens are kept for prompts that begin with them")
+        yield generator
 
 
 def require_tokenizer(generator: "Generator", flag: str) -> None:

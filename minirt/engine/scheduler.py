@@ -15,7 +15,9 @@ from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.step_input import Chunk
 from minirt.errors import ContextLengthError, InputError
 
-MAX_NUM_BATCHED_TOKENS = 8192  # the default token budget of a step
+# The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
+MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
+STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -53,9 +55,11 @@ class Sequence:
         return len(self.pages) > 0 or self.num_generated > 0
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None) -> None:
     """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if value is None and name == "max_num_batched_tokens":
+            continue
         if type(value) is not int or not 1 <= value <= MOST:
             raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
 
@@ -76,6 +80,9 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
+        # The token limit of a step, lowered when memory runs out, and the number of steps since then.
+        self._limit_tokens, self._steps_since = max_num_batched_tokens, 0
+        self._pinned: set[int] = set()  # pages of pinned prompts
         self._blocked = (-1, -1)  # id of the last sequence that did not fit, and `allocator.num_changes` then
         self._free_slots = list(range(max_num_seqs))[::-1]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -108,8 +115,12 @@ class Scheduler:
         self._free(sequence)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
-        """Drop all sequences, free all pages, and queue the sequences of `waiting`, none of which has started."""
+        """Drop all sequences, free all pages, and queue the sequences of `waiting`, none of which has started.
+
+        Nothing is cached or pinned any more.
+        """
         self.running.clear()
+        self._pinned.clear()
         self._blocked = (-1, -1)
         self._free_slots = list(range(self.max_num_seqs))[::-1]
         self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
@@ -119,7 +130,7 @@ class Scheduler:
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
-        budget = self.max_num_batched_tokens
+        budget = self._limit_tokens
         chosen: list[tuple[Sequence, Chunk]] = []
         preempted = False
         for sequence in list(self.running.values()):
@@ -182,6 +193,38 @@ class Scheduler:
         for i in range(sequence.num_registered, full):
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
+
+    def pin(self, tokens: array) -> int:
+        """Hold the cached pages of a prompt, so that they are never evicted. Returns the number of tokens in them.
+
+        Raises:
+            ContextLengthError: pinned prompts would take more than half of all pages.
+        """
+        if self.prefix_cache is None:
+            return 0
+        keys: list[bytes] = []
+        self.prefix_cache.extend_keys(keys, tokens, None)
+        pages = self.prefix_cache.find(keys)
+        pinned = self._pinned | set(pages)
+        if 2 * len(pinned) > self._cache.num_pages:
+            raise ContextLengthError(
+                "pinned prompts take too many KV pages", expected=f"at most half of {self._cache.num_pages}", found=len(pinned),
+                hint="raise --kv-cache-memory, or pin less",
+            )  # fmt: skip
+        self._cache.allocator.share([page for page in pages if page not in self._pinned])
+        self._pinned = pinned
+        self.max_len = min(self.max_len, (self._cache.num_pages - len(pinned)) * self._cache.page_size)
+        return len(pages) * self._cache.page_size
+
+    def limit_tokens(self, most: int) -> None:
+        """Limit the next steps to `most` tokens, because a larger step did not fit into memory."""
+        self._limit_tokens, self._steps_since = most, 0
+
+    def relax_limit(self) -> None:
+        """Count a step that fits. After STEPS_UNTIL_LARGER of them, double the limit of `limit_tokens`."""
+        self._steps_since += 1
+        if self._steps_since >= STEPS_UNTIL_LARGER:
+            self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.max_num_batched_tokens), 0
 
     def _preempt_youngest(self) -> None:
         """Free the pages of the youngest running sequence and queue it first. Later it is computed again from its start."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from minirt import models
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
+from minirt.engine.scheduler import check_limits
 from minirt.errors import ConfigError
 from minirt.layers import Layer
 from minirt.modeling.config import ModelConfig
@@ -34,7 +34,7 @@ class LoadOptions:
         max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
         max_num_seqs: maximum number of requests in one step; further ones wait.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
-            requests.
+            requests. None: 8,192 on a GPU, 512 on a CPU.
         threads: number of threads of PyTorch's CPU operations, in the whole process. None: the value of OMP_NUM_THREADS, else
             PyTorch's own setting limited to the CPUs that this process may use (affinity and cgroup quota).
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
@@ -62,7 +62,7 @@ class LoadOptions:
     kv_cache_memory: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    max_num_batched_tokens: int | None = None
     threads: int | None = None
     prefix_cache: bool = True
     random_weights: bool = False
