@@ -17,7 +17,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
     value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
     if value < 1:
-        raise InputError(f"{text!r} is no size; write for example 4GiB")
+        raise InputError(f"{text!r} is not a size; an example is 4GiB")
     return value
 
 
