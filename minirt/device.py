@@ -4,6 +4,7 @@ import dis
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 
 import psutil
 import torch
@@ -45,6 +46,8 @@ def environment() -> dict[str, str]:
             facts[package] = version(package)
         except PackageNotFoundError:
             facts[package] = "not installed"
+    if not triton_installed():
+        facts["triton"] = "not installed: layers run eager, and compare and bench kernels cannot run"
     facts["cpu"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
     facts["host memory"] = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
     facts["cuda"] = torch.version.cuda or "torch is built without CUDA"
@@ -112,6 +115,11 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     PyTorch for ROCm numbers AMD GPUs in another way: a MI300 is (9, 4).
     """
     return torch.cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
+
+
+def triton_installed() -> bool:
+    """Whether Triton can be imported. CUDA builds of PyTorch for Linux bring it; the CPU build does not."""
+    return find_spec("triton") is not None
 
 
 def interpreting() -> bool:

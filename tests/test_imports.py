@@ -158,6 +158,24 @@ def test_generating_on_a_cpu_needs_no_triton():
     assert out.stdout.strip() == "3", out.stderr
 
 
+def test_commands_without_triton():
+    """What needs it says so; `minirt env` does as well."""
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from minirt.cli.app import main\n"
+        "for words in ('env', 'plan --device cpu', 'compare --device cpu -q', 'bench kernels o --device cpu',\n"
+        "              'plan --device cpu --impl triton', 'tune --show'):\n"
+        "    try: main(words.split())\n"
+        "    except SystemExit as end: print('code', end.code, file=sys.stderr)"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    codes = [line.split()[1] for line in out.stderr.splitlines() if line.startswith("code ")]
+    assert codes == ["0", "0", "1", "1", "2", "1"], out.stderr
+    assert "Traceback" not in out.stderr
+    assert out.stderr.count("Triton is not installed") == 4
+    assert "triton           not installed" in out.stdout
+
+
 def test_modules_that_only_unix_has_are_not_needed():
     script = (
         "import sys, psutil, torch, triton; sys.modules['resource'] = sys.modules['fcntl'] = None\n"

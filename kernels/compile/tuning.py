@@ -8,6 +8,7 @@ model, one Triton version and one state of the kernel's source.
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 import warnings
@@ -164,6 +165,16 @@ def path(device: torch.device) -> Path:
     """The file of tuned configurations for the device's GPU model and this Triton version."""
     gpu = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device).lower())
     return folder() / f"tuned-{gpu}-triton-{triton.__version__}.json"
+
+
+def stored_files() -> list[Path]:
+    """The files of tuned configurations of all GPU models and Triton versions, sorted by name."""
+    try:
+        return sorted(file for file in folder().iterdir() if re.fullmatch(r"tuned-.+\.json", file.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise MinirtError("cannot be listed", where=folder(), found=error, hint="set MINIRT_CACHE") from error
 
 
 @cache

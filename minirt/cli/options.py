@@ -258,6 +258,14 @@ def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
     return [int(word) for word in words]
 
 
+def require_triton() -> None:
+    """For a command that runs or reads Triton kernels."""
+    from minirt.device import triton_installed
+
+    if not triton_installed():
+        raise MinirtError("Triton is not installed, and this command needs its kernels", hint="pip install triton")
+
+
 def set_up_triton(cuda: bool, dtype: str | None) -> None:
     """On a CPU, make Triton use its interpreter. Must be called before Triton is imported.
 
@@ -268,6 +276,7 @@ def set_up_triton(cuda: bool, dtype: str | None) -> None:
     """
     from minirt.device import interpreter_unsupported, interpreting
 
+    require_triton()
     interprets = interpreting()
     reason = interpreter_unsupported(dtype or "auto", on_gpu=cuda)
     if cuda:

@@ -1,7 +1,7 @@
 """`minirt tune`: launch configurations for the shapes of one model on this GPU."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,15 @@ from minirt.cli.options import (
     output_file_option,
     quiet_option,
     report_format_option,
+    require_triton,
     to_load_options,
 )
-from minirt.cli.output import emit, note, write
+from minirt.cli.output import emit, json_line, note, write
 from minirt.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
+    import torch
+
     from minirt.bench.tune.tune import Outcome, StepClock
     from minirt.bench.tune.whole_steps import Steps
     from minirt.kernels.compile.tuning import LinearShape
@@ -44,7 +47,7 @@ _PAGES = 256 << 20  # bytes of KV pages of the timed model; the timed steps have
     help="Pick winners by chains of one kernel, without whole steps: for a model that does not fit on this GPU. Whole steps may "
         "become slower.",
 )
-@click.option("--show", is_flag=True, help="List the stored configurations for this GPU; measure nothing.")
+@click.option("--show", is_flag=True, help="List the stored configurations, also without a GPU; measure nothing.")
 @report_format_option
 @output_file_option
 @quiet_option
@@ -59,25 +62,26 @@ def tune(
     run and confirmed on another. Winners are stored for this GPU model, Triton version and kernel source, in $MINIRT_CACHE or the
     user's cache folder. Loading a model looks them up and never measures.
     """
-    if show and (options["output_file"] or options["output_format"] != "md"):
-        raise click.UsageError("--output-format and --output-file cannot be combined with --show")
+    if show and (options["output_file"] or options["output_format"] not in ("md", "json")):
+        raise click.UsageError("--show prints text, or JSON with --json, to standard output")
     import torch
 
     from minirt.device import pick_device
 
     device = pick_device(options["device"])
+    if show:
+        require_triton()
+        write(_stored(device, options["output_format"] == "json"))
+        return
     if device.type != "cuda":
         raise DeviceError("tuning needs a GPU", found=str(device))
+    import minirt.kernels.linear.tuning  # noqa: F401  (registers its families)
     from minirt.bench.report import machine
     from minirt.bench.tune.tune import TuneReport, row
     from minirt.bench.tune.tune import tune as measure
     from minirt.kernels.compile import tuning
-    from minirt.kernels.linear import tuning as tuning_cases
     from minirt.loading.load import plan_model
 
-    if show:
-        write(_stored(tuning.path(device), tuning_cases.TUNABLES))
-        return
     families = tuning.registered()
     if kernel is not None and kernel not in families:
         raise InputError("unknown kernel family", where="--kernel", expected=", ".join(families), found=kernel)
@@ -150,11 +154,24 @@ def _line(name: str, outcome: "Outcome") -> str:
     return f"{name} {outcome.bucket}: {what} ({outcome.tried} tried{out})"
 
 
-def _stored(path: Any, tunables: Any) -> str:
+def _stored(device: "torch.device", as_json: bool) -> str:
+    """All stored configurations that fit the kernels' source, file by file. `device`: its own file is marked."""
     from minirt.kernels.compile import tuning
+    from minirt.kernels.linear.tuning import TUNABLES
 
-    lines = [str(path)]
-    for tunable in tunables:
-        for bucket, config in tuning.load(tunable, path).items():
-            lines.append(f"{tunable.name} {bucket}: {config}")
-    return "\n".join(lines if len(lines) > 1 else [*lines, "nothing is stored"]) + "\n"
+    this = tuning.path(device) if device.type == "cuda" else None
+    found = {path: {tunable.name: tuning.load(tunable, path) for tunable in TUNABLES} for path in tuning.stored_files()}
+    if as_json:
+        files = []
+        for path, kernels in found.items():
+            plain = {name: {bucket: asdict(config) for bucket, config in own.items()} for name, own in kernels.items()}
+            files.append({"path": str(path), "this_gpu": path == this, "kernels": plain})
+        return json_line({"folder": str(tuning.folder()), "files": files})
+    if not found:
+        return f"nothing is stored in {tuning.folder()}\n"
+    lines = []
+    for path, kernels in found.items():
+        lines.append(f"{path}{' (this GPU)' if path == this else ''}")
+        stored = [f"  {name} {bucket}: {config}" for name, configs in kernels.items() for bucket, config in configs.items()]
+        lines += stored or ["  nothing for the current source of the kernels"]
+    return "\n".join(lines) + "\n"

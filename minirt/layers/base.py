@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia
+from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia, triton_installed
 from minirt.engine.kv_cache import LayerKV, LayerState, PagesSpec, StateSpec
 from minirt.engine.step_input import Batch
 from minirt.errors import InputError, UnsupportedError
@@ -274,8 +273,8 @@ def has_implementation(kind: str, name: str) -> bool:
 
 def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     """The reason why no Triton implementation can run on `device`, or None. With Triton's interpreter, a CPU can."""
-    if find_spec("triton") is None:
-        return "triton is not installed"
+    if not triton_installed():
+        return "Triton is not installed (pip install triton)"
     on_gpu = device.type == "cuda"
     if interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)

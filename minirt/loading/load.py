@@ -1,5 +1,6 @@
 """`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minirt import models
-from minirt.device import pick_device
+from minirt.device import pick_device, triton_installed
 from minirt.errors import InputError, ModelNotFoundError, TokenizerError
 from minirt.loading import checkpoint
 from minirt.loading.hub import ModelFiles, resolve
@@ -103,6 +104,8 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     check_memory(model, length, dtype, device, kv_dtype, options.kv_cache_memory, options.max_num_seqs)
     model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
+    if device.type == "cuda" and not triton_installed():
+        warnings.warn("Triton is not installed, so every layer runs eager on the GPU: pip install triton", stacklevel=2)
     report = checkpoint.LoadReport(0, ())
     if weights is None:
         checkpoint.randomize(model, options.seed)

@@ -424,7 +424,7 @@ def test_fp8_reaches_the_model(run, folder):
     assert json.loads(run(*plan, "--no-fp8-head")[1])["weight_bytes"] == size
     assert json.loads(run(*plan)[1])["weight_bytes"] < size
     refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "need --fp8", code=2)
-    refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8")
+    refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8", code=2)
 
 
 def test_plan_of_a_folder_with_a_strange_name(run, folder, tmp_path):

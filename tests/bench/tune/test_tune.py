@@ -6,7 +6,7 @@ fastest in a chain of one kernel but makes steps longer.
 
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from minirt.bench.report import machine
 from minirt.bench.tune import tune, whole_steps
 from minirt.cli.tune import linear_shapes
 from minirt.errors import NumericsError
+from minirt.kernels.compile import tuning
 from minirt.kernels.compile.tuning import Case, LinearShape
 from minirt.kernels.linear import tuning as tuning_cases
 from minirt.loading.load import plan_model
@@ -216,11 +217,30 @@ def test_no_gpu_is_an_error(call):
     refused(call("tune", "--device", "cpu"), "tuning needs a GPU")
 
 
-@pytest.mark.parametrize("option", [("-o", "json"), ("--output-file", "x")])
-def test_what_is_stored_has_one_form(call, option):
-    code, _, text = call("tune", "--show", *option)
-    assert code == 2
-    assert "not with --show" in text
+@pytest.mark.parametrize("option", [("-o", "csv"), ("--output-file", "x")])
+def test_what_is_stored_has_two_forms(call, option):
+    refused(call("tune", "--show", *option), "--show prints text, or JSON", code=2)
+
+
+def test_what_is_stored_is_listed_without_a_gpu(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIRT_CACHE", str(tmp_path / "none"))
+    show = ("tune", "--show", "--device", "cpu")
+    assert call(*show) == (0, f"nothing is stored in {tmp_path / 'none'}\n", "")
+    monkeypatch.setenv("MINIRT_CACHE", str(tmp_path))
+    first, second = tmp_path / "tuned-a-triton-3.json", tmp_path / "tuned-b-triton-3.json"
+    tunable = tuning_cases.TUNABLES[0]
+    config = tunable.config(**{field.name: 8 for field in fields(tunable.config)})
+    tuning.store(tunable, first, {"N=3 K=64": config})
+    second.write_text(json.dumps({"schema": 1, "kernels": {tunable.name: {"source": "older", "configs": {"x": {}}}}}))
+    (tmp_path / "other.json").write_text("{")
+    code, out, err = call(*show)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        str(first), f"  {tunable.name} N=3 K=64: {config}", str(second), "  nothing for the current source of the kernels",
+    ]  # fmt: skip
+    record = json.loads(call(*show, "--json")[1])
+    assert [(file["path"], file["this_gpu"]) for file in record["files"]] == [(str(first), False), (str(second), False)]
+    assert record["files"][0]["kernels"][tunable.name] == {"N=3 K=64": asdict(config)}
 
 
 @pytest.mark.gpu
