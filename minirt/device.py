@@ -11,6 +11,7 @@ import torch
 
 import minirt
 from minirt.errors import DeviceError, OutOfMemoryError
+from minirt.gpus import AbsentGPU
 from minirt.sizes import format_size
 
 try:
@@ -75,8 +76,10 @@ def require_memory(needed: int, device: torch.device, what: str, hint: str) -> N
         )
 
 
-def free_memory(device: torch.device) -> int:
-    """Free memory of `device`, in bytes."""
+def free_memory(device: torch.device | AbsentGPU) -> int:
+    """Free memory of `device`, in bytes; of an absent GPU an estimate."""
+    if isinstance(device, AbsentGPU):
+        return device.free
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
@@ -104,16 +107,18 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def is_nvidia(device: torch.device) -> bool:
+def is_nvidia(device: torch.device | AbsentGPU) -> bool:
     """Whether `device` is an NVIDIA GPU. PyTorch for ROCm calls an AMD GPU "cuda" as well."""
-    return device.type == "cuda" and torch.version.hip is None
+    return isinstance(device, AbsentGPU) or (device.type == "cuda" and torch.version.hip is None)
 
 
-def compute_capability(device: torch.device) -> tuple[int, int]:
+def compute_capability(device: torch.device | AbsentGPU) -> tuple[int, int]:
     """CUDA compute capability of `device`, (9, 0) for Hopper; (0, 0) if it is not an NVIDIA GPU.
 
     PyTorch for ROCm numbers AMD GPUs in another way: a MI300 is (9, 4).
     """
+    if isinstance(device, AbsentGPU):
+        return device.capability
     return torch.cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
 
 

@@ -16,9 +16,11 @@ import minirt
 from minirt.cli.bench import bench
 from minirt.cli.chat import chat
 from minirt.cli.compare import compare
+from minirt.cli.completion import attach
 from minirt.cli.env import env
 from minirt.cli.eval import evaluate
 from minirt.cli.generate import generate
+from minirt.cli.models import models
 from minirt.cli.output import one_line
 from minirt.cli.plan import plan
 from minirt.cli.process import Terminated, standard_streams, termination_signals, warning_lines
@@ -43,8 +45,9 @@ def cli() -> None:
     """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""
 
 
-for command in (bench, chat, compare, env, evaluate, generate, plan, tune):
+for command in (bench, chat, compare, env, evaluate, generate, models, plan, tune):
     cli.add_command(command)
+attach(cli)
 
 
 def _named(error: Exception) -> MinirtError:
@@ -86,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _exit_code(arguments: list[str]) -> int:
     try:
         with termination_signals():
-            cli.main(arguments, standalone_mode=False, obj=arguments)  # a benchmark records its command line
+            # A benchmark records its command line.
+            cli.main(arguments, "minirt", "_MINIRT_COMPLETE", standalone_mode=False, obj=arguments)
             sys.stdout.flush()
         return 0
     except click.ClickException as error:

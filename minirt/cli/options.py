@@ -17,11 +17,11 @@ from click.core import ParameterSource
 from minirt.cli.files import read_text, shown_name
 from minirt.cli.output import note
 from minirt.errors import ConfigError, InputError, MinirtError, TokenizerError, UnsupportedError, inside
+from minirt.gpus import AbsentGPU, find_gpu
 from minirt.progress import load_bars
 from minirt.sizes import parse_size
 
 if TYPE_CHECKING:
-
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
     from minirt.sampling_params import SamplingParams
@@ -88,13 +88,31 @@ model_options = option_group(
         help="With --fp8: quantize the LM head too. [default: unless it is tied to the embedding]",
     ),
 )
-load_options = option_group(
-    model_options,
+gpu_option = click.option(
+    "--gpu", callback=lambda context, parameter, value: None if value is None else find_gpu(value),
+    help="A GPU that is not in this machine: its name, such as H200, or its memory, such as 24GiB.",
+)  # fmt: skip
+
+
+def planned_gpu(options: dict[str, Any]) -> AbsentGPU | None:
+    """The GPU of `--gpu`, which excludes a device of this machine other than "cuda"."""
+    if options["gpu"] is not None and options["device"] not in ("auto", "cuda"):
+        raise click.UsageError(f"--gpu is a GPU that is not here, and --device {options['device']} is a device that is")
+    return options["gpu"]
+
+
+memory_options = option_group(
     click.option("--max-model-len", type=int, help="Positions to serve; default: the model's own."),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
         help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
     ),
+    click.option("--kv-cache-memory", type=Size(), help="Memory for KV pages, e.g. 4GiB."),
+    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
+)
+load_options = option_group(
+    model_options,
+    memory_options,
     click.option(
         "--max-num-batched-tokens", type=click.IntRange(1),
         help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
@@ -105,8 +123,6 @@ load_options = option_group(
     ),
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
     click.option("--check-weights", is_flag=True, help="Fail if the checkpoint contains NaN or Inf."),
-    click.option("--kv-cache-memory", type=Size(), help="Memory for KV pages, e.g. 4GiB."),
-    click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
     click.option(
         "--no-warmup", is_flag=True,
         help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their first use.",

@@ -1,29 +1,84 @@
-"""`minirt plan`: which implementation each layer runs, and why. Reads no weights."""
+"""`minirt plan`: which implementation each layer runs, and why, and whether the model fits. Reads no weights."""
 
-import json
 import sys
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.cli.options import debug_option, model_name, model_options, text_format_option, to_load_options
-from minirt.cli.output import write
+from minirt.cli.options import (
+    debug_option,
+    gpu_option,
+    memory_options,
+    model_name,
+    model_options,
+    planned_gpu,
+    text_format_option,
+    to_load_options,
+)
+from minirt.cli.output import json_line, write
+from minirt.gpus import AbsentGPU
+from minirt.sizes import format_size
+
+if TYPE_CHECKING:
+    from minirt.loading.memory import MemoryPlan
+    from minirt.modeling.model import Model
 
 
 @click.command()
 @model_options
+@memory_options
+@gpu_option
 @text_format_option
 @debug_option
 def plan(output_format: str, **options: Any) -> None:
-    """Print the plan: each layer's implementation, the reason for it, and the size of its weights. Reads no weights."""
-    name = model_name(options)
-    from minirt.loading.load import plan_model
+    """Print the plan: each layer's implementation, the reason for it, the size of its weights, and what fits in the memory.
+    Reads no weights.
 
-    model = plan_model(to_load_options(options, name))
+    --gpu plans for a GPU that is not in this machine. Its compute capability decides which layers run on Triton. The memory that
+    the CUDA context takes is estimated.
+    """
+    gpu = planned_gpu(options)
+    name = model_name(options)
+    from minirt.loading.load import plan_load
+
+    model, memory = plan_load(to_load_options(options, name), gpu)
+    kernels = _special_kernels(model)
     if output_format == "json":
-        rows = [vars(row) for row in model.plan.rows]
-        facts = {"device": model.plan.device, "not_capturable": model.plan.not_capturable}
-        record = facts | {"weight_bytes": model.plan.weight_bytes, "layers": rows}
-        write(json.dumps(record) + "\n")
+        facts = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
+        sizes = asdict(memory) | {"tokens": memory.tokens, "needed": memory.needed, "fits": memory.fits}
+        record = facts | {"weight_bytes": model.plan.weight_bytes, "memory": sizes, "special_kernels": kernels}
+        write(json_line(record | {"layers": [vars(row) for row in model.plan.rows]}))
         return
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
+    if kernels:
+        write(f"Kernels for this compute capability only: {', '.join(kernels)}\n")
+    write("".join(f"{line}\n" for line in _memory_lines(memory, gpu)))
+
+
+def _memory_lines(memory: "MemoryPlan", gpu: AbsentGPU | None) -> list[str]:
+    free = f"{format_size(memory.free)} free"
+    free += f", estimated for {format_size(gpu.memory)} in all" if gpu is not None else " now"
+    parts = f"weights {format_size(memory.weights)}, rope tables and states {format_size(memory.other)}"
+    if not memory.fits:
+        hint = "use --fp8, a 16-bit --dtype, a smaller model, or lower --max-model-len or --kv-cache-memory"
+        return [f"Does not fit: {parts}, {free} ({hint})"]
+    if not memory.page:
+        return [f"Fits: {parts}; {free}"]
+    held = f"KV cache {format_size(memory.pages * memory.page)}: {memory.pages:,} pages, {memory.tokens:,} tokens"
+    if memory.pages == memory.full:
+        held += ", as many as full sequences need"
+    return [f"Fits: {parts}, {held}; {free}"]
+
+
+def _special_kernels(model: "Model") -> list[str]:
+    """The kernels that only this GPU's compute capability has, if a layer runs on Triton."""
+    from minirt.device import compute_capability, triton_installed
+
+    if not (model.uses_triton and triton_installed()):
+        return []
+    from minirt.kernels.regimes import operations
+
+    major, minor = compute_capability(model.device)
+    regimes = [regime for axis in ("tokens", "sequences") for table in operations(axis) for regime in table]
+    return sorted({regime.kernel for regime in regimes if regime.capability == 10 * major + minor})

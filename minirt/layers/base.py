@@ -19,6 +19,7 @@ from minirt.device import compute_capability, interpreter_unsupported, interpret
 from minirt.engine.kv_cache import LayerKV, LayerState, PagesSpec, StateSpec
 from minirt.engine.step_input import Batch
 from minirt.errors import InputError, UnsupportedError
+from minirt.gpus import AbsentGPU
 from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.parameters import PackedLinear, Parameter
 from minirt.modeling.rope import rope_table
@@ -273,10 +274,11 @@ def has_implementation(kind: str, name: str) -> bool:
 
 def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     """The reason why no Triton implementation can run on `device`, or None. With Triton's interpreter, a CPU can."""
-    if not triton_installed():
+    absent = isinstance(device, AbsentGPU)  # then neither Triton nor the environment here say anything about it
+    if not absent and not triton_installed():
         return "Triton is not installed (pip install triton)"
     on_gpu = device.type == "cuda"
-    if interpreting():
+    if not absent and interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)
     if not on_gpu:
         return f"Triton has no {device.type} backend"

@@ -3,16 +3,20 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from minirt import models
 from minirt.device import pick_device, triton_installed
 from minirt.errors import InputError, ModelNotFoundError, TokenizerError
+from minirt.gpus import AbsentGPU
 from minirt.loading import checkpoint
 from minirt.loading.hub import ModelFiles, resolve
-from minirt.loading.memory import check_memory
+from minirt.loading.memory import MemoryPlan, check_memory, plan_memory
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.modeling.config import ModelConfig, check_token_ids
 from minirt.modeling.model import Model
@@ -42,8 +46,10 @@ def find(
     except ModelNotFoundError as error:
         if "/" in name:
             raise
-        known = ", ".join(p.name for p in models.presets() if not p.name.endswith("Instruct"))
-        hint = f"a folder, a Hub id org/name, or one of {known}"
+        near = get_close_matches(name.lower(), [p.name.lower() for p in models.presets()], n=3, cutoff=0.75)
+        names = [p.name for own in near for p in models.presets() if p.name.lower() == own]
+        hint = f"did you mean {' or '.join(names)}? " if names else ""
+        hint += f"Give a folder, a Hub id org/name, or a preset: {', '.join(models.preset_names())}; minirt models describes them"
         raise ModelNotFoundError(error.what, where=error.where, hint=hint) from error
     config = models.parse_config(files.config, where=str(files.folder / "config.json"))
     for file, content in (("config.json", files.config), ("generation_config.json", files.generation_config or {})):
@@ -51,14 +57,23 @@ def find(
     return files, config
 
 
-def plan_model(options: LoadOptions) -> Model:
-    """The model with its plan resolved. No weight is read or allocated."""
-    target = pick_device(options.device)
+def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
+    """The model with its plan resolved. No weight is read or allocated. `gpu`: plan for it, instead of a device that is here."""
+    target = pick_device(options.device) if gpu is None else gpu
     _, config = find(options.model, options.revision, need_weights=False)
     planned = Model(config, options.layers(config) if options.layers else models.build(config), options.formats)
-    planned.device, planned.dtype = target, pick_dtype(options.dtype, config, target)
+    planned.device = cast(torch.device, target)
+    planned.dtype = pick_dtype(options.dtype, config, planned.device)
+    planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
     return planned
+
+
+def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
+    """`plan_model`, and what loading takes of the memory."""
+    model = plan_model(options, gpu)
+    length = pick_length(model.config, options.max_model_len)
+    return model, plan_memory(model, length, model.device, options.kv_cache_memory, options.max_num_seqs)
 
 
 @dataclass(frozen=True)

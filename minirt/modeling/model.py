@@ -113,7 +113,8 @@ class Model:
         """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""
         default, rules = parse_impl(impl)
         for layer in self.unique_layers():
-            layer.context.dtype = self.dtype  # also in a model without weights, which is only planned
+            # Also in a model without weights, which is only planned.
+            layer.context.dtype, layer.context.kv_dtype = self.dtype, self.kv_dtype
         rows: list[PlanRow] = []
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()

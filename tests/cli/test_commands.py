@@ -411,6 +411,102 @@ def test_plan(run, folder):
     assert "cpu" in reasons["layers.0.mlp"]
 
 
+def test_plan_for_a_gpu_that_is_not_here(run):
+    base = ("plan", "-m", "Qwen2.5-7B")
+    code, out, err = run(*base, "--device", "cuda", "--gpu", "h200")
+    assert (code, err) == (0, "")
+    assert "cuda (H200, sm_90)" in out
+    assert out.count(" triton ") == 59
+    assert "CUDA graphs: small steps" in out
+    assert "this compute capability only: decode_fp8_sm90, decode_sm90, " in out
+    line = r"^Fits: weights 14.19GiB, .* KV cache 1\d\d\.\d+GiB: [0-9,]+ pages, .* free, estimated for 140.4GiB"
+    assert re.search(line, out, re.MULTILINE)
+    code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
+    assert code == 0
+    assert re.search(r"^Does not fit: weights 28.37GiB, .* 23GiB free, .*--fp8", out, re.MULTILINE)
+    assert "sm90" not in out
+    record = json.loads(run(*base, "--gpu", "l4", "--fp8", "--kv-cache-dtype", "fp8", "--max-model-len", 4096, "--json")[1])
+    assert record["memory"]["fits"]
+    assert record["memory"]["tokens"] == 64 * record["memory"]["pages"] <= 64 * 4096
+    assert {row["implementation"] for row in record["layers"]} == {"triton"}
+    refused(run(*base, "--gpu", "h300"), "--gpu: unknown GPU", "H200", "24GiB:8.9", code=2)
+    refused(run(*base, "--gpu", "h200", "--device", "cpu"), "--device cpu", code=2)
+
+
+def test_plan_says_what_fits_here(run, folder, monkeypatch):
+    for module in ("minirt.device", "minirt.loading.memory"):
+        monkeypatch.setattr(f"{module}.free_memory", lambda device: 1 << 20)
+    out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1)[1]
+    assert re.search(r"^Fits: weights .*KiB, .* KV cache .*KiB: \d pages, \d+ tokens.*; 1MiB free now$", out, re.MULTILINE), out
+    assert "Does not fit" in run("plan", "-m", "Qwen2.5-0.5B", "--device", "cpu")[1]
+
+
+def test_models(run, monkeypatch):
+    code, out, err = run("models", "--gpu", "24GiB:8.9")
+    assert (code, err) == (0, "")
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    rows = {name: rest for name, *rest in table}
+    assert rows["Qwen2.5-7B[-Instruct]"] == ["Qwen/Qwen2.5-7B[-Instruct]", "7,615.6 M", "15.23 GB", "8.17 GB", "yes"]
+    assert rows["Qwen3-14B"][-1] == "--fp8"
+    assert rows["Qwen2.5-72B[-Instruct]"][-1] == "no"
+    assert rows["embedded"][0] == "part of the package"
+    assert "…" not in out
+    record = json.loads(run("models", "--gpu", "24GiB:8.6", "-o", "json")[1])
+    presets = {row["name"]: row for row in record["models"]}
+    assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert not presets["Qwen3-14B"]["fits"], "FP8 weights need compute capability 8.9"
+    assert len(presets) == len(record["models"]) == 35
+    for module in ("minirt.device", "minirt.loading.memory"):
+        monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
+    record = json.loads(run("models", "--device", "cpu", "--json")[1])
+    fits = {row["name"]: row["fits_with"] or row["fits"] for row in record["models"]}
+    assert [fits[f"Qwen2.5-{size}B"] for size in (3, 7, 14, 32)] == [True, "--dtype bfloat16", "--dtype bfloat16 --fp8", False]
+
+
+def test_an_unknown_model_is_told_what_there_is(run):
+    refused(run("plan", "-m", "qwen2.5-7b-instrukt"), "did you mean Qwen2.5-7B-Instruct", "minirt models")
+    refused(run("plan", "-m", "nobodys-model"), "Qwen2.5-7B[-Instruct], ", "Qwen3-4B, ", "a Hub id")
+
+
+# completion
+
+
+def completions(*words):
+    """What `words` can become at the end of a command line."""
+    from click.shell_completion import ShellComplete
+
+    found = ShellComplete(cli.cli, {}, "minirt", "_MINIRT_COMPLETE").get_completions(list(words[:-1]), words[-1])
+    return [item.value for item in found if item.type == "plain"]
+
+
+def test_completion():
+    assert completions("generate", "--model", "qwen3-1") == ["Qwen3-1.7B", "Qwen3-14B"]
+    assert "Llama-3.2-1B-Instruct" in completions("eval", "fp8", "-m", "llama-3.2")
+    assert completions("plan", "--gpu", "h") == ["H200", "H100", "H100-NVL"]
+    assert completions("chat", "--dtype", "f") == ["float16", "float32"]
+    assert completions("bench", "decode", "--device", "") == ["auto", "cpu", "cuda"]
+    assert completions("compare", "--layer", "layers.*.m") == ["layers.*.mlp"]
+    assert completions("plan", "--impl", "head=") == ["head=auto", "head=eager", "head=triton"]
+    assert completions("plan", "-o", "") == ["text", "json"]
+    assert completions("ge") == ["generate"]
+
+
+def test_what_completion_offers_is_accepted(run):
+    from minirt.cli.completion import _VALUES
+
+    for option in ("--dtype", "--gpu", "--impl", "--kv-cache-dtype"):
+        for value in _VALUES[option]:
+            if "triton" not in value:
+                assert run("plan", "-m", "SmolLM2-135M", option, value, "-o", "json")[0] == 0, (option, value)
+
+
+def test_a_shell_is_answered_without_heavy_imports():
+    code = "import sys; from minirt.cli import app as cli\ntry: cli.main([])\nfinally: print({'torch', 'triton'} & set(sys.modules))"
+    environment = {"_MINIRT_COMPLETE": "bash_complete", "COMP_WORDS": "minirt plan --model Qwen3-4", "COMP_CWORD": "3"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=os.environ | environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["dir,Qwen3-4", "plain,Qwen3-4B", "set()"], done.stderr
+
+
 def test_fp8_reaches_the_model(run, folder):
     def answers(*flags):
         return json.loads(run("generate", "-m", folder, *CACHE, *flags, "--json", "-q", "--max-tokens", 9, "hello")[1])

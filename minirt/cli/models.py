@@ -1,0 +1,107 @@
+"""`minirt models`: the presets, their sizes, and which of them fit in the memory of a device."""
+
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from minirt.cli.options import debug_option, gpu_option, planned_gpu, text_format_option
+from minirt.cli.output import json_line, write
+from minirt.sizes import format_bytes, format_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from minirt.gpus import AbsentGPU
+
+
+@click.command()
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@gpu_option
+@text_format_option
+@debug_option
+def models(output_format: str, **options: Any) -> None:
+    """List the presets: their Hub ids, parameters, bytes of weights, and which fit on this machine. Needs no network.
+
+    Models of the same architectures that are not listed load by their Hub id or folder.
+    """
+    gpu = planned_gpu(options)
+    from minirt.device import free_memory, pick_device
+
+    device = pick_device(options["device"]) if gpu is None else gpu
+    rows = _rows(device)
+    if output_format == "json":
+        write(json_line({"device": str(device), "free_bytes": free_memory(device), "models": rows}))
+        return
+    write(_table(rows, f"{device} · {format_size(free_memory(device))} free"))
+
+
+def _rows(device: "torch.device | AbsentGPU") -> list[dict[str, Any]]:
+    from minirt import models as known
+
+    rows = [_row(known.EMBEDDED, None, device)]
+    rows += [_row(preset.name, preset.hub_id, device) for preset in known.presets()]
+    return rows
+
+
+def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> dict[str, Any]:
+    import torch
+
+    from minirt.loading.load import find
+    from minirt.loading.memory import plan_memory
+    from minirt.modeling.formats import Quantization
+    from minirt.modeling.model import Model
+    from minirt.models import build
+
+    config = find(name, None, need_weights=False)[1]
+    plain, quantized = Model(config, build(config)), Model(config, build(config), Quantization("fp8"))
+    fits = None
+    for option, model, dtype in _ways(device, plain, quantized):
+        model.dtype = model.kv_dtype = dtype
+        if fits is None and plan_memory(model, config.context_len, device, None, 1).fits:
+            fits = option
+    return {
+        "name": name, "hub_id": hub_id, "parameters": plain.num_parameters, "bf16_bytes": plain.weight_bytes(torch.bfloat16),
+        "fp8_bytes": quantized.weight_bytes(torch.bfloat16), "context": config.context_len, "fits": fits is not None,
+        "fits_with": fits or None,
+    }  # fmt: skip
+
+
+def _ways(device: "torch.device | AbsentGPU", plain: Any, quantized: Any) -> "list[tuple[str, Any, torch.dtype]]":
+    """The options to try, with the model and the dtype that they give; the first needs none."""
+    import torch
+
+    from minirt.device import compute_capability
+
+    if device.type == "cpu":
+        return [
+            ("", plain, torch.float32), ("--dtype bfloat16", plain, torch.bfloat16),
+            ("--dtype bfloat16 --fp8", quantized, torch.bfloat16),
+        ]  # fmt: skip
+    ways = [("", plain, torch.bfloat16)]
+    return [*ways, ("--fp8", quantized, torch.bfloat16)] if compute_capability(device) >= (8, 9) else ways
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> str:
+    """One row for a model and its -Instruct form, which has the same shape but for its context."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = {row["name"] for row in rows}
+    table = Table(title=title)
+    for column in ("model", "Hub id", "parameters", "bf16", "fp8", "fits"):
+        table.add_column(column, justify="right" if column in ("parameters", "bf16", "fp8") else "left")
+    for row in rows:
+        if row["name"].removesuffix("-Instruct") != row["name"] and row["name"].removesuffix("-Instruct") in names:
+            continue
+        suffix = "[-Instruct]" if f"{row['name']}-Instruct" in names else ""
+        fits = "no" if not row["fits"] else row["fits_with"] if row["fits_with"] else "yes"
+        hub = "part of the package" if row["hub_id"] is None else row["hub_id"] + suffix
+        sizes = (format_bytes(row["bf16_bytes"]), format_bytes(row["fp8_bytes"]))
+        table.add_row(row["name"] + suffix, hub, f"{row['parameters'] / 1e6:,.1f} M", *sizes, fits)
+    printed, terminal = io.StringIO(), sys.stdout.isatty()
+    width = None if terminal else 130
+    console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    return printed.getvalue()

@@ -1,0 +1,86 @@
+"""GPUs that are not in this machine, for which `minirt plan` and `minirt models` plan: well-known ones, or any by its memory."""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from minirt.errors import DeviceError, InputError
+from minirt.sizes import format_size, parse_size
+
+
+@dataclass(frozen=True)
+class AbsentGPU:
+    """An NVIDIA GPU that takes the place of a `torch.device` where a model is only planned.
+
+    Args:
+        name: for the user.
+        memory: all of it, in bytes.
+        capability: its CUDA compute capability. `assumed`: nobody stated it.
+    """
+
+    type: ClassVar[str] = "cuda"
+    index: ClassVar[None] = None
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    assumed: bool = False
+
+    def __str__(self) -> str:
+        return f"cuda ({self.name}, sm_{self.capability[0]}{self.capability[1]}{' assumed' if self.assumed else ''})"
+
+    @property
+    def free(self) -> int:
+        """An estimate of the memory that is free before a model is loaded: all but that of the CUDA context and its libraries."""
+        return max(0, self.memory - CONTEXT_BYTES)
+
+
+CONTEXT_BYTES = 1 << 30
+_LOWEST = (8, 0)  # the oldest compute capability that the kernels run on; assumed for a GPU of which only the memory is known
+# Name: memory in MiB as the driver reports it (`nvidia-smi`, ECC on where that is the default: less than the datasheet says), and
+# compute capability (https://developer.nvidia.com/cuda-gpus).
+_KNOWN = {
+    "B200": (183359, (10, 0)),
+    "H200": (143771, (9, 0)),
+    "H100": (81559, (9, 0)),
+    "H100-NVL": (95830, (9, 0)),
+    "A100-80GB": (81920, (8, 0)),
+    "A100-40GB": (40960, (8, 0)),
+    "L40S": (46068, (8, 9)),
+    "L4": (23034, (8, 9)),
+    "A10": (23028, (8, 6)),
+    "T4": (15360, (7, 5)),
+    "RTX-PRO-6000": (97887, (12, 0)),
+    "RTX-6000-Ada": (49140, (8, 9)),
+    "RTX-A6000": (49140, (8, 6)),
+    "RTX-5090": (32607, (12, 0)),
+    "RTX-4090": (24564, (8, 9)),
+    "RTX-3090": (24576, (8, 6)),
+}
+GPU_NAMES = tuple(_KNOWN)
+
+
+def find_gpu(text: str) -> AbsentGPU:
+    """The GPU that `text` names: "H200", "NVIDIA RTX 4090" (case, spaces and hyphens do not count), its memory ("24GiB"), or both
+    its memory and its compute capability ("24GiB:8.9").
+
+    Raises:
+        DeviceError: an unknown name.
+    """
+    plain = _plain(text).removeprefix("nvidia").removeprefix("geforce")
+    for name, (mib, capability) in _KNOWN.items():
+        if plain in (_plain(name), _plain(name).removeprefix("rtx")):
+            return AbsentGPU(name, mib << 20, capability)
+    size, colon, number = text.partition(":")
+    try:
+        memory = parse_size(size)
+        if colon and re.fullmatch(r"[0-9]{1,2}\.[0-9]", number) is None:
+            raise InputError("not a compute capability")
+    except InputError:
+        expected = f"a memory size such as 24GiB, with a compute capability as 24GiB:8.9, or one of {', '.join(_KNOWN)}"
+        raise DeviceError("unknown GPU", where="--gpu", expected=expected, found=text) from None
+    major, minor = map(int, number.split(".")) if number else _LOWEST
+    return AbsentGPU(format_size(memory), memory, (major, minor), assumed=not number)
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())

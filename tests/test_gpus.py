@@ -1,0 +1,86 @@
+"""Plans for GPUs that are not here: which layers run on Triton, what fits, and names and sizes of GPUs."""
+
+import pytest
+import torch
+
+from minirt.device import compute_capability, free_memory, is_nvidia
+from minirt.errors import DeviceError
+from minirt.gpus import CONTEXT_BYTES, GPU_NAMES, find_gpu
+from minirt.loading.load import plan_load
+from minirt.loading.options import LoadOptions
+
+
+def planned(gpu, **options):
+    return plan_load(LoadOptions(**{"model": "Qwen2.5-7B", "device": "auto", **options}), find_gpu(gpu))
+
+
+def implementations(model):
+    return {row.kind: row.implementation for row in model.plan.rows}
+
+
+@pytest.mark.parametrize("text", ["H200", "h200", "NVIDIA H200", "nvidia-h200"])
+def test_names(text):
+    gpu = find_gpu(text)
+    assert (gpu.name, gpu.capability) == ("H200", (9, 0))
+    assert 139 < gpu.memory / 2**30 < 141
+    assert str(gpu) == "cuda (H200, sm_90)"
+    assert find_gpu("NVIDIA GeForce RTX 4090") == find_gpu("rtx-4090") == find_gpu("4090")
+    assert {find_gpu(name).name for name in GPU_NAMES} == set(GPU_NAMES)
+
+
+def test_sizes():
+    assert find_gpu("24GiB").memory == 24 << 30
+    assert str(find_gpu("24GiB")) == "cuda (24GiB, sm_80 assumed)"
+    assert str(find_gpu("40GB:12.0")) == "cuda (37.25GiB, sm_120)"
+    for wrong in ("", "H300", "A100", "24XB", "GiB", "24GiB:", "24GiB:9", "24GiB:x.y", "-1GiB", "24GiB:8.9:1", "0"):
+        with pytest.raises(DeviceError, match=r"--gpu: .*24GiB:8\.9.*H200") as error:
+            find_gpu(wrong)
+        assert error.value.is_usage
+
+
+def test_the_capability_decides(monkeypatch):
+    """Not what this machine has: neither its Triton nor its environment."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("minirt.layers.base.triton_installed", lambda: False)
+    assert compute_capability(find_gpu("L4")) == (8, 9)
+    assert is_nvidia(find_gpu("L4"))
+    for gpu in ("A100-80GB", "L4", "H200", "B200", "RTX-5090"):
+        model, _ = planned(gpu)
+        assert set(implementations(model).values()) == {"triton"}, gpu
+        assert model.dtype == torch.bfloat16
+        assert model.plan.not_capturable is None
+    assert set(implementations(planned("T4")[0]).values()) == {"eager"}
+    model, _ = planned("A10", quantization="fp8")
+    assert implementations(model) == {
+        "embedding": "triton", "attention": "eager", "mlp": "eager", "select": "triton", "head": "eager",
+    }  # fmt: skip
+    assert "8.6 is below 8.9 for fp8 weights" in model.plan.rows[1].reason
+    assert set(implementations(planned("L4", quantization="fp8")[0]).values()) == {"triton"}
+    assert implementations(planned("A10", kv_cache_dtype="fp8")[0])["attention"] == "eager"
+    assert implementations(planned("L4", kv_cache_dtype="fp8")[0])["attention"] == "triton"
+
+
+def test_memory():
+    """The sizes of Qwen2.5-7B, counted by hand: 7.62 G parameters; 28 layers of 2 · 4 heads · 128 values a token."""
+    model, memory = planned("H200")
+    assert memory.weights == model.plan.weight_bytes == 7_615_616_512 * 2
+    assert memory.page == 64 * 28 * 2 * 4 * 128 * 2
+    assert memory.free == find_gpu("H200").memory - CONTEXT_BYTES == free_memory(find_gpu("H200"))
+    left = memory.free - memory.weights - memory.other
+    assert memory.pages == int(0.9 * left) // memory.page
+    assert memory.tokens == 64 * memory.pages
+    assert memory.fits
+    assert memory.needed <= memory.free
+    halved = planned("H200", kv_cache_dtype="fp8")[1]
+    assert halved.page == 64 * 28 * 2 * 4 * (128 + 4), "a scale for each token and head"
+    assert planned("H200", max_model_len=130, max_num_seqs=2)[1].pages == 2 * 3, "no more than full sequences need"
+    assert planned("H200", kv_cache_memory=5 * memory.page + 1)[1].pages == 5
+
+
+@pytest.mark.parametrize(("options", "fits"), [({}, False), ({"quantization": "fp8"}, True), ({"dtype": "float32"}, False)])
+def test_what_does_not_fit(options, fits):
+    memory = planned("15GiB:8.9", **options)[1]
+    assert memory.fits == fits
+    assert (memory.pages > 0) == fits
+    assert (memory.needed <= memory.free) == fits
+    assert not planned("15GiB:8.9", quantization="fp8", kv_cache_memory=12 << 30)[1].fits, "pages count as well"
