@@ -21,6 +21,9 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
     ("minirt.kernels.attention.dispatch", "PARTIAL"),
     ("minirt.kernels.attention.rope_write", "REGIMES"),
 )
+# Compute capability → the kernels that only it has, for `minirt plan`. A test compares this with the tables, whose modules import
+# Triton.
+SPECIAL_KERNELS = {90: ("decode_fp8_sm90", "decode_sm90", "gemm_sm90", "prefill_sm90")}
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,34 @@ def test_a_generator_uses_them(now, monkeypatch):
         Generator.from_pretrained(LoadOptions(device="cpu", threads=99))
 
 
+ENGINE = """
+import os, torch
+from minirt import Generator, SamplingParams
+
+def ticks():
+    # CPU time of each thread of this process, in clock ticks.
+    fields = {t: open(f"/proc/self/task/{t}/stat").read().rsplit(")", 1)[1].split() for t in os.listdir("/proc/self/task")}
+    return {t: int(own[11]) + int(own[12]) for t, own in fields.items()}
+
+torch.set_num_threads(2)
+with Generator.from_pretrained(device="cpu", threads=1, kv_cache_memory=8 << 20) as generator:
+    inside = lambda: generator._engine.call(lambda engine: torch.get_num_threads())
+    count, before = inside(), set(ticks())
+    generator.generate([1, 2, 3], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    print(count, len(set(ticks()) - before))
+    with Generator.from_pretrained(device="cpu", threads=2, kv_cache_memory=8 << 20) as second:
+        print(inside(), second._engine.call(lambda engine: torch.get_num_threads()))
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2 or not os.path.exists("/proc/self/task"), reason="needs two CPUs, and Linux")
+def test_the_engines_thread_computes_with_them():
+    """Each thread has an OpenMP pool of its own, and the engine's thread is the one that computes."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", ENGINE], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1", "0", "1", "2"], done.stdout + done.stderr
+
+
 SPIN = """
 import ctypes, json, os, sys
 found = []

@@ -73,12 +73,8 @@ def _memory_lines(memory: "MemoryPlan", gpu: AbsentGPU | None) -> list[str]:
 
 def _special_kernels(model: "Model") -> list[str]:
     """The kernels that only this GPU's compute capability has, if a layer runs on Triton."""
-    from minirt.device import compute_capability, triton_installed
-
-    if not (model.uses_triton and triton_installed()):
-        return []
-    from minirt.kernels.regimes import operations
+    from minirt.device import compute_capability
+    from minirt.kernels.regimes import SPECIAL_KERNELS
 
     major, minor = compute_capability(model.device)
-    regimes = [regime for axis in ("tokens", "sequences") for table in operations(axis) for regime in table]
-    return sorted({regime.kernel for regime in regimes if regime.capability == 10 * major + minor})
+    return list(SPECIAL_KERNELS.get(10 * major + minor, ())) if model.uses_triton else []

@@ -501,7 +501,7 @@ def test_what_completion_offers_is_accepted(run):
 
 
 def test_a_shell_is_answered_without_heavy_imports():
-    code = "import sys; from minirt.cli import app as cli\ntry: cli.main([])\nfinally: print({'torch', 'triton'} & set(sys.modules))"
+    code = "import sys; from minirt.cli import app\ntry: app.main([])\nfinally: print({'torch', 'triton'} & set(sys.modules))"
     environment = {"_MINIRT_COMPLETE": "bash_complete", "COMP_WORDS": "minirt plan --model Qwen3-4", "COMP_CWORD": "3"}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=os.environ | environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["dir,Qwen3-4", "plain,Qwen3-4B", "set()"], done.stderr
