@@ -163,14 +163,15 @@ def test_commands_without_triton():
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "from minirt.cli.app import main\n"
-        "for words in ('env', 'plan --device cpu', 'compare --device cpu -q', 'bench kernels o --device cpu',\n"
+        "for words in ('env', 'plan --device cpu', 'plan --gpu h200', 'models --gpu l4',\n"
+        "              'compare --device cpu -q', 'bench kernels o --device cpu',\n"
         "              'plan --device cpu --impl triton', 'tune --show'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as end: print('code', end.code, file=sys.stderr)"
     )
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     codes = [line.split()[1] for line in out.stderr.splitlines() if line.startswith("code ")]
-    assert codes == ["0", "0", "1", "1", "2", "1"], out.stderr
+    assert codes == ["0", "0", "0", "0", "1", "1", "2", "1"], out.stderr
     assert "Traceback" not in out.stderr
     assert out.stderr.count("Triton is not installed") == 4
     assert "triton           not installed" in out.stdout

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 SPINS = ("default", "passive", "0", "1000", "3000", "10000", "30000", "100000")
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -43,13 +43,12 @@ def child(model: str, threads: int, spin: str) -> None:
         def speed(seconds: float) -> float:
             started, count = time.perf_counter(), 0
             while True:
-                pieces = generator.stream([1, 2, 3], params)
-                for piece in pieces:
-                    count += len(piece.token_ids)
-                    taken = time.perf_counter() - started
-                    if taken > seconds:
-                        pieces.close()
-                        return count / taken
+                with closing(generator.stream_completion([1, 2, 3], params)) as pieces:
+                    for piece, _ in pieces:
+                        count += len(piece.token_ids)
+                        taken = time.perf_counter() - started
+                        if taken > seconds:
+                            return count / taken
 
         speed(0.2)
         print(generator._engine.call(lambda engine: torch.get_num_threads()), flush=True)
@@ -75,17 +74,14 @@ def started(model: str, threads: int, spin: str) -> Iterator[tuple["subprocess.P
 
 
 def measure(process: "subprocess.Popen[str]", seconds: float) -> float:
-    assert process.stdin is not None
-    process.stdin.write(f"{seconds}\n")
-    process.stdin.flush()
+    print(seconds, file=process.stdin, flush=True)
     return float(_line(process))
 
 
 def _line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
+    line = process.stdout.readline() if process.stdout else ""
     if not line:
-        sys.exit(f"{process.args}: exit code {process.wait()}")
+        sys.exit(f"{process.args!r}: exit code {process.wait()}")
     return line
 
 

@@ -35,7 +35,7 @@ class LoadOptions:
         max_num_seqs: maximum number of requests in one step; further ones wait.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
             requests. None: 8,192 on a GPU, 512 on a CPU.
-        threads: number of threads of PyTorch's CPU operations, in the whole process except in generators that exist already. None:
+        threads: number of threads of PyTorch's CPU operations, in the whole process except in generators that exist. None:
             the value of OMP_NUM_THREADS, else PyTorch's own setting limited to the CPUs that this process may use (affinity and
             cgroup quota).
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same

@@ -11,6 +11,7 @@ from minirt.device import on_device
 from minirt.engine.kv_cache import KVCache, LayerKV, LayerState, PagesSpec, StateSpec
 from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError, UnsupportedError
+from minirt.gpus import AbsentGPU
 from minirt.layers import (
     BUILT_IN,
     Layer,
@@ -156,7 +157,8 @@ class Model:
         reason = chosen.unsupported(layer, self.device)
         if reason is not None:
             raise UnsupportedError(f"{wanted} cannot run {layer.name}: {reason}", where=why)
-        layer.bind(chosen)
+        if not isinstance(self.device, AbsentGPU):  # there, Triton would be imported for nothing, and need not be installed
+            layer.bind(chosen)
         return wanted, why
 
     def _automatic(self, layer: Layer) -> tuple[str, str]:

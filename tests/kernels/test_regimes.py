@@ -6,7 +6,6 @@ from minirt.kernels.regimes import SPECIAL_KERNELS, TABLES
 
 
 def test_special_kernels_are_those_of_the_tables():
-    """EARLY says when other kernels trigger; its regimes are no kernels of their own."""
     regimes = [regime for module, name in TABLES for regime in getattr(import_module(module), name)]
     found = {}
     for regime in regimes:
