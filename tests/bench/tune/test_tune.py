@@ -220,7 +220,7 @@ def test_no_gpu_is_an_error(call):
 def test_what_is_stored_has_one_form(call, option):
     code, _, text = call("tune", "--show", *option)
     assert code == 2
-    assert "not with --show" in text
+    assert "combined with --show" in text
 
 
 @pytest.mark.gpu
