@@ -90,6 +90,10 @@ class EngineError(MinirtError):
     """The engine cannot go on with a request: the generator was closed, or an unforeseen exception occurred (`__cause__`)."""
 
 
+class SlowReaderError(MinirtError):
+    """A stream of `AsyncGenerator` was aborted, because more of its pieces waited for their reader than `max_unread` allows."""
+
+
 class NumericsError(MinirtError):
     """The model computed NaN, or only infinities, instead of finite numbers."""
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from minirt import models
-from minirt.engine.engine import Engine, Request
+from minirt.engine.engine import Engine, Request, TokenOutput
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
@@ -146,30 +146,19 @@ class Generator:
         Raises:
             MinirtError: a request failed. `completions` keeps the others.
         """
-        single = _is_single(prompts)
-        many: Any = [prompts] if single else prompts
-        own: Any = [_one(params)] if single else params
-        running = self.completions(many, own)
-        with closing(running), prompt_bar(len(running.all), progress) as advance:
-            for _, completion in running:
-                advance(n_finished=1, n_tokens=len(completion.token_ids))
-        for i, completion in enumerate(running.all):
-            if completion.error is not None:
-                raise completion.error if single else completion.error.within(f"prompts[{i}]")
-        return running.all[0] if single else running.all
+        call = self._prepare(prompts, params, single=is_single(prompts))
+        with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
+            for stream, piece in pieces:
+                if piece.finish_reason is not None:
+                    advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
+        return call.result()
 
     def completions(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams | None] | None = None
     ) -> "Completions":
         """Complete many prompts at once: an iterator of (index of the prompt, its `Completion`) in the order of finishing."""
-        if not isinstance(prompts, list | tuple):
-            raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
-        if isinstance(params, SamplingParams) or params is None:
-            params = [params] * len(prompts)
-        if not isinstance(params, list | tuple) or len(params) != len(prompts):
-            what, found = "one SamplingParams for each prompt", repr(params)[:80]
-            raise InputError(what, where="params", expected=len(prompts), found=found)
-        return Completions(self, prompts, params)
+        call = self._prepare(prompts, params, single=False)
+        return Completions(call, self._run(call))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
@@ -188,12 +177,11 @@ class Generator:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """As `stream`, with the completion as it stands after each piece."""
-        streams = self._streams([prompt], [params])
-        with closing(self._run(streams)) as pieces:
-            for _, piece in pieces:
-                if streams[0].completion.error is not None:
-                    raise streams[0].completion.error
-                yield piece, streams[0].completion
+        with closing(self._run(self._prepare(prompt, params, single=True))) as pieces:
+            for stream, piece in pieces:
+                if stream.completion.error is not None:
+                    raise stream.completion.error
+                yield piece, stream.completion
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
@@ -303,41 +291,76 @@ class Generator:
             raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
         self._live.check(tokens)
 
-    def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[CompletionStream]:
-        """Encoded and checked requests, not in the engine yet."""
-        streams = []
+    def _prepare(self, prompts: Any, params: Any, *, single: bool) -> "Call":
+        """Encode and check the requests of one call. `single`: `prompts` is one prompt. Any thread may do it."""
+        prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
+        call = Call([], [], single)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 tokens, sampling = self.encode(prompt), self.effective_sampling(own)
+                self._check(tokens, sampling)
             decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
             completion = Completion(tokens, [], "", None, sampling)
-            streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
-        return streams
+            call.streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
+            call.requests.append(Request(self._engine.new_id(), tokens, sampling, self.eos_token_ids))
+        return call
 
-    def _run(self, streams: Sequence[CompletionStream]) -> Generation[tuple[int, Piece], None, None]:
-        """Run requests to their ends, yielding (its index, piece); left early, it aborts."""
-        requests: list[Request] = []
-        for index, stream in enumerate(streams):
-            stream.started = time.perf_counter()
-            asked = stream.completion
-            with inside(f"prompts[{index}]" if len(streams) > 1 else None):
-                self._check(asked.prompt_token_ids, asked.sampling)
-            requests.append(Request(self._engine.new_id(), asked.prompt_token_ids, asked.sampling, self.eos_token_ids))
-        running = {request.id: index for index, request in enumerate(requests)}
+    def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
+        """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts."""
         with self._engine.connect() as client:
-            if requests:
-                client.submit(requests)
-            while running:
+            if call.requests:
+                client.submit(call.start())
+            while call.open:
                 for output in client.receive():
-                    index = running.get(output.request_id, -1)
-                    if index < 0:  # it ended at a stop string; the engine was ahead
-                        continue
-                    piece = streams[index].push(output)
-                    if piece.finish_reason is not None:
-                        del running[output.request_id]
-                        if output.finish_reason is None:
+                    if output.request_id in call.open:  # else it ended at a stop string; the engine was ahead
+                        stream, piece = call.push(output)
+                        if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
-                    yield index, piece
+                        yield stream, piece
+
+
+@dataclass
+class Call:
+    """The requests of one call of the API: the engine's outputs go in, pieces come out.
+
+    Attributes:
+        streams, requests: one of each for every prompt.
+        single: whether the call is about one prompt, not a list.
+        open: the streams of the requests that run, by their ids.
+    """
+
+    streams: list[CompletionStream]
+    requests: list[Request]
+    single: bool
+    open: dict[int, CompletionStream] = field(default_factory=dict)
+
+    def start(self) -> list[Request]:
+        """The requests, to be submitted now."""
+        started = time.perf_counter()
+        for stream in self.streams:
+            stream.started = started
+        self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
+        return self.requests
+
+    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
+        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
+        stream = self.open[output.request_id]
+        piece = stream.push(output)
+        if piece.finish_reason is not None:
+            del self.open[output.request_id]
+        return stream, piece
+
+    def result(self) -> Any:
+        """What `generate` returns, once all requests have ended.
+
+        Raises:
+            MinirtError: one of them failed.
+        """
+        done = [stream.completion for stream in self.streams]
+        for i, completion in enumerate(done):
+            if completion.error is not None:
+                raise completion.error if self.single else completion.error.within(f"prompts[{i}]")
+        return done[0] if self.single else done
 
 
 class Completions:
@@ -347,25 +370,25 @@ class Completions:
     None where it is not over. `close` aborts the rest. One that fails has `error` set and does not stop the others.
     """
 
-    def __init__(self, generator: Generator, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> None:
-        streams = generator._streams(prompts, params)
-        self.all = [stream.completion for stream in streams]
-        self._pieces = generator._run(streams)
+    def __init__(self, call: Call, pieces: Generation[tuple[CompletionStream, Piece], None, None]) -> None:
+        self.all = [stream.completion for stream in call.streams]
+        self._indices = {id(stream): index for index, stream in enumerate(call.streams)}
+        self._pieces = pieces
 
     def __iter__(self) -> Iterator[tuple[int, Completion]]:
         return self
 
     def __next__(self) -> tuple[int, Completion]:
-        for index, piece in self._pieces:
+        for stream, piece in self._pieces:
             if piece.finish_reason is not None:
-                return index, self.all[index]
+                return self._indices[id(stream)], stream.completion
         raise StopIteration
 
     def close(self) -> None:
         self._pieces.close()
 
 
-def _is_single(prompts: Any) -> bool:
+def is_single(prompts: Any) -> bool:
     """Whether it is one prompt: a text, or a list of what can only be token ids."""
     if isinstance(prompts, str):
         return True
@@ -377,3 +400,15 @@ def _one(params: Any) -> SamplingParams | None:
     if params is None or isinstance(params, SamplingParams):
         return params
     raise InputError("one prompt takes one SamplingParams", where="params", found=type(params).__name__)
+
+
+def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The prompts, and as many SamplingParams."""
+    if not isinstance(prompts, list | tuple):
+        raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
+    if isinstance(params, SamplingParams) or params is None:
+        params = [params] * len(prompts)
+    if not isinstance(params, list | tuple) or len(params) != len(prompts):
+        what, found = "one SamplingParams for each prompt", repr(params)[:80]
+        raise InputError(what, where="params", expected=len(prompts), found=found)
+    return prompts, params
