@@ -7,7 +7,8 @@ TORCH  := 2.13.0
 
 .PHONY: demo dev test lint clean
 
-# The torch that was tested goes in first, so that nothing after it picks another.
+# The torch that was tested goes in first, so that nothing after it picks another. Triton is not pinned: unless torch asks for one,
+# the newest of the index is installed, and tests/kernels/compile compiles every kernel with it.
 $(VENV)/runtime: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "torch==$(TORCH)"

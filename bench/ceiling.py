@@ -73,7 +73,7 @@ def read_ceiling(device: torch.device, nbytes: int | None = None, repeats: int =
         OutOfMemoryError: the buffers do not fit in memory.
     """
     nbytes = nbytes or BUFFER_BYTES[device.type]
-    require_memory(2 * nbytes, device, "buffers for the read ceiling", "free some memory")
+    require_memory(2 * nbytes, device, "buffers to measure the memory bandwidth", "free some memory")
     if device.type == "cuda":
         seconds, how = _read_gpu(device, nbytes, repeats), "Triton kernel that only reads"
     else:

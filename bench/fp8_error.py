@@ -16,7 +16,7 @@ from minirt.engine.kv_cache import PAGE_SIZE, KVCache
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import ConfigError, InputError
 from minirt.kernels.reference import linear_fp8
-from minirt.layers import Attention, Forward, Layer, implementation
+from minirt.layers import Forward, Layer, implementation
 from minirt.modeling.formats import CHUNK
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear
@@ -77,16 +77,16 @@ def format_errors(plain: Model, quantized: Model, tokens: Sequence[int]) -> list
         raise InputError("cannot measure on this many tokens", where="text", expected=expected, found=len(tokens))
     if [layer.name for layer in plain.layers] != [layer.name for layer in quantized.layers]:
         raise ConfigError("not the same layers", where="format_errors", expected="one model in two formats")
-    if any(linear.format for layer in plain.layers for linear in layer.linears()):
+    if any(weights.format for layer in plain.layers for weights in layer.quantizable()):
         raise ConfigError("already quantized", where="format_errors", expected="the first model in its own dtype")
-    cache = KVCache(plain.kv_shapes, -(-len(tokens) // PAGE_SIZE), plain.device, plain.dtype)
+    cache = KVCache(plain.cache_specs, -(-len(tokens) // PAGE_SIZE), plain.device, plain.dtype)
     pages = cache.allocator.allocate(cache.num_pages)
     batch = Batch.build([Chunk(list(tokens), 0, pages, num_logits=len(tokens))], cache.page_size).to(plain.device)
     own = iter(cache.layers)
     x, found = torch.empty(0, device=plain.device), []
     for layer, other in zip(plain.layers, quantized.layers, strict=True):
         forward, probed = _probed(layer)
-        x = forward(x, batch, next(own) if isinstance(layer, Attention) else None)
+        x = forward(x, batch, None if layer.cache_spec is None else next(own))
         for name, probe in probed.items():
             twin = getattr(other, name)
             if twin.scale is not None:

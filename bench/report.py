@@ -64,13 +64,13 @@ class Report:
 
 
 def heading(shared: Row) -> list[str]:
-    """Return the first lines of a Markdown report: device, versions, and the read ceiling if it was measured."""
+    """Return the first lines of a Markdown report: device, versions, and the memory bandwidth if it was measured."""
     versions = " · ".join(f"{name} {shared['versions'][name]}" for name in ("torch", "triton"))
     kind = shared["device"] if shared["backend"] == "CUDA" else f"**CPU figures, no GPU:** {shared['device']}"
     lines = [f"{kind} · {versions} · minirt {shared['commit']} · {shared['date']}", ""]
     if shared["read_ceiling"]:
         rate, sheet = shared["read_ceiling"]["bytes_per_s"] / 1e9, shared["datasheet_bytes_per_s"]
-        lines += [f"Read ceiling, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
+        lines += [f"Memory bandwidth, same run: {rate:,.1f} GB/s ({shared['read_ceiling']['how']})"
                   + (f"; datasheet: {sheet / 1e9:,.0f} GB/s" if sheet else "") + ".", ""]  # fmt: skip
     return lines
 
@@ -104,7 +104,7 @@ def context(
 
 
 def machine(benchmark: str, device: torch.device, command: list[str], ceiling: Ceiling | None) -> Row:
-    """Return where and with what a benchmark ran: device, versions, commit, command line, read ceiling."""
+    """Return where and with what a benchmark ran: device, versions, commit, command line, memory bandwidth."""
     facts = environment()
     return {
         "schema": 1,
@@ -124,7 +124,7 @@ def machine(benchmark: str, device: torch.device, command: list[str], ceiling: C
 def commit() -> str:
     """Return the commit of the running source, with "-dirty" if tracked files differ from it; without git, minirt's version.
 
-    The commit counts only if git tracks this file. Otherwise a minirt installed inside another repository would report that
+    The commit is used only if git tracks this file. Otherwise a minirt installed inside another repository would report that
     repository's commit.
     """
     file = Path(__file__).resolve()
@@ -211,7 +211,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("graph ms", lambda r: _number(r["graph_replay_s"], 1e3, 3)),
         ("GB/step", lambda r: _number(r["weight_bytes_read"] + r["kv_bytes_read"], 1e-9, 3)),
         ("GB/s", lambda r: _number(r["read_bytes_per_s"], 1e-9, 1)),
-        ("of ceiling", lambda r: _number(r["share_of_read_ceiling"], 100, 1, " %")),
+        ("of bandwidth", lambda r: _number(r["share_of_read_ceiling"], 100, 1, " %")),
         ("of datasheet", lambda r: _number(r["share_of_datasheet"], 100, 1, " %")),
         ("of the limit", lambda r: _number(r["share_of_limit"], 100, 1, " %")),
         *_FIRST_AND_PEAK,

@@ -93,6 +93,6 @@ def check_operands(
         raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
     check_tensor("x", x, (None, None), x.dtype, x.device)
     check_tensor("x_scale", x_scale, (x.shape[0],), torch.float32, x.device)
-    # What is left are the checks of 16-bit activations with fp8 weights: bias and residual are as wide as those would be.
+    # The remaining checks are those of 16-bit activations with fp8 weights: bias and residual have the same dtype as there.
     like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)
     check_linear(torch.empty_like(x, dtype=like), weight, bias, residual, out, activation, scale)

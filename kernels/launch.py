@@ -5,19 +5,20 @@ import functools
 import torch
 from torch import Tensor
 
+from minirt.device import compute_capability
 from minirt.errors import InputError, UnsupportedError
 
 _SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-_INTERPRETER = 80  # the interpreter takes the configurations of the plainest target
-_INTERPRETER_SMS = 6  # few: it runs one program after the other, and each of a persistent kernel's has several work items
+_INTERPRETER = 80  # the interpreter uses the configurations of the oldest target
+_INTERPRETER_SMS = 6  # few, so that each program of a persistent kernel has several work items
 
 
 @functools.lru_cache
 def capability(device: torch.device) -> int:
-    """Compute capability of `device` as one number, 90 for Hopper; what the configurations depend on."""
+    """Compute capability as one number, such as 90 for Hopper; 0 for an AMD GPU; `_INTERPRETER` on a CPU."""
     if device.type != "cuda":
         return _INTERPRETER
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = compute_capability(device)
     return 10 * major + minor
 
 
@@ -30,7 +31,7 @@ def sm_count(device: torch.device) -> int:
 
 
 def require_fp8(device: torch.device) -> None:
-    """Raise UnsupportedError on a GPU on which Triton has no 8-bit floats. (Its interpreter has them.)"""
+    """Raise UnsupportedError on a GPU without FP8 in Triton. (Triton's interpreter has FP8.)"""
     if device.type == "cuda" and capability(device) < 89:
         raise UnsupportedError(
             "no fp8 weights on this GPU", expected="compute capability 8.9 or later",
@@ -44,12 +45,12 @@ def shared_limit(cc: int) -> int:
 
 
 def fit_stages(stage_bytes: int, budget: int, most: int = 4) -> int:
-    """Pipeline stages of `stage_bytes` each that fit in `budget` bytes: 1 … `most`."""
+    """How many pipeline stages of `stage_bytes` each fit in `budget` bytes: at least 1, at most `most`."""
     return max(1, min(most, budget // stage_bytes))
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. (Triton's own, which kernels share, takes microseconds.)"""
+    """a / b, rounded up. (`triton.cdiv` takes microseconds on the host.)"""
     return -(-a // b)
 
 
@@ -62,7 +63,7 @@ def launch_options(num_warps: int, num_stages: int, pdl: bool) -> dict:
 
 
 class Workspace:
-    """Scratch for kernels whose programs share one result: fp32 partial results, and counters of who has arrived.
+    """Scratch memory for kernels whose programs share one result: fp32 partial results, and counters of arrived programs.
 
     Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream: they run one after the
     other, so they can share it. Each kernel leaves the counters at zero, as it finds them.
@@ -73,7 +74,7 @@ class Workspace:
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
 
     def reserve(self, num_floats: int) -> None:
-        """Make room for `num_floats`. Graphs that were captured before keep the old buffer's address: call it before."""
+        """Make room for `num_floats` values. Call it before CUDA graphs are captured: they keep the buffer's address."""
         if self._sums.numel() < num_floats:
             self._sums = self._sums.new_empty(num_floats)
 
@@ -82,7 +83,7 @@ class Workspace:
         return _large_enough(self._sums, need, "num_floats")
 
     def counters(self, need: int) -> Tensor:
-        """The int32 counters, all zero between kernels; InputError if there are less than `need`."""
+        """The int32 counters, all zero between kernels; InputError if there are fewer than `need`."""
         return _large_enough(self._counters, need, "num_counters")
 
 

@@ -1,6 +1,6 @@
-"""RMSNorm (Zhang & Sennrich 2019) as a kernel of its own, before the linear layers of two or more tokens.
+"""RMSNorm (Zhang & Sennrich 2019) as a separate kernel, before the linear layers of two or more tokens.
 
-Before fp8 weights it quantizes what it writes: e4m3, and a scale for each row.
+Before a linear layer with fp8 weights, it also quantizes its output to e4m3 with a scale for each row.
 """
 
 import torch
@@ -27,7 +27,7 @@ CASES = [
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
 ):
-    """A row of out [T, H]; with `scale_ptr` quantized."""
+    """Compute one row of out [T, H], quantized if `scale_ptr` is given."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
@@ -37,7 +37,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + t * H + h, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
-    # Normalized value to the activation dtype first, then the weight: the rounding order of Hugging Face.
+    # Round the normalized value to the activation dtype before it is multiplied by the weight, as transformers does.
     y = (wide * inverse_rms).to(x.dtype) * weight
     if scale_ptr is not None:
         y = y.to(tl.float32)
@@ -59,8 +59,8 @@ def rms_norm(
 ) -> Tensor:
     """Rows of `x` [T, H] divided by their root mean square, times `weight` [H] → [T, H]. `out` may be `x`.
 
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later); `early`: and let the next kernel start before this
-    one has its input.
+    With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and later). With `early` as well, the next
+    kernel may start before this one has its input.
     """
     if check:
         _check(x, weight)
@@ -106,5 +106,5 @@ def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | 
 
 
 def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations); `out_itemsize` where it differs: 1 of what is quantized."""
+    """(bytes read and written, floating-point operations); `out_itemsize` if the output's differs: 1 if it is quantized."""
     return (T * H + H) * itemsize + T * H * (out_itemsize or itemsize), 4 * T * H

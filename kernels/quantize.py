@@ -1,4 +1,4 @@
-"""FP8 activations: rows of 16- or 32-bit values as e4m3 with one fp32 scale each, before the linears with fp8 weights."""
+"""Quantizes activations to FP8 (e4m3, with one fp32 scale for each row), before linear layers with fp8 weights."""
 
 import torch
 import triton
@@ -19,11 +19,11 @@ CASES = [
     {"T": 2, "K": 29568},
 ]
 
-_BLOCK = 4096  # values at once
+_BLOCK = 4096  # values in one load
 
 
 def _token_block(T: int) -> int:
-    """T as the number of programs for a row knows it: powers of two, so that few variants are compiled."""
+    """T rounded up to a power of two. The number of programs for a row depends on it, so that few variants are compiled."""
     return max(16, 1 << (T - 1).bit_length())
 
 
@@ -35,7 +35,7 @@ def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One of PARTS parts of a row: each of its programs looks through the whole row for the scale and writes its own part."""
+    """Quantize one of PARTS parts of a row. Each program reads the whole row to find the scale, and writes its own part."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     t = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -53,14 +53,14 @@ def _quantize_kernel(
     scale = fp8_scale(tl.max(highest, 0))
     for i in tl.static_range((BLOCKS + PARTS - 1) // PARTS):
         at = (i * PARTS + part) * BLOCK_K + k
-        x = row[i] if PARTS == 1 else tl.load(x_ptr + at, mask=at < K, other=0.0)  # again, from L1
+        x = row[i] if PARTS == 1 else tl.load(x_ptr + at, mask=at < K, other=0.0)  # the second load hits L1
         tl.store(out_ptr + at, to_fp8(x, scale).to(tl.float8e4nv, bitcast=True), mask=at < K)
     if part == 0:
         tl.store(scale_ptr + t, scale)
 
 
 def quantized_buffers(x: Tensor, out: Tensor | None, scale: Tensor | None, check: bool) -> tuple[Tensor, Tensor]:
-    """Where x [T, K] goes: values [T, K] e4m3 and scales [T] fp32, new or as given."""
+    """The outputs for x [T, K]: values [T, K] e4m3 and scales [T] fp32, allocated unless given."""
     T, K = x.shape
     if out is None:
         out = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
@@ -82,11 +82,11 @@ def quantize(
     pdl: bool = False,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x: one pass (compute capability 8.9 and later).
+    """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x (compute capability 8.9 and later).
 
-    The scale maps a row's largest finite magnitude to 448 and is 1 for a row of zeros; NaN and infinities become NaN. `out` and
-    `scale` take the results' place. `pdl`: overlap with the kernel before it in the stream (sm_90 and later); `early`: and let
-    the next kernel start before this one has its input.
+    The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN. `out` and
+    `scale` are optional output tensors. With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and
+    later). With `early` as well, the next kernel may start before this one has its input.
     """
     if check:
         check_activations("x", x)
@@ -95,7 +95,7 @@ def quantize(
     T, K = x.shape
     if T and K:
         block = min(_BLOCK, triton.next_power_of_2(K))
-        # Few tokens leave SMs for several programs a row.
+        # With few tokens, there are enough SMs for several programs per row.
         parts = max(1, min(cdiv(K, block), sm_count(x.device) // _token_block(T)))
         options = launch_options(max(1, block // 256), 1, pdl)
         _quantize_kernel[(T, parts)](x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=early, **options)

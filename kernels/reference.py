@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FP8_MAX = 448.0  # the largest finite e4m3 value; the format has NaN and no infinity
+_EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
@@ -94,10 +95,11 @@ def write_kv(x: Tensor, pages: Tensor, slots: Tensor, scales: Tensor | None = No
 
 def _gather(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Values of the pages at `slots` [...] → [..., Nkv, D] in `dtype`."""
+    rows = slots.flatten()  # to select rows of a matrix is several times as fast on a CPU as to index with `slots`
     if scales is None:
-        return pages.flatten(0, 1)[slots]
-    values = pages.view(torch.uint8).flatten(0, 1)[slots].view(pages.dtype)
-    return (values.float() * scales.flatten(0, 1)[slots].unsqueeze(-1)).to(dtype)
+        return pages.flatten(0, 1).index_select(0, rows).unflatten(0, slots.shape)
+    values = pages.view(torch.uint8).flatten(0, 1).index_select(0, rows).view(pages.dtype)
+    return (values.float() * scales.flatten(0, 1).index_select(0, rows).unsqueeze(-1)).to(dtype).unflatten(0, slots.shape)
 
 
 def block_tables(pages: Tensor, starts: Tensor, width: int) -> Tensor:
@@ -124,10 +126,12 @@ def paged_attention(
     scale: float,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens on its cached tokens, the new ones included.
 
-    Sequences with one new token are computed together, padded to the longest context; the others one by one.
+    Sequences with one new token are computed together, padded to the longest context; the others one by one. A row is NaN if one
+    of its scores is NaN or +inf, or if all are -inf.
 
     Args:
         q: [T, Nq, D], the new tokens of all sequences, one sequence after the other.
@@ -137,6 +141,7 @@ def paged_attention(
         seq_lens: [B], the number of cached tokens of each sequence, new ones included.
         scale: factor of the scores.
         k_scales, v_scales: scales of FP8 pages, see `write_kv`.
+        window: each token sees itself and the window − 1 tokens before it; None: all tokens before it.
 
     Returns:
         [T, Nq, D].
@@ -150,6 +155,10 @@ def paged_attention(
         rows = slice(None) if everyone else [starts[i] for i in single]
         tables = block_tables if everyone else block_tables[single]
         slots, mask = _slots(tables, [seq_lens[i] for i in single], k_pages.shape[1])
+        if window is not None:
+            ends = torch.tensor([seq_lens[i] for i in single], device=q.device)[:, None, None, None]
+            inside = torch.arange(slots.shape[1], device=q.device) >= ends - window
+            mask = inside if mask is None else mask & inside
         k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
         out[rows] = _attention(q[rows].unsqueeze(2), k, v, scale, mask).squeeze(2)
     for i, new in enumerate(query_lens):
@@ -157,7 +166,10 @@ def paged_attention(
             rows, total = slice(starts[i], starts[i] + new), seq_lens[i]
             slots, _ = _slots(block_tables[i : i + 1], [total], k_pages.shape[1])
             k, v = (_gather(*pages, slots, q.dtype).transpose(1, 2) for pages in cached)
-            mask = None if new == total else torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+            mask = None
+            if new < total or window is not None:
+                mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+                mask = mask if window is None else mask.triu(total - new - window + 1)
             own = q[rows].transpose(0, 1).unsqueeze(0)
             out[rows] = _attention(own, k, v, scale, mask, causal=mask is None)[0].transpose(0, 1)
     return out
@@ -181,5 +193,39 @@ def _slots(tables: Tensor, lens: list[int], page_size: int) -> tuple[Tensor, Ten
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool = False) -> Tensor:
+    """softmax(q · kᵀ · scale) · v: q [B, Nq, T, D], k and v [B, Nkv, L, D] → [B, Nq, T, D].
+
+    `mask`, [T, L] or [B, 1, 1, L], is True where a row sees a token.
+    """
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    # On a CPU, PyTorch's function returns finite numbers for many scores that are NaN or infinite. On a GPU, a look would sync.
+    if q.device.type == "cpu" and not _finite_scores(q, k):
+        for i in range(q.shape[0]):
+            if not _finite_scores(q[i], k[i]):
+                out[i] = _exact_attention(q[i], k[i], v[i], scale, mask if mask is None or mask.ndim == 2 else mask[i, 0], causal)
+    return out
+
+
+def _finite_scores(q: Tensor, k: Tensor) -> bool:
+    """Whether all scores are finite for certain: |q · k| ≤ |q| · |k|, also for the norms of all rows together."""
+    dtype = torch.float32 if q.dtype == torch.float16 else None  # a norm can exceed fp16's range
+    bound = torch.linalg.vector_norm(q, dtype=dtype).item() * torch.linalg.vector_norm(k, dtype=dtype).item()
+    return bound < 3e38  # 10% below the largest fp32 number, since norms are rounded
+
+
+def _exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
+    """`_attention` of one sequence in single fp32 operations, which keep NaN and infinities, some queries at a time."""
+    nkv, length = k.shape[0], k.shape[1]
+    if causal:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    out = torch.empty_like(q)
+    step = max(1, _EXACT_SCORES // (q.shape[0] * length))
+    for start in range(0, q.shape[1], step):
+        rows = slice(start, start + step)
+        own = q[:, rows].float().unflatten(0, (nkv, -1))  # [Nkv, Nq / Nkv, T, D]
+        scores = own @ k.float().unsqueeze(1).mT * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask[rows], -torch.inf)
+        out[:, rows] = (scores.softmax(-1) @ v.float().unsqueeze(1)).flatten(0, 1).to(q.dtype)
+    return out

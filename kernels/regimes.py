@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Literal
 
 Axis = Literal["tokens", "sequences"]
-TABLES = (  # one for each operation: module, name. All regimes of a table are on one axis.
+TABLES = (  # (module, name) of each operation's table. All regimes of a table are on one axis.
     ("minirt.kernels.linear.dispatch", "REGIMES"),
     ("minirt.kernels.linear.dispatch", "EARLY"),
     ("minirt.kernels.quantize", "REGIMES"),
@@ -29,11 +29,11 @@ class Regime:
 
     Args:
         kernel: the kernel's name.
-        axis: what is counted: the step's tokens, or its sequences.
+        axis: what `size` counts: the step's tokens, or its sequences.
         first, last: the smallest and the largest size; `last` None: no limit.
         variant: size → the largest size that launches the same compiled kernel. None: one compiled kernel for the whole regime.
         padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.
-        capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets count it on every GPU.
+        capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets use it on every GPU.
     """
 
     kernel: str
@@ -72,7 +72,7 @@ def paired_operations() -> list[tuple[list[list[Regime]], list[list[Regime]]]]:
 
 
 def next_end(size: int, regimes: Iterable[Regime]) -> int | None:
-    """The smallest size from `size` on at which a regime, or the padding within one, ends; None where none has an end."""
+    """The smallest size, `size` or larger, at which a regime or its padding ends; None if no regime ends."""
     ends = [end for regime in regimes if regime.covers(size) for end in (regime.last, regime.padded and regime.padded(size))]
     return min((end for end in ends if end is not None), default=None)
 
@@ -80,8 +80,8 @@ def next_end(size: int, regimes: Iterable[Regime]) -> int | None:
 def representatives(limit: int, operations: Iterable[Sequence[Regime]], pick: Callable[[int, int], int]) -> list[int]:
     """Sizes up to `limit` that together launch every compiled kernel of every operation.
 
-    For each operation the sizes fall into intervals within which the same compiled kernels are launched. `pick(first, last)`
-    chooses a size from an interval; a size that was chosen for another operation is used again.
+    For each operation, the sizes are divided into intervals that launch the same compiled kernels. `pick(first, last)` chooses a
+    size from an interval, unless a size that was chosen for another operation is in it.
     """
     sizes: set[int] = set()
     for regimes in operations:

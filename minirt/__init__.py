@@ -40,4 +40,7 @@ for _part in ("kernels", "models", "bench"):
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'minirt' has no attribute {name!r}")
+    from minirt.threads import limit_spinning
+
+    limit_spinning()  # before PyTorch is imported, which has an effect only then
     return getattr(import_module(_HOMES[name]), name)

@@ -101,7 +101,7 @@ class AsyncGenerator:
 
     async def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation through the chat template, for `stream` and `generate`."""
-        return await asyncio.to_thread(self.generator.encode_chat, messages)
+        return await asyncio.to_thread(self.generator.encode_chat, messages, self.generator.max_len - 1)
 
     async def close(self) -> None:
         """Close the generator. Open requests of all its callers end with an error."""

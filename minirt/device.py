@@ -1,7 +1,7 @@
-"""Devices and memory: choice of a device, free and peak memory, errors of a device, and the environment for a bug report."""
+"""Devices and memory: choice of a device, what it can, free and peak memory, errors of a device, and `minirt env`."""
 
 import dis
-import resource
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,6 +9,11 @@ import psutil
 import torch
 
 from minirt.errors import DeviceError, OutOfMemoryError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 def peak_memory(device: torch.device) -> int:
@@ -20,17 +25,17 @@ def peak_memory(device: torch.device) -> int:
 
 def host_peak_memory() -> int:
     """The process's peak resident set, in bytes."""
+    if resource is None:
+        memory = psutil.Process().memory_info()
+        return getattr(memory, "peak_wset", memory.rss)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def environment() -> dict[str, str]:
     """Versions, devices and memory, for a bug report."""
-    import os
     import platform
     from importlib.metadata import PackageNotFoundError, version
-
-    import psutil
 
     facts = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("minirt", "torch", "triton", "safetensors", "tokenizers", "huggingface-hub"):
@@ -95,6 +100,31 @@ def pick_device(device: str) -> torch.device:
     if index >= count:
         raise DeviceError("no such device", where="--device", expected=f"below cuda:{count}", found=device)
     return torch.device("cuda", index)
+
+
+def is_nvidia(device: torch.device) -> bool:
+    """Whether `device` is an NVIDIA GPU. PyTorch for ROCm calls an AMD GPU "cuda" as well."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability of `device`, (9, 0) for Hopper; (0, 0) if it is not an NVIDIA GPU.
+
+    PyTorch for ROCm numbers AMD GPUs in another way: a MI300 is (9, 4).
+    """
+    return torch.cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, which takes any device. It reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def interpreter_unsupported(dtype: str, on_gpu: bool) -> str | None:
+    """Why Triton's interpreter cannot compute a model of `dtype`, such as "float32", or None."""
+    if on_gpu:
+        return "TRITON_INTERPRET is set, so Triton would interpret kernels instead of running them on the GPU"
+    return "Triton's interpreter gives wrong bfloat16 products" if dtype == "bfloat16" else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

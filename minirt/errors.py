@@ -4,8 +4,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def printable(text: object) -> str:
+    """`text` with every character that is not printable escaped as in a Python literal.
+
+    What a message quotes may come from a file or a network. Control characters would reach the terminal as escape sequences, and
+    line breaks or characters that change the direction of text would forge other output.
+    """
+    text = str(text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shortened(text: object, length: int = 300) -> str:
+    """The start of a text that another library wrote, or that is quoted from a file."""
+    text = str(text)
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
 class MinirtError(Exception):
-    """Base of every error that minirt raises on purpose.
+    """Base of every error that minirt raises on purpose. Its message is one line of printable characters.
 
     Args:
         what: the problem in one sentence.
@@ -28,7 +44,7 @@ class MinirtError(Exception):
             text += f"; found {self.found}"
         if self.hint:
             text += f" ({self.hint})"
-        return text
+        return printable(text)
 
     def at(self, where: object) -> "MinirtError":
         """The same error with another `where`: the caller's own name for the value."""
@@ -95,7 +111,7 @@ class SlowReaderError(MinirtError):
 
 
 class NumericsError(MinirtError):
-    """The model computed NaN, or only infinities, instead of finite numbers."""
+    """The model computed logits that are NaN or +inf, or only -inf."""
 
 
 @contextmanager

@@ -79,9 +79,11 @@ class Generator:
         self._model: Model | None = model
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
-        self.kv_bytes_per_token = page_bytes(model.kv_shapes, model.kv_dtype, 1)
+        self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
         pages = page_count(model, kv_cache_memory, max_num_seqs)
-        self._cache: KVCache | None = KVCache(model.kv_shapes, pages, model.device, model.kv_dtype)
+        self._cache: KVCache | None = KVCache(
+            model.cache_specs, pages, model.device, model.kv_dtype, num_slots=max_num_seqs
+        )
         engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
@@ -162,7 +164,7 @@ class Generator:
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages), params)
+        return self.generate(self.encode_chat(messages, self.max_len - 1), params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
@@ -192,8 +194,11 @@ class Generator:
         self._live.check_logits(tokens)
         return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through."""
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through.
+
+        `max_tokens`: refuse a text that surely has more, because it has so many characters, without tokenizing it.
+        """
         if isinstance(prompt, list | tuple):
             if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches
                 return list(prompt)
@@ -203,17 +208,17 @@ class Generator:
             raise InputError("not a prompt", expected="a text, or a list or tuple of token ids", found=found)
         if not prompt:
             raise InputError("the prompt is empty", hint="give at least one character")
-        return self._text().encode(prompt)
+        return self._text().encode(prompt, max_tokens)
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation through the chat template, up to where the answer begins."""
+    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a conversation through the chat template, up to where the answer begins. `max_tokens`: as for `encode`."""
         if not isinstance(messages, list | tuple):
             raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
-        return self._text().encode_chat(list(messages))
+        return self._text().encode_chat(list(messages), max_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
-        self._check(self.encode(token_ids), self.effective_sampling(params))
+        self._check(self.encode(token_ids, self.max_len - 1), self.effective_sampling(params))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
@@ -297,7 +302,7 @@ class Generator:
         call = Call([], [], single)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
-                tokens, sampling = self.encode(prompt), self.effective_sampling(own)
+                tokens, sampling = self.encode(prompt, self.max_len - 1), self.effective_sampling(own)
                 self._check(tokens, sampling)
             decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
             completion = Completion(tokens, [], "", None, sampling)

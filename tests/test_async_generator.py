@@ -20,7 +20,7 @@ from support.tiny import add_tokenizer
 
 from minirt import AsyncGenerator, Generator, SamplingParams
 from minirt.engine.engine_thread import _Call
-from minirt.engine.kv_cache import PAGE_SIZE
+from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
 from minirt.errors import ContextLengthError, EngineError, InputError, SlowReaderError
 
 EOS = 5
@@ -31,7 +31,7 @@ class MockModel(Mock):
     """The mock model of test_engine.py, with what `Generator` asks of a model."""
 
     config, plan, capturable, decode_read_bytes = SimpleNamespace(vocab_size=VOCAB), None, False, 0
-    device, kv_shapes, kv_dtype, max_model_len = torch.device("cpu"), [(1, 1)], torch.float32, 256
+    device, cache_specs, kv_dtype, max_model_len = torch.device("cpu"), [PagesSpec(1, 1)], torch.float32, 256
 
 
 def mock_generator(pages=40, seqs=16, **options):
@@ -327,8 +327,8 @@ def test_a_long_prompt_is_encoded_in_another_thread(folder):
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as plain:
         agen, seen = AsyncGenerator(plain), []
         encode, encode_chat = plain.encode, plain.encode_chat
-        plain.encode = lambda prompt: (seen.append(threading.current_thread()), encode(prompt))[1]
-        plain.encode_chat = lambda messages: (seen.append(threading.current_thread()), encode_chat(messages))[1]
+        plain.encode = lambda *asked: (seen.append(threading.current_thread()), encode(*asked))[1]
+        plain.encode_chat = lambda *asked: (seen.append(threading.current_thread()), encode_chat(*asked))[1]
 
         async def scenario():
             for prompt in ("hello", "word " * 2000, ["word"] * 1000):

@@ -11,7 +11,7 @@ from support.package import ROOT
 # From bottom to top. A module may import from lower tiers and from its own tier, without cycles. A folder may be spread over
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
-    ["minirt.errors", "minirt.files", "minirt.progress"],
+    ["minirt.errors", "minirt.files", "minirt.progress", "minirt.threads"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
     ["minirt.modeling.config", "minirt.modeling.formats"],
     ["minirt.text.*", "minirt.modeling.parameters", "minirt.modeling.rope", "minirt.loading.hub"],
@@ -157,3 +157,14 @@ def test_generating_on_a_cpu_needs_no_triton():
     )
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert out.stdout.strip() == "3", out.stderr
+
+
+def test_modules_that_only_unix_has_are_not_needed():
+    script = (
+        "import sys, psutil, torch, triton; sys.modules['resource'] = sys.modules['fcntl'] = None\n"
+        "from minirt import device; import minirt.generator; import minirt.kernels.compile.tuning as tuning\n"
+        "from pathlib import Path\n"
+        "with tuning._locked(Path('.')): print(device.host_peak_memory() > 0)"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert out.stdout.strip() == "True", out.stderr

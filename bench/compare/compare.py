@@ -21,12 +21,11 @@ from minirt.bench.compare.timing import LayerTime
 from minirt.device import on_device
 from minirt.errors import ContextLengthError, InputError, UnsupportedError
 from minirt.kernels.attention.limits import KV_SPLIT
-from minirt.layers import KINDS, Forward, has_implementation, implementation
+from minirt.layers import Forward, has_implementation, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model, some_names
 
 Row = dict[str, Any]
-DECODED = tuple(kind for kind in KINDS if kind != "select")  # the kinds with work in a decode step; `Select` keeps all its rows
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def run(
 
 def _over_text(model: Model, sequence: Sequence[Place], tokens: list[int]) -> tuple[Row, list[str]]:
     """Compare the whole model over a text. Returns the row, without the times of the decode step, and the broken bounds."""
-    quantized = model.kv_dtype == FP8 or any(linear.format for place in sequence for linear in place.layer.linears())
+    quantized = model.kv_dtype == FP8 or any(weights.format for place in sequence for weights in place.layer.quantizable())
     least = floor(model.dtype, quantized).worst_row  # a changed e4m3 code changes codes in later layers
     text = compare_text(model, sequence, tokens, Floor(least, least))
     figures = {name: _number(value) for name, value in asdict(text).items() if name != "faults"}
@@ -285,8 +284,7 @@ def _times(eager: float, candidate: float) -> Row:
 def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
     """Return variants of the model, each with one forward for each place: all eager; all candidates; one kind of layer eager."""
     variants = {"eager": [p.eager for p in sequence], "candidate": [p.candidate for p in sequence]}
-    kinds = {place.layer.kind for place in sequence if place.differs}
-    for kind in (kind for kind in DECODED if kind in kinds):
+    for kind in dict.fromkeys(place.layer.kind for place in sequence if place.differs and place.layer.kind != "select"):
         variants[kind] = [p.eager if p.layer.kind == kind else p.candidate for p in sequence]
     return variants
 
@@ -330,6 +328,6 @@ def _decode(step: Step, seconds: dict[str, float], launched: float | None) -> Ro
     fusion = {
         kind: {"step_s": seconds[kind], "brings_s": seconds[kind] - best, "speedup": seconds[kind] / best}
         for kind in seconds
-        if kind in DECODED
+        if kind not in ("eager", "candidate")
     }
     return {"decode": decode, "fusion": fusion}

@@ -5,6 +5,7 @@ its position in the model, with both of its implementations.
 """
 
 import copy
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from minirt.bench.bounds import Errors, Floor, errors, fault, floor, limits
 from minirt.device import on_device
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache, LayerKV
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache, LayerKV, LayerState
 from minirt.engine.step_input import Batch, Chunk
-from minirt.layers import BUILT_IN, Attention, Embedding, Forward, Head, Layer, implementation
+from minirt.errors import UnsupportedError
+from minirt.layers import BUILT_IN, Forward, Layer, implementation
 from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
-from minirt.modeling.parameters import NormWeight, PackedLinear
+from minirt.modeling.parameters import Parameter
 
 VIEWS = {"out": "output", "added": "what it adds", "k": "K in the pages", "v": "V in the pages"}  # what errors are measured of
 CHUNK = 512  # tokens of a text computed in one step
@@ -109,8 +111,8 @@ def places(model: Model) -> list[Place]:
     result: list[Place] = []
     pages = 0
     for index, (layer, row) in enumerate(zip(model.layers, model.plan.rows, strict=True)):
-        own = pages if isinstance(layer, Attention) else None
-        pages += isinstance(layer, Attention)
+        own = None if layer.cache_spec is None else pages
+        pages += layer.cache_spec is not None
         eager = implementation(layer.kind, "eager").factory(layer)
         candidate = eager if row.implementation == "eager" else layer
         result.append(Place(index, layer, own, row.implementation, eager, candidate))
@@ -119,8 +121,11 @@ def places(model: Model) -> list[Place]:
 
 def empty_cache(model: Model, num_pages: int, dtype: torch.dtype | None = None) -> KVCache:
     """Return a cache filled with NaN. A kernel that reads an unwritten slot then gives NaN."""
-    cache = KVCache(model.kv_shapes, num_pages, model.device, dtype or model.kv_dtype)
+    cache = KVCache(model.cache_specs, num_pages, model.device, dtype or model.kv_dtype)
     for layer in cache.layers:
+        if isinstance(layer, LayerState):
+            what, hint = "layers with a state of their own cannot be compared yet", "compare a model with attention layers only"
+            raise UnsupportedError(what, where="compare", hint=hint)
         for tensor in layer:
             if tensor is not None:
                 _poison(tensor, slice(None))
@@ -157,7 +162,8 @@ def stream(
 
 
 def _pages(place: Place, cache: KVCache) -> LayerKV | None:
-    return None if place.pages is None else cache.layers[place.pages]
+    kept = None if place.pages is None else cache.layers[place.pages]
+    return kept if isinstance(kept, LayerKV) else None
 
 
 @torch.inference_mode()
@@ -193,22 +199,17 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
 def exact(layer: Layer) -> Forward:
     """Return the truth for a layer: its eager implementation with weights converted to fp64, except FP8 weights.
 
-    The returned forward needs x in fp64, and KV pages in fp64 or FP8. An embedding is exact in any dtype; only its output is
-    converted.
+    The returned forward needs x in fp64, and KV pages in fp64 or FP8. A layer that only copies values is exact in any dtype; its
+    output is converted.
     """
     eager = implementation(layer.kind, "eager")
-    if isinstance(layer, Embedding):
+    if layer.copies:
         gather = eager.factory(layer)
         return lambda x, batch, kv: gather(x, batch, kv).double()
     twin = copy.copy(layer)
     for name, holder in vars(layer).items():
-        if isinstance(holder, PackedLinear | NormWeight):
-            wide = copy.copy(holder)
-            if isinstance(holder, NormWeight) or holder.format is None:
-                wide.weight = holder.weight.double()
-            if isinstance(wide, PackedLinear) and wide.bias is not None:
-                wide.bias = wide.bias.double()
-            setattr(twin, name, wide)
+        if isinstance(holder, Parameter):
+            setattr(twin, name, holder.to_double())
     return eager.factory(twin)
 
 
@@ -278,7 +279,7 @@ def compare(place: Place, step: Step) -> Comparison:
         shapes = [list(outcome.out.shape) for outcome in outcomes[:2]]
         return Comparison(found, reference, {}, [f"output: shape {shapes[0]}, PyTorch's {shapes[1]}"])
     views = {name: [getattr(outcome, name) for outcome in outcomes] for name in ("out", "k", "v")}
-    if place.layer.kind in ("attention", "mlp"):
+    if place.layer.residual:
         views["added"] = _added(views["out"], x)
     for name, what in VIEWS.items():
         mine, theirs, truth = views.get(name, (None, None, None))
@@ -324,7 +325,7 @@ def floors(place: Place, step: Step) -> dict[str, Floor]:
 
 def quantizes(place: Place, step: Step) -> bool:
     """Whether the layer quantizes its activations: it does so with FP8 weights and more than one row."""
-    return step.rows(place) > 1 and any(linear.format for linear in place.layer.linears())
+    return step.rows(place) > 1 and any(weights.format for weights in place.layer.quantizable())
 
 
 class Work(NamedTuple):
@@ -343,11 +344,9 @@ def work(place: Place, step: Step) -> Work:
     layer, batch, rows = place.layer, step.batch, step.rows(place)
     dtype = step.inputs[-1].dtype  # dtype of activations; outputs of the head are fp32
     row = layer.config.hidden_size * dtype.itemsize
-    if layer.kind in ("embedding", "select"):
-        return Work(2 * rows * row, 0)
-    weights = sum(p.nbytes(dtype) for p in layer.parameters())
-    flops = sum(2 * rows * linear.out_features * linear.in_features for linear in layer.linears())
-    nbytes = weights + rows * (row + (layer.config.vocab_size * 4 if isinstance(layer, Head) else row))
+    shape, out_dtype = layer.returns(step.inputs[place.index], batch)
+    flops = layer.flops(rows)
+    nbytes = layer.decode_read_bytes(dtype) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
     kv = _pages(place, step.cache)
     if kv is None:
         return Work(nbytes, flops)

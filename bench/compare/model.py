@@ -83,7 +83,7 @@ class _Sums:
             faults.append(f"logits: relative error {mine:.2e}, PyTorch's {theirs:.2e}, limit {limit:.2e}")
         if self.clear_agree < self.clear:
             wrong = self.clear - self.clear_agree
-            faults.append(f"top-1: wrong token at {wrong} of {self.clear} clear positions, PyTorch's is right at all")
+            faults.append(f"top-1: wrong token at {wrong} of {self.clear} clear positions, where PyTorch has the right one")
         n = self.tokens
         return TextComparison(
             n, self.kl / n, self.kl_max, self.kl_truth_torch / n, self.kl_truth / n, self.agree, self.clear,

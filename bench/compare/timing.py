@@ -1,6 +1,6 @@
 """Times of both implementations of each kind of layer, and of whole decode steps.
 
-On a GPU each implementation is a CUDA graph, so host time does not count, and the replays of the two graphs take turns. A graph
+On a GPU each implementation is a CUDA graph, so host time does not count, and the replays of the two take turns. A CUDA graph
 runs all layers of one kind, each with its own weights. If the weights are larger than the L2 cache, every layer finds a cold L2,
 as it does in a model. On a CPU Triton runs in its interpreter: single calls are timed, and their times are not speeds. Functions
 that need a GPU expect it to be the current device.
@@ -21,7 +21,7 @@ from minirt.engine.step_input import Batch
 from minirt.layers import Forward
 
 REPEATS = 20
-_CALLS = 64  # least layer calls in one CUDA graph; in a graph of a few kernels the launch would dominate
+_CALLS = 64  # least layer calls in one CUDA graph; with few kernels in it, the launch of the CUDA graph would dominate
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LayerTime:
 
     Attributes:
         calls: number of calls in one CUDA graph.
-        cold: whether the layers of the graph read more than twice the size of the L2 cache.
+        cold: whether the layers of the CUDA graph read more than twice the size of the L2 cache.
     """
 
     eager_s: float

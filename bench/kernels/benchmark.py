@@ -56,7 +56,7 @@ def _operations() -> dict[str, Operation]:
         "embedding": Operation(ops.embedding, "rows of the embedding table", _ROWS),
         "rms_norm": Operation(ops.rms_norm, "RMSNorm", _ROWS),
         "rms_norm_quantize": Operation(partial(ops.rms_norm, quantized=True), "RMSNorm and FP8 quantization", _ROWS),
-        "quantize": Operation(ops.quantize, "FP8 quantization, a scale a token, without a host sync", _ROWS),
+        "quantize": Operation(ops.quantize, "FP8 quantization with one scale per token", _ROWS),
         "rope_kv_write": Operation(partial(attention.rope_kv_write, normalize=False), "RoPE and KV write", _ROWS),
         "rope_kv_write.fp8": Operation(
             partial(attention.rope_kv_write, normalize=False, fp8=True), "RoPE and KV write to FP8 pages", _ROWS

@@ -54,7 +54,7 @@ def _roofline(shared: Row, rows: list[Row], target: Path) -> None:
             [row["flops"] / row["bytes"] for row in own], [row["flops_per_s"] / 1e12 for row in own],
             _MARKERS[i // 10 % len(_MARKERS)], color=f"C{i % 10}", label=name, markersize=5,
         )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s of the Triton kernels")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s of the Triton kernels")
     axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=1 + len(names) // 30)
     figure.suptitle(f"{_title(shared)} · reads {bandwidth / 1e12:.2f} TB/s", fontsize=9)
     save(figure, target)

@@ -2,7 +2,7 @@
 
 python bench/tools/ablation.py MODEL [--fp8] [BATCH …]     random weights; needs a GPU; prints JSON
 
-A variant is the unchanged model with one function of `minirt.kernels` replaced by the code one would call without the trick. Its
+A variant is the model with one function of `minirt.kernels` replaced by code that does the same without the trick. Its
 logits must agree with those of the unchanged step. Steps are CUDA graphs that take turns. They have no sampler, except for the
 trick that concerns sampling. Tricks that a step does not use are not listed.
 """
@@ -303,7 +303,7 @@ def greedy(model: Model, sequence: Sequence[Place], step: Step) -> dict[str, lis
 
 def _agree(name: str, logits: Tensor, expected: Tensor, model: Model) -> None:
     error = ((logits.float() - expected).norm() / expected.norm()).item()
-    fp8 = any(linear.format for layer in model.layers for linear in layer.linears())
+    fp8 = any(weights.format for layer in model.layers for weights in layer.quantizable())
     most = _FP8_NOISE if fp8 else _TOLERANCE[model.dtype]
     if not error <= most:
         raise NumericsError("the logits of a variant differ", where=name, expected=f"at most {most:.1e}", found=f"{error:.1e}")

@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -58,7 +59,8 @@ def trace(generator: Generator, batch: int, context: int, sampling: dict) -> dic
 def main() -> None:
     model, batches = sys.argv[1], [int(n) for n in sys.argv[2:]] or [1, 64, 256]
     results = []
-    with Generator.from_pretrained(model, random_weights=True, max_model_len=4096, max_num_seqs=max(batches)) as generator:
+    load: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(batches), "prefix_cache": False}
+    with Generator.from_pretrained(model, random_weights=True, **load) as generator:
         for batch in batches:
             for temperature in (0.0, 0.8):
                 sampling = {"temperature": temperature, "top_p": 0.95}

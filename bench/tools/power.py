@@ -131,6 +131,7 @@ def measure(model: str) -> list[dict[str, Any]]:
     rows = ceilings(meter)
     torch.cuda.empty_cache()
     load = {"device": "cuda", "random_weights": True, "max_num_seqs": max(BATCHES), "max_model_len": PROMPT + 256}
+    load["prefix_cache"] = False  # repeats would measure the cache
     with Generator.from_pretrained(model, **load) as generator:  # type: ignore[arg-type]
         for batch in BATCHES:
             times: list[float] = []

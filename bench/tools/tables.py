@@ -2,9 +2,9 @@
 
 python bench/tools/tables.py [FILE …]     copies the files to bench/results if there are any, then makes all tables and pictures
 
-A block stands between `<!-- NAME -->` and `<!-- end of NAME -->` on the page that `BLOCKS` names. It is empty as long as none of
-its results is stored. A picture lies beside its results and carries their digest. A test compares both with the results.
-Pictures need matplotlib.
+A block is the text between `<!-- NAME -->` and `<!-- end of NAME -->` on the page that `BLOCKS` gives. It is empty until one of
+its results is stored. A picture is stored beside its results and contains their digest. A test compares blocks and pictures
+with the results. Pictures need matplotlib.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from minirt.bench.compare.picture import draw, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Result = Any  # what a file holds: a dictionary, of older loads a list of them
+Result = Any  # the content of a file: a dictionary, or (older results of loading) a list of dictionaries
 Records = Mapping[str, Result]
 
 # vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured separately on the same GPU model with the same torch.
@@ -33,7 +33,7 @@ VLLM_STEPS = {
 VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: (195.0, 129.0)}
 
 FORMATS = ("bf16", "fp8")
-NONE = "–"  # in a cell: not measured
+NONE = "–"  # a cell without a measured value
 # The first line of every page of docs/benchmarks.
 NOTICE = (
     "> Generated: every table and picture in this folder comes from [stored results](../../bench/results) by "
@@ -42,13 +42,13 @@ NOTICE = (
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; numbers, in all columns but the first, to the right."""
+    """A Markdown table. All columns but the first are numbers, aligned to the right."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def milliseconds(ms: float) -> str:
-    """About three digits: two decimals below 10, else one."""
+    """Format milliseconds with about three digits: two decimals below 10, else one."""
     return f"{ms:.2f}" if ms < 9.995 else f"{ms:,.1f}"
 
 
@@ -70,7 +70,7 @@ def title_of(form: str) -> str:
 
 
 def _by_format(records: Records, key: Callable[[Result, Result], Any]) -> dict[str, dict[Any, Result]]:
-    """Format → `key(record, row)` → row."""
+    """Rows by format, then by `key(record, row)`."""
     found: dict[str, dict[Any, Result]] = {form: {} for form in FORMATS}
     for record in records.values():
         found[format_of(record)] |= {key(record, row): row for row in record["results"]}
@@ -89,7 +89,7 @@ def _prompts(records: Records) -> dict[str, dict[Any, Result]]:
 
 
 def about_table(records: Records) -> str:
-    """Machine, versions and ceilings of the results."""
+    """Text with the machine, the versions and the measured speeds behind the limits."""
 
     def rates(values: Iterable[float], form: str, unit: str) -> str:
         texts = list(dict.fromkeys(format(value / 1e12, form) for value in sorted(values)))
@@ -114,7 +114,7 @@ def about_table(records: Records) -> str:
 
 
 def decode_table(records: Records) -> str:
-    """Milliseconds of a decode step, and the limit's share of it."""
+    """Milliseconds of a decode step, and the share of the limit."""
     return _beside_vllm(
         "decode step, ms", _steps(records), VLLM_STEPS, lambda key: f"batch {key[0]}, context {key[1]}", "step_s",
         "share_of_limit",
@@ -144,12 +144,12 @@ def _beside_vllm(
     return table([title, *(text for form in FORMATS for text in (title_of(form), "% of limit", f"vLLM 0.24, {form}"))], rows)
 
 
-# What README.md shows of these.
+# The decode steps and prompts that README.md shows.
 _README_STEPS, _README_PROMPTS = ((1, 128), (64, 128), (256, 128)), (512, 8192)
 
 
 def vllm_table(records: Records) -> str:
-    """README.md's choice of decode steps and prompts, beside vLLM's, and where they come from."""
+    """README.md's table of decode steps and prompts beside vLLM, and the origin of the figures."""
     steps = _steps({name: r for name, r in records.items() if r["benchmark"] == "decode"})
     prompts = _prompts({name: r for name, r in records.items() if r["benchmark"] == "prefill"})
     rows = [
@@ -169,8 +169,8 @@ def vllm_table(records: Records) -> str:
     shown = table([f"{first['model']}, ms", "minirt bf16", "vLLM bf16", "minirt `--fp8`", "vLLM fp8"], rows)
     return (
         f"{shown}\n\nminirt at commit {commits}, {days}; vLLM 0.24.0. One {first['device']}, torch {first['versions']['torch']}, "
-        f"random weights, greedy decoding, context of 128 tokens. Caveat: vLLM was measured separately on the same GPU model and "
-        f"torch version, its date and raw output are not stored, and newer vLLM releases exist."
+        f"random weights, greedy decoding; decode steps at a context of 128 tokens. Caveat: vLLM was measured separately, on the "
+        f"same GPU model and torch version. Its date and raw output are not stored. Newer vLLM releases exist."
     )
 
 
@@ -180,7 +180,7 @@ def _row_beside_vllm(name: str, found: Sequence[Result | None], time: str, their
 
 
 def losses_table(records: Records) -> str:
-    """Where vLLM's figure is the smaller."""
+    """A sentence with the points at which vLLM is faster."""
     steps = _steps({name: r for name, r in records.items() if r["benchmark"] == "decode"})
     prompts = _prompts({name: r for name, r in records.items() if r["benchmark"] == "prefill"})
     found, compared = [], 0
@@ -198,18 +198,18 @@ def losses_table(records: Records) -> str:
         compared += len(pairs)
         found += [f"{form}, {what}: {own / peer - 1:+.1%}" for what, own, peer in pairs if own > peer]
     if not found:
-        return f"minirt is slower than vLLM at none of these {compared} points."
+        return f"minirt is not slower than vLLM at any of these {compared} points."
     return f"minirt is slower than vLLM at {len(found)} of these {compared} points: {'; '.join(found)}."
 
 
 def checks_table(records: Records) -> str:
-    """Which results were compared with something before they were timed, and which were not."""
+    """A list that says how each result was checked before it was timed."""
     done: dict[str, list[str]] = {}
     for name, record in records.items():
         own = record["correctness"]
         how = f"compared with {own['against']}" if own["checked"] else own["why"]
         done.setdefault(how, []).append(f"`{name}`")
-    return "Checks before timing. " + "; ".join(f"{', '.join(names)}: {how}" for how, names in done.items()) + "."
+    return "Checks before timing:\n\n" + "\n".join(f"- {', '.join(names)}: {how}." for how, names in done.items())
 
 
 def others_table(records: Records) -> str:
@@ -225,7 +225,7 @@ def others_table(records: Records) -> str:
     return table(["decode step, ms", *(text for form in FORMATS for text in (title_of(form), "% of memory bandwidth"))], rows)
 
 
-# --- around a step ---
+# --- idle time, power, start-up, loading, techniques ---
 
 
 def trace_table(records: Records) -> str:
@@ -247,12 +247,12 @@ def trace_table(records: Records) -> str:
 
 
 def power_table(records: Records) -> str:
-    """Times, watts and clocks of each GPU, a column each."""
+    """Times, watts and clocks, with one column for each GPU."""
     (record,) = records.values()
     gpus = sorted({row["gpu"] for row in record["results"]})
 
     def cells(name: Callable[[Result], str | None], show: Callable[[Result], str]) -> dict[str, list[str]]:
-        """Name of a line → a cell for each GPU."""
+        """The cells of each line, one for each GPU, by the line's name."""
         found: dict[str, list[str]] = {}
         for row in record["results"]:
             line = name(row)
@@ -296,7 +296,7 @@ def startup_table(records: Records) -> str:
 
 
 def loading_table(records: Records) -> str:
-    """Reading a checkpoint."""
+    """Speed and memory of loading a checkpoint."""
     rows = []
     for record in records.values():
         runs = record if isinstance(record, list) else record.get("results", [record])
@@ -313,7 +313,7 @@ def loading_table(records: Records) -> str:
 
 
 def chunking_table(records: Records) -> str:
-    """What long prompts do to requests that are being answered, by the most tokens of a step."""
+    """The time between tokens of decoding requests beside long prompts, by the maximum number of tokens in a step."""
     found = [row for record in records.values() for row in record["results"] if row["inter_token_s"]]
     rows = [
         [
@@ -328,7 +328,7 @@ def chunking_table(records: Records) -> str:
 
 
 def cpu_table(records: Records) -> str:
-    """Of SmolLM2-135M, beside transformers."""
+    """A sentence about SmolLM2-135M on a CPU, compared with transformers."""
     (record,) = records.values()
     return (
         f"On {record['threads']} CPU threads, minirt decodes SmolLM2-135M at {record['ratio']:.2f} times the speed of "
@@ -339,7 +339,7 @@ def cpu_table(records: Records) -> str:
 
 
 def ablation_table(records: Records) -> str:
-    """Milliseconds of a step that each trick brings, for each batch."""
+    """Milliseconds by which a step is longer without each trick, for each batch size."""
     columns = [(format_of(record), row) for record in records.values() for row in record["results"]]
     what: dict[str, str] = {}
     for record in records.values():
@@ -353,7 +353,7 @@ def ablation_table(records: Records) -> str:
 
 
 def fusion_table(records: Records) -> str:
-    """A decode step in its variants: what fusing each kind of layer brings."""
+    """Times of a decode step: eager, on Triton, and with one kind of layer eager."""
     whole = [(record, record["whole_model"]) for record in records.values()]
     whole = [(record, own) for record, own in whole if own and own["decode"]]
     if not whole:
@@ -399,28 +399,28 @@ def _layer(rows: list[Result]) -> list[str]:
         cells = [f"{statistics.median(row[name] for row in timed) * 1e6:,.1f}" for name in ("eager_s", "candidate_s")]
         shares = [row["share_of_limit"] for row in timed if row["share_of_limit"] is not None]
         cells.append(percent(statistics.median(shares) if shares else None))
-    # What a layer adds to the residual stream; of those that add nothing, the output.
+    # The error of what a layer adds to the residual stream or, if it adds nothing, of its output.
     parts = [row["out"] if row["added"]["error"]["relative"] is None else row["added"] for row in rows]
     errors = [max(part[whose]["relative"] for part in parts) for whose in ("error", "torch") if parts]
     return [*cells, " / ".join(f"{error:.1e}" for error in errors) or NONE]
 
 
-_MODEL = "Qwen2.5-7B"  # each kernel has a row for this model's shapes; other models count in the summary
+_MODEL = "Qwen2.5-7B"  # each kernel has a row for this model's shapes; the summary includes other models
 _BESIDE = {
     "eager": "eager PyTorch", "compiled": "torch.compile", "library": "PyTorch's own kernel", "library_fast": "cuBLAS, fast sums"
 }  # fmt: skip
-_SUMS = ("library", "library_fast")  # cuBLAS's, exact and fast
+_SUMS = ("library", "library_fast")  # names of cuBLAS's results, with exact and with fast accumulation
 
 
 class Telling(NamedTuple):
-    """(tokens, context) of a small and of a large point; kernels other than attention have no context."""
+    """The small and the large point that a kernel's row shows, as (tokens, context). Only attention has a context."""
 
     few: tuple[int, int | None]
     many: tuple[int, int | None]
 
 
 def telling(kernel: str) -> Telling:
-    """The two points of a kernel that its table shows."""
+    """The two points that the table shows for a kernel."""
     if kernel.startswith("attention_prefill"):
         return Telling((16, 32752), (8192, 0))
     if kernel.startswith("attention_decode"):
@@ -431,7 +431,7 @@ def telling(kernel: str) -> Telling:
 
 
 def kernels_table(records: Records) -> str:
-    """A row for each operation at two points, then how often it beats each alternative over all points."""
+    """A table with a row for each kernel at two points, then a summary over all points against each alternative."""
     rows = _points(records)
     own = {(row["kernel"], row["tokens"], row["context"]): row for row in rows if row["model"] == _MODEL}
     cells = []
@@ -445,7 +445,7 @@ def kernels_table(records: Records) -> str:
 
 
 def _points(records: Records) -> list[Result]:
-    """The rows of all records. Where two have a point, the first counts."""
+    """The rows of all records. If several records have a point, the first one is used."""
     points: dict[tuple[str, str, int, int | None], Result] = {}
     for row in (row for record in records.values() for row in record["results"]):
         points.setdefault((row["kernel"], row["model"], row["tokens"], row["context"]), row)
@@ -508,7 +508,7 @@ def shapes_table(records: Records) -> str:
 
 
 def gemms_table(records: Records) -> str:
-    """The products of many tokens: microseconds, and how much longer PyTorch's take, by tokens."""
+    """GEMMs by number of tokens: microseconds, and cuBLAS's time divided by minirt's."""
     rows = [row for record in records.values() for row in record["results"] if row["seconds"]]
     counts = sorted({row["tokens"] for row in rows})
     cells = []
@@ -534,7 +534,7 @@ def _gemm(row: Result | None) -> str:
 
 
 def attention_table(records: Records) -> str:
-    """Attention of prompts and of their chunks, by new tokens @ those in the cache, with pages of both kinds."""
+    """Attention of prompts and chunks, by new tokens @ cached tokens, on 16-bit and on FP8 pages."""
     rows = [
         row for record in records.values() for row in record["results"]
         if row["seconds"] and row["kernel"].startswith("attention_prefill") and row["model"] == _MODEL
@@ -560,13 +560,13 @@ def _attention(row: Result | None) -> list[str]:
 
 
 def _gains(gains: list[float]) -> list[str]:
-    """How many, their median and the largest, in per cent."""
+    """Cells: the number of gains, their median and the largest in per cent."""
     return [str(len(gains)), *([f"{statistics.median(gains):.1%}", f"{max(gains):.1%}"] if gains else [NONE, NONE])]
 
 
 def tuned_table(records: Records) -> str:
-    """How often configurations were found that are faster than the rules' in chains, and how often steps confirmed them, and by
-    how much, for each family and format."""
+    """For each kernel family and format: in how many buckets a configuration is faster than the rule's, in chains and in whole
+    steps, and by how much."""
     cells = []
     for record in records.values():
         for kernel in dict.fromkeys(row["kernel"] for row in record["results"]):
@@ -582,7 +582,7 @@ def tuned_table(records: Records) -> str:
 
 
 def speed_picture(records: Records, target: Path, note: str) -> None:
-    """Decode steps and times to the first token of Qwen2.5-7B, beside vLLM's and the limits'."""
+    """Draw decode steps and times to the first token of Qwen2.5-7B, with those of vLLM and the limits."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 6.0), layout="constrained")
@@ -622,7 +622,7 @@ def _bars(axes: "Axes", labels: list[str], own: list[float], peers: list[float],
 
 
 def layers_picture(records: Records, target: Path, note: str) -> None:
-    """Error and time of each layer of the embedded model."""
+    """Draw the error and the time of each layer of the embedded model."""
     (record,) = records.values()
     draw(record, record["results"], target, note)
 
@@ -638,7 +638,7 @@ def quality_table(records: Records) -> str:
     return f"{shown}\n\nFrom `cpu-fp8-quality` ({where}); ± is the standard error over windows of 512 tokens."
 
 
-# Row → the names in the result of its columns. None: the column does not differ from the first.
+# For each row of the table, the result's name for each column. None: the column does not differ from the first.
 _QUALITY: dict[str, tuple[str | None, ...]] = {
     "embedded model": ("embedded fp8", "embedded fp8 + kv", None),
     "embedded model with outliers": ("embedded outliers, fp8", "embedded outliers, fp8 + kv", None),
@@ -656,8 +656,15 @@ QUANTIZATION = _ROOT / "docs" / "quantization.md"
 
 
 class Block(NamedTuple):
-    """`sources`: names or globs of the results, in order; `page`: where the block stands; `says`: the text before its table;
-    `names`: whether the results and their commits are named below it."""
+    """A generated block of a page.
+
+    Attributes:
+        sources: names or globs of the results, in order.
+        make: makes the block's content from the results.
+        page: the page that has the block.
+        says: text before the table.
+        names: whether the block ends with the names of the results and their commits.
+    """
 
     sources: tuple[str, ...]
     make: Callable[[Records], str]
@@ -690,25 +697,25 @@ BLOCKS = {
         tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others-attention", "others")),
         kernels_table, _KERNELS,
         "Each kernel alone, with a cold L2 cache (`minirt bench kernels`). The three speedups are over eager PyTorch · "
-        "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over a form that computes less than the "
-        "kernel does. Attention tokens are given as new tokens @ cached tokens; for decode, as sequences @ tokens of each. Each "
-        "row shows a small and a large point. The results hold every point, with its error and spread.",
+        "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over code that computes less than the "
+        "kernel. For attention, the column *tokens* shows new tokens @ cached tokens; for decode attention, sequences @ cached "
+        "tokens of each. Each row shows a small and a large point. The stored results have all points, with error and spread.",
     ),
     "shapes": Block(
         ("h200-kernels-others-attention", "h200-kernels-others"), shapes_table, _KERNELS,
         "Microseconds by which the kernels of a decode step exceed their limits. Each cell is the mean over 1, 3, 24 and 100 "
-        "tokens; for attention, with 128 and with 3000 tokens of context:",
+        "tokens; for attention, over contexts of 128 and 3000 tokens as well:",
     ),
     "gemms": Block(
         ("h200-kernels-gemm",), gemms_table, _KERNELS,
-        "GEMMs of prompts alone. Each cell is microseconds · cuBLAS's time divided by that. Rows with `.fp8` have two such "
-        "quotients: cuBLAS with exact accumulation, then with fast accumulation. A quotient marked \\* is of cuBLAS without the "
-        "activation. Errors are relative to fp64, in the same order:",
+        "GEMMs of prompts alone. Each cell is minirt's time in microseconds · cuBLAS's time divided by minirt's. Rows with "
+        "`.fp8` have two such quotients: for exact and for fast accumulation in cuBLAS. For a quotient marked \\*, cuBLAS leaves "
+        "out the activation. Errors are relative to fp64: minirt's, then cuBLAS's in the same order:",
     ),
     "attention": Block(
         ("h200-kernels-attention",), attention_table, _KERNELS,
-        "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is the time of SDPA's fastest backend, which "
-        "reads contiguous tensors instead of pages, divided by the kernel's time:",
+        "Attention of prompts alone, by new tokens @ cached tokens. The SDPA column is SDPA's time divided by the kernel's. SDPA "
+        "runs its fastest backend, and reads contiguous tensors instead of pages:",
     ),
     "tuned": Block(
         ("h200-tune-bf16", "h200-tune-fp8"), tuned_table, _KERNELS,
@@ -741,8 +748,8 @@ BLOCKS = {
     ),
     "power": Block(
         ("h200-power",), power_table, _SYSTEM,
-        "The GPUs of one host under sustained load at the same time: milliseconds, watts and the clock that the power limit "
-        "leaves. Energy is what the GPU draws above its idle power (`bench/tools/power.py`):",
+        "The GPUs of one host under sustained load at the same time: milliseconds, watts, and the SM clock. Energies do not "
+        "include the idle power of the GPU (`bench/tools/power.py`):",
     ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
@@ -750,7 +757,7 @@ BLOCKS = {
 
 
 def load(name: str) -> Result:
-    """The content of a stored result; a list of records where it is a .jsonl file."""
+    """The content of a stored result; for a .jsonl file, a list with its lines."""
     lines = RESULTS / f"{name}.jsonl"
     if lines.exists():
         return [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
@@ -758,7 +765,7 @@ def load(name: str) -> Result:
 
 
 def stored(sources: tuple[str, ...]) -> dict[str, Result]:
-    """The results that are stored, each once, in the order of the sources."""
+    """The stored results that match `sources`, each once, in the order of the sources."""
     found = (file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*")))
     return {name: load(name) for name in dict.fromkeys(file.stem for file in found)}
 
@@ -787,7 +794,7 @@ def origin(records: Records) -> str:
 
 
 def render(text: str) -> str:
-    """`text`, a page, with every block made anew."""
+    """The text of a page with every block made again."""
 
     def anew(match: re.Match[str]) -> str:
         made = block(match["name"])
@@ -799,7 +806,7 @@ def render(text: str) -> str:
 
 
 class Picture(NamedTuple):
-    """`sources`: the results that it shows; `page`: where it stands."""
+    """A generated picture. `sources`: the results that it shows. `page`: the page that shows it."""
 
     sources: tuple[str, ...]
     draw: Callable[[Records, Path, str], None]
@@ -813,7 +820,7 @@ PICTURES = {
 
 
 def digest(name: str) -> str:
-    """Of the results that a picture shows."""
+    """A digest of the results that a picture shows."""
     content = b"".join((RESULTS / f"{source}.json").read_bytes() for source in PICTURES[name].sources)
     return f"results {hashlib.sha256(content).hexdigest()[:16]}"
 

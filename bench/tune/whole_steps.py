@@ -13,7 +13,7 @@ import torch
 
 from minirt.bench.compare.timing import captured, replays
 from minirt.device import on_device
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache, LayerKV
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Case, override_config
@@ -37,7 +37,7 @@ class Steps:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._cache = KVCache(model.kv_shapes, 0, model.device, model.kv_dtype)
+        self._cache = KVCache(model.cache_specs, 0, model.device, model.kv_dtype)
 
     @torch.inference_mode()
     def seconds(self, case: Case, configs: Sequence[Any]) -> list[float]:
@@ -53,10 +53,11 @@ class Steps:
             work = chunks(case.tokens, PAGE_SIZE)
             pages = sum(len(chunk.pages) for chunk in work)
             if pages > self._cache.num_pages:
-                self._cache = KVCache(model.kv_shapes, pages, model.device, model.kv_dtype)
+                self._cache = KVCache(model.cache_specs, pages, model.device, model.kv_dtype)
                 for layer in self._cache.layers:  # power draw depends on the values
-                    layer.k.normal_()
-                    layer.v.normal_()
+                    if isinstance(layer, LayerKV):
+                        layer.k.normal_()
+                        layer.v.normal_()
             batch = Batch.build(work, PAGE_SIZE).to(model.device)
             model.reserve_splits(batch.max_splits)
             times: list[list[float]] = [[] for _ in configs]

@@ -1,4 +1,4 @@
-"""Partial results of attention, combined in order: those of decoding (`combine`), and `merge`, which `partial` uses as well.
+"""Combines partial results of attention in a fixed order: `combine` those of decode attention; `merge` is also used by `partial`.
 
 Flash-Decoding, Dao et al. 2023.
 """
@@ -9,15 +9,15 @@ import triton.language as tl
 from minirt.kernels.attention.operands import Decode
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 
-BLOCK_S = 32  # partial results that a combining program loads side by side
-PROGRAMS = 12  # such programs that an SM has room for
+BLOCK_S = 32  # partial results that a program loads at once
+PROGRAMS = 12  # programs that fit on an SM
 
 
 @triton.jit
 def merge(sums_ptr, row_stats_ptr, first, step, count, head, NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The sum [1, D] and the total [1] of a head over `count` partial results, rows first, first + step, …, in order.
+    """Combine `count` partial results of a head (rows first, first + step, …) in order → its sum [1, D] and total [1].
 
-    One warp does best: each of its threads has the same channels of all the partial results, so no thread waits for another.
+    Fastest with one warp: each thread has the same channels of all partial results, so no thread waits for another.
     """
     d = tl.arange(0, D)[None, :]
     row_max = tl.full((1,), float("-inf"), tl.float32)
@@ -43,10 +43,10 @@ def _combine_kernel(
     starts_ptr, query_starts_ptr, out_ptr, sums_ptr, row_stats_ptr, heads,
     NQ: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For `heads` heads of one sequence: the weighted mean of its splits, in order; zeros for a sequence without tokens."""
+    """For `heads` heads of one sequence, store the weighted mean of its KV splits; zeros for a sequence without tokens."""
     b = tl.program_id(0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # these programs are small: what comes next can prepare beside them
+        tl.extra.cuda.gdc_launch_dependents()  # these programs are small, so the next kernel's programs fit beside them
     start = tl.load(starts_ptr + b)
     splits = tl.load(starts_ptr + b + 1) - start
     token = b.to(tl.int64)
@@ -68,7 +68,7 @@ def _combine_kernel(
 def combine(decode: Decode) -> None:
     """Write `out` of each sequence that has several splits, or no token.
 
-    Where all sequences have one split, the programs only look and end, so there should not be many.
+    Few programs are launched: if every sequence has one split, they have nothing to do.
     """
     B, (Nq, D) = decode.num_seqs, decode.out.shape[1:]
     heads = cdiv(B * Nq, PROGRAMS * sm_count(decode.out.device))

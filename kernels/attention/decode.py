@@ -1,9 +1,9 @@
-"""Attention of one new token per sequence on the paged KV cache, alone or fused with what comes before it: per-head
+"""Attention of one new token per sequence on the paged KV cache, alone or fused with the operations before it: per-head
 RMSNorm, rotary embedding and the write of the new K and V.
 
-Each sequence is cut into splits of a fixed number of tokens (Flash-Decoding, Dao et al. 2023), whatever its batch. The
-splits of all sequences form one list of work items, which a fixed number of programs takes turns at, so that neither the
-grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of a sequence in order.
+Each sequence is divided into KV splits of a fixed number of tokens, independent of the batch (Flash-Decoding, Dao et al. 2023).
+The splits of all sequences form one list of work items. A fixed number of programs takes items from it in turn, so neither the
+grid nor a CUDA graph depends on the contexts. A second kernel combines the splits of each sequence in order.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,13 @@ from minirt.kernels.pdl import wait_inside_loop
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tokens of K and V that a program holds at a time, and how many programs an SM runs at once: each keeps
-    (num_stages − 1) · block_n tokens on their way and has its share of the registers. Neither num_stages nor programs changes a
-    bit of a result."""
+    """A launch configuration of `decode`. `num_stages` and `programs` do not change results.
+
+    Args:
+        block_n: tokens of K and V that a program holds at a time.
+        num_stages: a program keeps (num_stages − 1) · block_n tokens in flight.
+        programs: programs that run on an SM at once, each with its share of the registers.
+    """
 
     block_n: int
     num_warps: int
@@ -58,8 +62,8 @@ CASES = [
 
 @triton.jit
 def _rotated(x, y, norm, norm_partner, cos, sin, eps, D: tl.constexpr):
-    """Whole heads x [M, D] after RMSNorm (if `norm` is given) and rotary embedding; y and norm_partner are x and norm with
-    their halves swapped."""
+    """Heads x [M, D] after RMSNorm (if `norm` is given) and rotary embedding. y and norm_partner are x and norm with their halves
+    swapped."""
     dtype: tl.constexpr = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
     if norm is not None:
@@ -74,13 +78,13 @@ def _rotated_heads(
     heads_ptr, head, kv_head, q_norm_ptr, k_norm_ptr, angles_ptr, eps,
     NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of one token's raw heads: q of the heads `head` [M], and M times k and v of kv_head, [M, D] each.
+    """The q heads `head` [M] of one token, normalized and rotated, and k and v of kv_head, repeated M times: [M, D] each.
 
-    Repeated loads cost nothing here, but tiles of one shape have one layout, and conversions would take longer than the
-    arithmetic. All loads come first, or each would be waited for in turn.
+    k and v are repeated because then all tiles have one shape and so one layout: a conversion between layouts would take longer
+    than the arithmetic, and repeated loads cost nothing. All loads are issued before the first use, so their latencies overlap.
     """
     d = tl.arange(0, D)[None, :] + tl.zeros_like(head)[:, None]
-    partner = (d + D // 2) % D  # channel d turns with channel d ± D/2: each is loaded in both places
+    partner = (d + D // 2) % D  # channel d is rotated with channel d ± D/2, so each is loaded twice
     cos, sin = tl.load(angles_ptr + d % (D // 2)), tl.load(angles_ptr + D // 2 + d % (D // 2))
     q_norm, q_norm_partner, k_norm, k_norm_partner = None, None, None, None
     if q_norm_ptr is not None:
@@ -102,10 +106,10 @@ def _find_work_item(
     item, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width,
     PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Of a work item: its sequence, that one's length, the number of the split in it, and the pages of the split.
+    """The sequence of a work item, its length, the number of the split in it, and the pages of the split.
 
-    A load that waits for another takes as long as the attention of a short sequence. So all starts and lengths are loaded
-    side by side, and a single sequence needs neither to know its pages.
+    A load that depends on another one takes as long as the attention of a short sequence. So all starts and lengths are loaded at
+    once. With a single sequence, the pages are found without them.
     """
     if BLOCK_B == 1:
         b, length, split = tl.full((), 0, tl.int64), tl.load(seq_lens_ptr), item
@@ -113,7 +117,7 @@ def _find_work_item(
         index = tl.arange(0, BLOCK_B)
         starts = tl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
         lens = tl.load(seq_lens_ptr + index, mask=index < B, other=0)
-        # The last sequence that starts at or before the item: empty ones start where the next one does.
+        # The last sequence that starts at or before the item. (An empty sequence starts where the next one does.)
         found = tl.max(tl.where(starts <= item, (index.to(tl.int64) << 32) | lens.to(tl.int64), 0), 0)
         b, length = found >> 32, found.to(tl.int32)
         split = item - tl.max(tl.where(starts <= item, starts, 0), 0)
@@ -124,8 +128,10 @@ def _find_work_item(
 
 @triton.jit
 def _slots(pages, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens first + [0, BLOCK_N) are, whose split begins at `begin` and has its K and V in `pages`: a slot for
-    all of them, and one for each, to be added."""
+    """Slots of the tokens first + [0, BLOCK_N) as (base, offsets): token i is in slot base + offsets[i].
+
+    `begin` is the first token of their split, and `pages` are the split's pages.
+    """
     n = tl.arange(0, BLOCK_N)
     place = tl.arange(0, pages.shape[0])
     if PAGE_SIZE % BLOCK_N == 0:
@@ -140,7 +146,7 @@ def _slots(pages, first, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, D: tl.constexpr):
-    """Write row 0 of x [M, D] to a slot → x as the page has it."""
+    """Write row 0 of x [M, D] to a slot. Returns x as the page holds it, in fp32."""
     at = (slot * NKV + kv_head) * D + tl.arange(0, D)[None, :] + tl.zeros_like(row)[:, None]
     if scales_ptr is None:
         tl.store(pages_ptr + at, x, mask=row[:, None] == 0)
@@ -160,10 +166,11 @@ def _decode_kernel(
     NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of every so many-th item. The result of a sequence of one split is final.
+    """Attention of one KV head on every n-th work item, n being the number of programs per head.
 
-    With cos_sin_ptr q_ptr holds raw q, k and v heads, and the new token is not in the pages yet. With query_starts_ptr there are
-    sequences with more new tokens, or none, whose items are skipped.
+    For a sequence with one split it stores the final result, else a partial one. With cos_sin_ptr, q_ptr holds raw q, k and v
+    heads, and the new token is not in the pages yet. With query_starts_ptr, items of sequences without exactly one new token are
+    skipped.
     """
     GROUP: tl.constexpr = NQ // NKV
     FP8: tl.constexpr = k_scales_ptr is not None
@@ -188,7 +195,7 @@ def _decode_kernel(
         acc = blank(BLOCK_M, D, FP8)
         q = no_queries(BLOCK_M, D, q_ptr.dtype.element_ty, FP8)
         row_limit = tl.zeros((BLOCK_M,), tl.int32) + limit
-        # At least once, also for a new token that is the first of its split.
+        # Run the loop at least once, even if the new token is the first of its split.
         end = tl.maximum(tl.minimum(begin + SPLIT, limit), begin + 1)
         token, stored = b, valid
         if query_starts_ptr is not None:
@@ -199,7 +206,7 @@ def _decode_kernel(
         next_b, next_length, next_split, next_pages = b, length, split, pages
         for first in range(begin, end, BLOCK_N):
             if first == begin:
-                # In the loop, so that its first loads of K and V are on their way before anything is waited for.
+                # Inside the loop, so that its first loads of K and V are in flight before any wait.
                 if query_starts_ptr is None and item + programs < items:
                     next_b, next_length, next_split, next_pages = _find_work_item(
                         item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
@@ -214,7 +221,7 @@ def _decode_kernel(
                     )
                     q = prepare(turned, FP8)
                     if limit < begin + SPLIT:
-                        # The last split: the online softmax starts with the new token, which nobody else reads.
+                        # The last split: the online softmax starts with the new token, which no other program reads.
                         base, slot = _slots(pages, limit, begin, PAGE_SIZE, 1)
                         base += tl.sum(slot, 0)
                         new_k = _store_new(k, row, k_ptr, k_scales_ptr, base, kv_head, NKV, D)
@@ -236,31 +243,31 @@ def _decode_kernel(
             tl.store(sums_ptr + part[:, None] * D + d, whole(acc), mask=stored[:, None])
             tl.store(row_stats_ptr + 2 * part, row_max, mask=stored)
             tl.store(row_stats_ptr + 2 * part + 1, total, mask=stored)
-        if query_starts_ptr is not None:  # noqa: SIM102 — known when compiled; no loop where an item is skipped
+        if query_starts_ptr is not None:  # noqa: SIM102 — compile-time. The loop does not run for a skipped item.
             if item + programs < items:
                 next_b, next_length, next_split, next_pages = _find_work_item(
                     item + programs, starts_ptr, seq_lens_ptr, B, tables_ptr, table_width, PAGE_SIZE, SPLIT, BLOCK_B
                 )
         b, length, split, pages = next_b, next_length, next_split, next_pages
     if PDL:
-        # Every program waits, also without an item: the next kernel must not start before the one before this has ended.
-        # It is let in only now, since its waiting programs would take room from those of this one.
+        # Every program waits, even one without a work item (docs/design/pdl.md, rule 2). It triggers only now, since waiting
+        # programs of the next kernel would take space from programs of this one.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def choose_decode_config(itemsize: int, fp8: bool, split: int, sequences: int) -> DecodeConfig:
-    """The configuration for q's element size, pages of fp8 or of that size, a split, and a batch."""
+    """The configuration by the rule. `itemsize`: of q. `fp8`: whether the pages are FP8."""
     if itemsize == 4:
         return DecodeConfig(32, 8, 3, 3)
-    if fp8:  # With half the bytes it is the work on each block that takes the time: fewer, larger ones.
+    if fp8:  # With half the bytes, the work for each block takes the time. So use fewer, larger blocks.
         return DecodeConfig(min(128, split), 4, 2, 3)
-    # Programs that share an SM hide each other's waiting; one alone has to load further ahead.
+    # Programs that share an SM hide each other's latency. A single program must prefetch more.
     return DecodeConfig(64, 4, 2 if sequences > FEW_SEQS else 3, 3)
 
 
 def splits_before(seq_lens: Sequence[int], split: int = KV_SPLIT) -> list[int]:
-    """`split_starts`: how many splits the sequences before each one have, and at the end all: [B + 1]."""
+    """`split_starts` [B + 1]: for each sequence, the number of splits of the sequences before it; last, that of all splits."""
     return list(accumulate((cdiv(n, split) for n in seq_lens), initial=0))
 
 
@@ -270,14 +277,14 @@ def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
 
 
 def launch(decode: Decode, config: DecodeConfig | None = None) -> None:
-    """Write `out` of sequences with one split, and partial results of the others. Unchecked, see `dispatch`."""
+    """Write `out` of sequences with one split, and partial results of the others. `dispatch` checks the operands before."""
     pages, out, split, B = decode.pages, decode.out, decode.split, decode.num_seqs
     (Nq, D), Nkv = out.shape[1:], pages.num_kv_heads
     config = config or choose_decode_config(out.element_size(), pages.k_scale is not None, split, B)
     if config.block_n > split:
         raise InputError("too large", where="config.block_n", expected=f"at most the split, {split}", found=config.block_n)
     at_once = config.programs * sm_count(out.device)
-    registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # what lets so many run at once
+    registers = 65536 // (32 * config.num_warps * config.programs) // 8 * 8  # at most this many, so that `programs` fit
     cos_sin, q_norm, k_norm, eps = decode.rope or (None, None, None, 0.0)
     _decode_kernel[(max(1, min(decode.max_splits, at_once // Nkv)) * Nkv,)](
         decode.heads, cos_sin, q_norm, k_norm, *as_integers(torch.int16, pages.k, pages.v), pages.k_scale, pages.v_scale,

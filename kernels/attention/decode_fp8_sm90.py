@@ -1,28 +1,29 @@
-"""Decode attention of `decode.py` for Hopper on pages of fp8, fused with rotary embedding and KV write.
+"""Decode attention of `decode.py` for Hopper on FP8 pages, fused with rotary embedding and KV write.
 
-As in `decode_sm90` one warp fetches pages by TMA, and four warps compute an item at a time, with tokens, then
-channels on the M side of the MMA. How work items are found is in `work_items_sm90`.
+As in `decode_sm90`, one warp fetches pages by TMA, and four warps compute one item at a time. The M side of the MMA has the
+tokens in scores, and the channels in sums. `work_items_sm90` says how work items are found.
 
-K and V are widened to fp16, exactly, between shared memory and the tensor cores, so they are the MMA's operand in registers.
-That is `mma.sync`, not Hopper's own instruction: ptxas before CUDA 13.3 may overwrite registers that the latter still reads
-(triton#11781), and where memory is what takes the time the slower one will do.
+K and V are converted to fp16, exactly, on their way from shared memory to the tensor cores, so this MMA operand is in
+registers. The instruction is `mma.sync`, not Hopper's `wgmma`: ptxas before CUDA 13.3 may overwrite registers that `wgmma`
+still reads (triton#11781). `mma.sync` is slower, but memory bandwidth limits the kernel.
 
-An item has one tile of 128 channels or, for several sequences and few queries a KV head, four: what an item costs beside its
-products is spent once for four times the bytes then, and all of a sector that holds scales is used. Each head has columns of
-its own in the MMA. A tile is multiplied with all columns' queries, of which those of its heads are kept; where it has two heads
-of 64 channels, each one's queries are zeros in the channels of the other. Columns do not feel each other, so an item's width
-changes no bit. Beside an odd last head, TMA puts zeros.
+A narrow item has one tile of 128 channels. A wide item has four; it is used with several sequences and few queries per KV head.
+The fixed cost of an item is then spent once for four times the bytes, and every byte of a memory sector with scales is used.
+Each head has its own columns in the MMA. A tile is multiplied by the queries of all columns, and only the results of its own
+heads are kept. If a tile has two heads of 64 channels, the queries of each are zero in the channels of the other. MMA columns
+are independent, so results do not depend on the width of an item. If the last head has no neighbour in its tile, TMA fills the
+other half with zeros.
 
-The code is loops, not copies, with which wide items took up to 1.7 times as long where sequences are few and short: presumably
-instructions that no cache has. So scores go through shared memory, where a loop finds them again. K's scales multiply the scores;
-V's enter as a term of the exponents, as in `online_softmax.attend`.
+The code uses loops instead of unrolled copies. With copies, wide items took up to 1.7 times as long for few short sequences,
+presumably because of instruction cache misses. A loop cannot keep its scores in registers, so they go through shared memory. K's
+scales multiply the scores; V's scales are a term of the exponents, as in `online_softmax.attend`.
 
-A tile is 64 tokens and 64 pairs of channels, as int16: 128 bytes of a token are one head of 128 channels or two of 64. An item
-has `TILES` side by side. A ring is (tiles, full, empty), a barrier each for "has arrived" and "may be overwritten" of every
-stage; a stage is as many tiles side by side as there are for each of `STAGES`.
+A tile has 64 tokens and 64 pairs of channels, as int16: the 128 bytes of a token are one head of 128 channels or two heads of
+64. An item has `TILES` adjacent tiles. A ring is (tiles, full, empty). Each stage of it holds `SIDE` adjacent tiles and has two
+barriers: "has arrived" and "may be overwritten".
 
-Slots are K's and V's scales of a block of tokens, [tokens, columns] each, where a column is a head of the item or, of more than
-two heads, a query. They arrive and are taken with the first stage of the block's K.
+A slot of the scales holds K's and V's scales of a block of tokens, [tokens, columns] each. A column is a head of the item or,
+if the item has more than two heads, a query. A slot is filled and read together with the first stage of the block's K.
 """
 
 import math
@@ -54,7 +55,7 @@ from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.gluon_sm90 import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 
-PAIRS = CHANNELS  # of channels: what a tile has
+PAIRS = CHANNELS  # pairs of channels of a tile
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 WIDE = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))  # K and V
 NARROW = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))  # queries and probabilities
@@ -65,21 +66,23 @@ def ask_token(
     place, first_head, batch, row, writes, d, m,
     NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """All that an item needs of its sequence's new token, asked for side by side: both halves of the channels of q, k and v, for
-    each row its head's, v of the first tiles once more in the order of sums, cosines and sines, and, for the rows that write its
-    K and V, the token's page."""
+    """Load everything that an item needs of its sequence's new token, without waiting.
+
+    These are both halves of the channels of q, k and v, for each row those of its head; v of the first tiles again, in the layout
+    of the sums; cosines and sines; and, for the rows that write K and V, the token's page.
+    """
     GROUP: gl.constexpr = NQ // NKV
     HALF: gl.constexpr = D // 2
     qkv_ptr, cos_sin_ptr, tables_ptr, table_width = batch
     b, length, _ = place
     limit = length - 1
     heads_ptr = qkv_ptr + b * ((NQ + 2 * NKV) * D)
-    # Rows without a head of their own repeat a last one and are not stored.
+    # Rows past the last head repeat the last head and are not stored.
     q_ptrs = heads_ptr + (gl.minimum(first_head * GROUP + row, NQ - 1) * D)[:, None] + d[None, :]
     k_ptrs = heads_ptr + ((NQ + gl.minimum(first_head + row // GROUP, NKV - 1)) * D)[:, None] + d[None, :]
     v_ptrs = k_ptrs + NKV * D
     angles_ptr = cos_sin_ptr + gl.maximum(limit, 0).to(gl.int64) * D + d
-    # Rows that write nothing load another page: one page for all would go to a uniform register, and be waited for at once.
+    # Rows that write nothing load another page. If all loaded one page, the compiler would use a uniform register and wait.
     place_in_table = gl.maximum(limit // PAGE_SIZE - gl.where(writes, 0, 1), 0)
     page = gl.load(tables_ptr + b * table_width + place_in_table)
     return (
@@ -91,8 +94,10 @@ def ask_token(
 
 @gluon.jit
 def ask_values(b, pair, qkv_ptr, m, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, SIDE: gl.constexpr):
-    """The new token's V in the order of sums, from a pair of channels on: for each tile of a stage [pairs], as int32. Behind the
-    last head its last pair comes again, which is not stored."""
+    """The new token's V in the layout of the sums, from a pair of channels on: [pairs] int32 for each tile of a stage.
+
+    Past the last head, the last pair is repeated and not stored.
+    """
     pairs_ptr = (qkv_ptr + b * ((NQ + 2 * NKV) * D) + (NQ + NKV) * D).to(gl.pointer_type(gl.int32))
     pairs = ()
     for c in gl.static_range(SIDE):
@@ -102,13 +107,13 @@ def ask_values(b, pair, qkv_ptr, m, NQ: gl.constexpr, NKV: gl.constexpr, D: gl.c
 
 @gluon.jit
 def _may_be_written(ring, step, STAGES: gl.constexpr):
-    """Waits until all that was fetched `STAGES` steps before this one has been taken."""
+    """Wait until the stage of this step may be overwritten, that is until the tiles of `STAGES` steps ago have been read."""
     mbarrier.wait(ring[2].index(step % STAGES), (step // STAGES & 1) ^ 1)
 
 
 @gluon.jit
 def _fetch(pages, rows, ring, block, column, step, STAGES: gl.constexpr):
-    """The tiles of one stage: a block's tokens, whose rows the lanes have, from a column of the pages on."""
+    """Fetch the tiles of one stage: a block's tokens, from a column of the pages on. `rows`: each lane has a box's first row."""
     BOX: gl.constexpr = pages.block_type.shape[0]
     BOXES: gl.constexpr = BLOCK_N // BOX
     tiles, full, _ = ring
@@ -121,7 +126,7 @@ def _fetch(pages, rows, ring, block, column, step, STAGES: gl.constexpr):
         for c in gl.static_range(SIDE):
             tile = tiles.index(stage * SIDE + c).slice(j * BOX, BOX)
             tma_load(pages, [row, column + c * PAIRS], full.index(stage), tile)
-    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)  # every lane's, once its scales are there
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)  # each lane arrives when its scales have arrived
 
 
 @gluon.jit
@@ -129,7 +134,7 @@ def _fetch_scales(
     scale_ptrs, rows, slots, block, first_head, count,
     NKV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """The scales of a block's tokens, whose rows the lanes have, to the next slot after `count` blocks."""
+    """Fetch the scales of a block's tokens into the next slot. `rows` as in `_fetch`. `count`: blocks before this one."""
     BOXES: gl.constexpr = BLOCK_N // BOX
     SLOTS: gl.constexpr = slots.shape[0] // 2
     COLUMNS: gl.constexpr = slots.shape[2]
@@ -144,7 +149,7 @@ def _fetch_scales(
     if COLUMNS > HEADS:
         head = first_head + n // GROUP
     if COLUMNS > HEADS or NKV % HEADS != 0:
-        head = gl.minimum(head, NKV - 1)  # columns without a head of their own repeat a last one
+        head = gl.minimum(head, NKV - 1)  # columns past the last head repeat the last head
     k_scales_ptr, v_scales_ptr = scale_ptrs
     at, slot = (row.to(gl.int64) * NKV)[:, None] + head[None, :], count % SLOTS
     cp_async(slots.index(2 * slot), k_scales_ptr + at)
@@ -157,22 +162,24 @@ def fetch_stages(
     NKV: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, UNITS: gl.constexpr, TILES: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Of one item after the other the scales of the first block and all tiles of its K, then those of its second one, and so on;
-    then of V the first stage of all blocks, then its next one of all blocks. Without a wait for the kernel before, as
-    `work_items_sm90.fetch_items`."""
+    """Task of the fetching warp: fetch scales, K and V of one item after the other.
+
+    Order: for each block, its scales and all tiles of its K; then, for each stage of the tiles, V of all blocks. Like
+    `work_items_sm90.fetch_items`, it does not wait for the kernel before.
+    """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     SIDE: gl.constexpr = ring[0].shape[0] // STAGES
     programs = gl.num_programs(0)
     items = gl.load(starts_ptr + B)
     firsts = find_firsts(starts_ptr, B, STRIDE)
     candidates = find_candidates(gl.program_id(0) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
-    TURN: gl.constexpr = slots.shape[0] // 2 * (TILES // SIDE)  # so many steps ago, or more, a slot was last written
+    TURN: gl.constexpr = slots.shape[0] // 2 * (TILES // SIDE)  # a slot was last written this many steps ago, or more
     step, count = 0, 0
     for unit in range(gl.program_id(0), items * UNITS, programs):
         b, length, split = find_place(unit // UNITS, candidates)
         blocks = count_blocks(split, length, SPLIT)
         column = unit % UNITS * (TILES * PAIRS)
-        # Where each box of the split begins, a lane each. Behind a sequence's end its last rows come again.
+        # The first row of each box of the split, one per lane. Past a sequence's end, its last rows are fetched again.
         t = gl.maximum(gl.minimum(split * SPLIT + lanes() * BOX, length - 2), 0) // BOX * BOX
         rows = gl.load(tables_ptr + b * table_width + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE
         candidates = find_candidates((unit + programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
@@ -191,7 +198,7 @@ def fetch_stages(
 
 @gluon.jit
 def _of_columns(scales, second):
-    """A slot's scales for each column [tokens, columns], or [tokens, 1] of one head."""
+    """A slot's scales for each column, [tokens, columns]; [tokens, 1] if the item has one head."""
     if scales.shape[1] == 2:
         return gl.where(second[None, :], scales.slice(1, 1, 1).load(PRODUCTS), scales.slice(0, 1, 1).load(PRODUCTS))
     else:
@@ -200,7 +207,7 @@ def _of_columns(scales, second):
 
 @gluon.jit
 def _load(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
-    """The tiles of a stage in registers, once all of it has arrived."""
+    """Wait for a stage and load its tiles into registers."""
     tiles, full, _ = ring
     SIDE: gl.constexpr = tiles.shape[0] // STAGES
     stage = step % STAGES
@@ -216,15 +223,15 @@ def _load(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _release(ring, step, STAGES: gl.constexpr):
-    """Lets a stage, and the scales that came with it, be overwritten."""
-    # TMA's writes are ordered behind such reads by a fence alone: without it some came first where programs fetched far ahead.
+    """Allow a stage, and the scales that came with it, to be overwritten."""
+    # Only a fence orders TMA's writes after these reads. Without it, some writes came first when a program fetched far ahead.
     fence_async_shared()
     mbarrier.arrive(ring[2].index(step % STAGES))
 
 
 @gluon.jit
 def take(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
-    """The tiles of the ring's next stage in registers, once they have arrived; then they may be overwritten."""
+    """Wait for the ring's next stage, load its tiles into registers, and allow the stage to be overwritten."""
     taken = _load(ring, step, TRANSPOSED, STAGES)
     _release(ring, step, STAGES)
     return taken
@@ -232,8 +239,10 @@ def take(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def take_with_scales(ring, slots, step, count, second, STAGES: gl.constexpr):
-    """The first tiles of a block's K, and for each column the scales of its head's K and V, [tokens, columns], or [tokens, 1] of
-    one head. Behind a sequence's end these are whatever the pages hold. `second`: columns of the second head, of two."""
+    """`take` for the first tiles of a block's K. Also returns the scales of K and of V, as `_of_columns` does.
+
+    Past a sequence's end, the scales are whatever the pages hold. `second`: which columns belong to the second of two heads.
+    """
     slot = count % (slots.shape[0] // 2)
     taken = _load(ring, step, False, STAGES)
     k_scale, v_scale = _of_columns(slots.index(2 * slot), second), _of_columns(slots.index(2 * slot + 1), second)
@@ -241,14 +250,22 @@ def take_with_scales(ring, slots, step, count, second, STAGES: gl.constexpr):
     return taken, k_scale, v_scale
 
 
-_MOST_ROWS = 8  # queries of an item; with 16 products take more time than wider items save
-_BOX = 32  # tokens that are fetched at once
-_FEW = 6  # sequences, whose items are many programs' sooner than wide ones
+_MOST_ROWS = 8  # queries of an item; with 16, the products take more time than wide items save
+_BOX = 32  # tokens of one TMA load
+_FEW = 6  # up to this many sequences, items are narrow, because wide ones would occupy too few programs
 
 
 class _Shape(NamedTuple):
-    """Tiles of an item and of a stage, stages, slots of scales, programs that share an SM, and registers of a thread of the
-    warp that fetches. What waits most, a narrow item, has the most programs beside it."""
+    """The shape of narrow or of wide items. Narrow items wait most, so more programs share an SM.
+
+    Attributes:
+        tiles: tiles of an item.
+        side: tiles of a stage.
+        stages: stages of the ring.
+        slots: slots of scales.
+        programs: programs that share an SM.
+        registers: registers of a thread of the fetching warp.
+    """
 
     tiles: int
     side: int
@@ -263,7 +280,11 @@ _NARROW, _WIDE = _Shape(1, 1, 6, 4, 3, 24), _Shape(4, 2, 5, 2, 2, 64)
 
 @gluon.jit
 def _write(left, right, pages_ptr, scales_ptr, slot, d, writes, D: gl.constexpr):
-    """Heads, given as halves [N, D/2], to their slots [N] as fp8 where `writes` → as the pages have them, and the scales [N]."""
+    """Quantize heads, given as halves [N, D/2], and store them where `writes`.
+
+    Returns:
+        the quantized halves as fp32, not multiplied by the scales, and the scales [N].
+    """
     scale = fp8_scale(gl.max(gl.maximum(finite_magnitude(left), finite_magnitude(right)), 1))
     left, right = to_fp8(left, scale[:, None]), to_fp8(right, scale[:, None])
     ptrs = pages_ptr + slot[:, None] * D + d[None, :]
@@ -276,7 +297,7 @@ def _write(left, right, pages_ptr, scales_ptr, slot, d, writes, D: gl.constexpr)
 
 @gluon.jit
 def _store_queries(x, q_tiles, head, START: gl.constexpr, D: gl.constexpr):
-    """Half the channels of the queries [N, D/2] in fp16 to the tiles of even and of odd channels, zeros beside them."""
+    """Store half the channels of fp16 queries, x [N, D/2], in the tiles of even and of odd channels; zeros for other heads."""
     N: gl.constexpr = x.shape[0]
     QUARTER: gl.constexpr = D // 4
     WITHIN: gl.constexpr = PAIRS * 2 // D  # heads of a tile
@@ -289,19 +310,21 @@ def _store_queries(x, q_tiles, head, START: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _scores(scores, taken, q_even, q_odd, tile):
-    """K · Qᵀ [tokens, heads] of those heads whose `tile` is taken; of the others the scores so far."""
+    """Scores [tokens, heads]: K · Qᵀ for the heads whose `tile` is in `taken`; unchanged for the other heads."""
     for j in gl.static_range(len(taken)):
         even, odd = widen(taken[j], gl.float16)
         zeros = gl.zeros_like(scores)
-        product = mma_v2(even, q_even, zeros) + mma_v2(odd, q_odd, zeros)  # two short chains, not a long one
+        product = mma_v2(even, q_even, zeros) + mma_v2(odd, q_odd, zeros)  # two short dependency chains instead of a long one
         scores = gl.where((tile == j)[None, :], product, scores)
     return scores
 
 
 @gluon.jit
 def _times(pairs, dtype: gl.constexpr, weight, scale):
-    """The new token's V, [pairs] of channels of 16 bits as int32, rounded to fp8, times each head's weight [heads] → of even and
-    of odd channels [pairs, heads]."""
+    """The new token's V, rounded to FP8, times each head's weight [heads] → even channels and odd channels, [pairs, heads] each.
+
+    `pairs` [pairs] int32: two 16-bit channels each.
+    """
     even, odd = pairs.to(gl.int16).to(dtype, bitcast=True), (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     blank = gl.zeros([PAIRS, weight.shape[0]], gl.float32, PRODUCTS)
     even = to_fp8(even[:, None] + blank, scale[None, :]).to(gl.float8e4nv, bitcast=True)
@@ -316,8 +339,11 @@ def _attend_items(
     NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr,
     STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The attention of one item after the other. The new token is not in the tiles: who has the split that it ends adds its score
-    and its value, as rounded to fp8, by plain arithmetic, and writes its K and V and their scales to the pages."""
+    """Compute the attention of one item after the other.
+
+    The tiles do not contain the new token. The program that computes its split adds its score and its value (rounded to FP8)
+    without tensor cores, and writes its K, its V and their scales to the pages.
+    """
     s_tiles, inverse_tiles, p_tiles = score_tiles
     GROUP: gl.constexpr = NQ // NKV
     N: gl.constexpr = q_tiles.shape[1]
@@ -333,7 +359,7 @@ def _attend_items(
     d = gl.arange(0, HALF, gl.SliceLayout(0, ROWS))
     token = gl.arange(0, BLOCK_N, gl.SliceLayout(0, WIDE))
     second = n >= GROUP
-    writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # the new token's K and V
+    writes = (row % GROUP == 0) & (row < HEADS * GROUP)  # rows that write the new token's K and V
     q_norm, k_norm = in_rows(norm_halves(q_norm_ptr, d, D)), in_rows(norm_halves(k_norm_ptr, d, D))
     first, programs = gl.program_id(0), gl.num_programs(0)
     items = gl.load(starts_ptr + B)
@@ -342,7 +368,7 @@ def _attend_items(
     candidates = find_candidates((first + programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
     next_head = first % UNITS * HEADS
     if PDL:
-        gdc_wait()  # before anything of the kernel before is read, and before anything is written
+        gdc_wait()  # before the first read of the kernel before's output, and before the first write
     if PDL and EARLY:
         gdc_launch_dependents()  # as in `decode_sm90`
     batch = (qkv_ptr, cos_sin_ptr, tables_ptr, table_width)
@@ -359,14 +385,14 @@ def _attend_items(
         cos, sin = cos[None, :], sin[None, :]
         q_left, q_right = turn(q_left, q_right, q_norm, cos, sin, eps, D)
         q_left, q_right = q_left.to(gl.float32), q_right.to(gl.float32)
-        # A power of two for each row makes queries fit fp16, see `attention.prepare`.
+        # A power of two for each row makes the queries fit the range of fp16, see `online_softmax.prepare`.
         largest = gl.max(gl.maximum(gl.abs(q_left), gl.abs(q_right)), 1)
         exponent = gl.minimum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
         shrink = (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
         _store_queries((q_left * shrink).to(gl.float16), q_tiles, row // GROUP, 0, D)
         _store_queries((q_right * shrink).to(gl.float16), q_tiles, row // GROUP, D // 4, D)
         power = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(0, PRODUCTS)) * scale
-        # The new token's own score, [heads]: −inf where it belongs to another split.
+        # The new token's score [heads]; −inf if the token belongs to another split.
         new_score = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCTS))
         new_scale = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, PRODUCTS))
         if newest:
@@ -379,12 +405,12 @@ def _attend_items(
             new_score = gl.convert_layout(score, gl.SliceLayout(0, PRODUCTS)) * scale
             new_scale = gl.convert_layout(v_scale, gl.SliceLayout(0, PRODUCTS))
         new_score += log2(new_scale)
-        # What the next item needs arrives while this one is computed.
+        # Load for the next item, while this one is computed.
         next_place = find_place((unit + programs) // UNITS, candidates)
         next_head = (unit + programs) % UNITS * HEADS
         asked = ask_token(next_place, next_head, batch, row, writes, d, m, NQ, NKV, D, PAGE_SIZE, SIDE)
         candidates = find_candidates((unit + 2 * programs) // UNITS, firsts, starts_ptr, lens_ptr, B, STRIDE)
-        # Scores [tokens, heads], in powers of two and with V's scales as a term; −inf where no token of the pages is.
+        # Scores [tokens, heads] are base-2 exponents and include V's scales; −inf past the last token in the pages.
         highest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         q_even = q_tiles.index(0).permute((1, 0)).load(NARROW)
         q_odd = q_tiles.index(1).permute((1, 0)).load(NARROW)
@@ -402,7 +428,7 @@ def _attend_items(
             highest = gl.maximum(highest, s)
             s_tiles.index(i).store(s)
             inverse_tiles.index(i).store(inverse(v_scale))
-        # 2^15 times a probability is the most that occurs; they go to shared memory, where the next products take them from.
+        # Probabilities times V's scales, at most 2^15. They go to shared memory, from where the next products read them.
         row_max = gl.maximum(gl.max(highest, 0), new_score) - 15
         weights = gl.zeros([BLOCK_N, N], gl.float32, PRODUCTS)
         for i in range(blocks):
@@ -417,12 +443,12 @@ def _attend_items(
         if length > SPLIT:
             gl.store(row_stats_ptr + 2 * (part + n), row_max, mask=own)
             gl.store(row_stats_ptr + 2 * (part + n) + 1, total, mask=own)
-        # Vᵀ · Pᵀ [pairs of channels, heads], a tile after the other.
+        # Vᵀ · Pᵀ [pairs of channels, heads], one stage of tiles after the other.
         for c in range(0, TILES, SIDE):
             sums = ()
             for _ in gl.static_range(SIDE):
                 sums += (gl.zeros([PAIRS, N], gl.float32, PRODUCTS), gl.zeros([PAIRS, N], gl.float32, PRODUCTS))  # type: ignore[assignment]
-            if newest:  # a split that the new token does not belong to must not see its V, which may be NaN
+            if newest:  # other splits must not use the new token's V, which may be NaN
                 started = ()
                 for j in gl.static_range(SIDE):
                     started += _times(v_pairs[j], qkv_ptr.dtype.element_ty, new_weight, new_scale)  # type: ignore[assignment]
@@ -436,7 +462,7 @@ def _attend_items(
                 added = ()
                 for j in gl.static_range(SIDE):
                     v = taken[j]
-                    if remaining < BLOCK_N:  # behind the last token may be NaN, which a weight of zero would not stop
+                    if remaining < BLOCK_N:  # past the last token, V may be NaN, and zero times NaN is NaN
                         v = gl.where((token < remaining)[None, :], v, gl.zeros_like(v))
                     even, odd = widen(v, gl.float16)
                     added += (mma_v2(even, p, sums[2 * j]), mma_v2(odd, p, sums[2 * j + 1]))  # type: ignore[assignment]
@@ -466,7 +492,10 @@ def _decode_fp8_sm90_kernel(
     SIDE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """The KV heads of `TILES` tiles of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D/2]."""
+    """Every n-th pair of a KV split and `TILES` tiles of heads, for n programs.
+
+    k_pages, v_pages: descriptors of [P · page_size, NKV · D/2].
+    """
     UNITS: gl.constexpr = (NKV * D + 2 * PAIRS * TILES - 1) // (2 * PAIRS * TILES)
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.int16)
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PAIRS], gl.float16)
@@ -482,7 +511,7 @@ def _decode_fp8_sm90_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=33)  # TMA's arrival, and that of each lane that copies scales
+        mbarrier.init(full.index(i), count=33)  # TMA arrives, and each lane that copies scales
         mbarrier.init(empty.index(i), count=1)
     ring = (tiles, full, empty)
     fence_async_shared()
@@ -501,19 +530,19 @@ def _decode_fp8_sm90_kernel(
 
 
 def _rows(Nq: int, Nkv: int, D: int) -> int:
-    """Queries of an item: those of one KV head, or of two."""
+    """Queries of a narrow item: those of one KV head, or of two."""
     return min(Nkv, 2 * PAIRS.value // D) * (Nq // Nkv)
 
 
 def _shape(Nq: int, Nkv: int, D: int, sequences: int) -> _Shape:
     within, group = 2 * PAIRS.value // D, Nq // Nkv
-    wide = _WIDE.tiles * within * group <= _MOST_ROWS and Nkv > 2 * within  # more than two tiles' heads
+    wide = _WIDE.tiles * within * group <= _MOST_ROWS and Nkv > 2 * within  # more heads than in two tiles
     return _WIDE if wide and sequences > _FEW else _NARROW
 
 
 def accepts(decode: Decode) -> bool:
-    """Whether this kernel computes it: heads of 16 bits to be rotated that can be read by pairs, pages of fp8 that TMA can move,
-    and few enough rows and short enough splits."""
+    """Whether this kernel can compute it: raw 16-bit heads (`rope` is given) aligned to pairs, FP8 pages that TMA can move, few
+    enough query heads per KV head, and splits of at most `LONGEST` tokens."""
     pages = decode.pages
     if decode.rope is None or pages.k_scale is None or pages.v_scale is None:
         return False
@@ -529,7 +558,7 @@ def variant(num_seqs: int) -> int:
 
 
 def launch(decode: Decode) -> None:
-    """What `decode.launch` does, of operands that `accepts` does not refuse."""
+    """Same as `decode.launch`, for operands that `accepts` does not refuse."""
     pages, out, B = decode.pages, decode.out, decode.num_seqs
     page_size, (Nkv, D), Nq = pages.page_size, pages.k.shape[2:], out.shape[1]
     pairs = (x.view(torch.int16).view(-1, Nkv * D // 2) for x in pages[:2])

@@ -1,10 +1,9 @@
 """Decode attention of `decode.py` for Hopper (compute capability 9.0), fused with rotary embedding and KV write.
 
-One warp fetches the pages of one work item after the other by TMA, so that memory never waits for arithmetic. Four warps
-compute an item at a time: all scores of a split, one softmax over them, all values. Products have the tokens, then the channels,
-on the M side of the tensor cores' MMA, and the query heads of a KV head, padded to 8 or 16, on its N side: scores
-[tokens, heads] = K · Qᵀ and sums [channels, heads] = Vᵀ · Pᵀ. Pages of 16 bits only; what the form for fp8 needs too is in
-`work_items_sm90`.
+One warp fetches the pages of one work item after the other by TMA, so that loading never waits for arithmetic. Four warps compute
+one item at a time: all scores of a split, one softmax over them, then the sum of the values. The M side of the MMA has the tokens
+in scores [tokens, heads] = K · Qᵀ, and the channels in sums [channels, heads] = Vᵀ · Pᵀ. The N side has the query heads of a KV
+head, padded to 8 or 16. The pages must have 16 bits; `decode_fp8_sm90` is for FP8 pages. `work_items_sm90` holds what both share.
 """
 
 import math
@@ -38,7 +37,7 @@ from minirt.kernels.attention.work_items_sm90 import (
 from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, zero_rows_from
 from minirt.kernels.launch import launch_options, sm_count
 
-STAGES = 6  # blocks of K or V that a program has room for; a block has D // CHANNELS tiles
+STAGES = 6  # blocks of K or V that fit in a program's ring; a block has D // CHANNELS tiles
 
 
 @gluon.jit
@@ -46,14 +45,16 @@ def _ask(
     place, kv_head, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m,
     NQ: gl.constexpr, NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """All that an item needs of its sequence's new token, asked for side by side: of q, k and v both halves of the channels, v
-    once more in the order of sums, cosines and sines, and the token's page."""
+    """Load everything that an item needs of its sequence's new token, without waiting.
+
+    These are both halves of the channels of q, k and v; v again in the layout of the sums; cosines and sines; the token's page.
+    """
     GROUP: gl.constexpr = NQ // NKV
     HALF: gl.constexpr = D // 2
     b, length, _ = place
     limit = length - 1
     heads_ptr = qkv_ptr + b * ((NQ + 2 * NKV) * D)
-    # Heads past the group repeat its last one and are not stored.
+    # Heads past the group repeat the group's last head and are not stored.
     q_ptrs = heads_ptr + ((kv_head * GROUP + gl.minimum(row, GROUP - 1)) * D)[:, None] + d[None, :]
     k_ptrs = heads_ptr + (NQ + kv_head) * D + d
     v_ptr = heads_ptr + (NQ + NKV + kv_head) * D
@@ -70,8 +71,10 @@ def _ask(
 
 @gluon.jit
 def _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT: gl.constexpr, STAGES: gl.constexpr):
-    """K · Qᵀ of the tokens from `begin` on, [tokens, heads] for each block of the split, in powers of two; −inf where no token of
-    the pages is. With the next step in the ring."""
+    """Scores K · Qᵀ of the tokens from `begin` on, [tokens, heads] for each block of the split, and the ring's next step.
+
+    Scores are base-2 exponents. They are −inf past the last token in the pages.
+    """
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = q_tiles.shape[0]
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -96,7 +99,7 @@ def _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT: gl.constexp
 
 @gluon.jit
 def _values(ring, p_tiles, step, blocks, D: gl.constexpr, STAGES: gl.constexpr):
-    """Vᵀ · Pᵀ of the split's blocks, [channels, heads] for each tile of the channels, and the next step in the ring."""
+    """Sums Vᵀ · Pᵀ over the split's blocks, [channels, heads] for each tile of the channels, and the ring's next step."""
     BLOCKS: gl.constexpr = p_tiles.shape[0]
     N: gl.constexpr = p_tiles.shape[1]
     TILES: gl.constexpr = D // CHANNELS
@@ -130,8 +133,11 @@ def _attend_items(
     PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """The attention of one item after the other. The new token is not in the tiles: who has the split that it ends adds its score
-    and its value by plain arithmetic, and writes its K and V to the pages."""
+    """Compute the attention of one item after the other.
+
+    The tiles do not contain the new token. The program that computes its split adds its score and its value without tensor cores,
+    and writes its K and V to the pages.
+    """
     GROUP: gl.constexpr = NQ // NKV
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = D // CHANNELS
@@ -151,9 +157,9 @@ def _attend_items(
     next_place = find_place(first // NKV, find_candidates(first // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE))
     candidates = find_candidates((first + programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
     if PDL:
-        gdc_wait()  # before anything of the kernel before is read, and before anything is written
+        gdc_wait()  # before the first read of the kernel before's output, and before the first write
     if PDL and EARLY:
-        gdc_launch_dependents()  # `gemm_sm90` has an SM for each program; others would crowd on the first idle ones
+        gdc_launch_dependents()  # programs of `gemm_sm90` have an SM each; others would crowd onto the first idle SMs
     asked = _ask(next_place, first % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE)
     step = 0
     for pair in range(first, items * NKV, programs):
@@ -172,18 +178,18 @@ def _attend_items(
             q_tiles.index(0).slice(0, HALF, 1).store(q_left)
             q_tiles.index(0).slice(HALF, HALF, 1).store(q_right)
         fence_async_shared()
-        # Its own score, [heads]: −inf where it belongs to another split.
+        # The new token's score [heads]; −inf if the token belongs to another split.
         new_score = q_left.to(gl.float32) * k_left.to(gl.float32)[None, :]
         new_score = gl.sum(new_score + q_right.to(gl.float32) * k_right.to(gl.float32)[None, :], 1)
         new_score = gl.where(newest, gl.convert_layout(new_score, gl.SliceLayout(0, PRODUCTS)) * scale, float("-inf"))
-        # What the next item needs arrives while this one is computed.
+        # Load for the next item, while this one is computed.
         next_place = find_place((pair + programs) // NKV, candidates)
         asked = _ask(
             next_place, (pair + programs) % NKV, qkv_ptr, cos_sin_ptr, tables_ptr, table_width, row, d, m, NQ, NKV, D, PAGE_SIZE
         )
         candidates = find_candidates((pair + 2 * programs) // NKV, firsts, starts_ptr, lens_ptr, B, STRIDE)
         scores, step = _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT, STAGES)
-        # The probabilities go to shared memory, where the next products take them from.
+        # The probabilities go to shared memory, from where the next products read them.
         largest = gl.full([BLOCK_N, N], float("-inf"), gl.float32, PRODUCTS)
         for i in gl.static_range(BLOCKS):
             largest = gl.maximum(largest, scores[i])
@@ -195,7 +201,7 @@ def _attend_items(
                 weights += p
                 p_tiles.index(i).store(gl.permute(p, (1, 0)).to(p_tiles.dtype))
         new_weight = gl.exp2(new_score - row_max)
-        behind = begin + blocks * BLOCK_N - limit  # rows of the last block that no token has
+        behind = begin + blocks * BLOCK_N - limit  # rows of the last block that are past the last token
         if behind > 0:
             last = step + blocks - 1
             mbarrier.wait(full.index(last % STAGES), last // STAGES & 1)
@@ -211,7 +217,7 @@ def _attend_items(
         out_ptrs = out_ptr + (b * NQ + kv_head * GROUP) * D + at
         part = item.to(gl.int64) * NQ + kv_head * GROUP
         for c in gl.static_range(TILES):
-            # Whatever the new token's V holds, a split that it does not belong to must not see it.
+            # Another split must not use the new token's V, which may be NaN.
             new_v = gl.where(newest, v_sums[c].to(gl.float32), 0.0)
             acc = accs[c] + new_v[:, None] * new_weight[None, :]
             if final:
@@ -238,7 +244,7 @@ def _decode_sm90_kernel(
     PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One KV head of every so many-th item. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
+    """Every n-th pair of work item and KV head, for n programs. k_pages, v_pages: descriptors of [P · page_size, NKV · D]."""
     dtype: gl.constexpr = k_pages.dtype
     TILES: gl.constexpr = D // CHANNELS
     BLOCKS: gl.constexpr = SPLIT // BLOCK_N
@@ -268,8 +274,8 @@ def _decode_sm90_kernel(
 
 
 def accepts(decode: Decode) -> bool:
-    """Whether this kernel computes it: heads to be rotated, pages of 16 bits that TMA can move, and splits that are not too
-    long."""
+    """Whether this kernel can compute it: raw heads (`rope` is given), 16-bit pages that TMA can move, and splits of at most
+    `LONGEST` tokens."""
     pages = decode.pages
     aligned = pages.k.data_ptr() % 16 == 0 and pages.v.data_ptr() % 16 == 0
     narrow = decode.heads.element_size() == 2 and pages.k.dtype == decode.heads.dtype
@@ -277,7 +283,7 @@ def accepts(decode: Decode) -> bool:
 
 
 def launch(decode: Decode) -> None:
-    """What `decode.launch` does, of operands that `accepts` does not refuse."""
+    """Same as `decode.launch`, for operands that `accepts` does not refuse."""
     pages, out, B = decode.pages, decode.out, decode.num_seqs
     page_size, (Nkv, D), Nq = pages.page_size, pages.k.shape[2:], out.shape[1]
     k, v = (tma_descriptor(x.view(-1, Nkv * D), min(page_size, BOX), CHANNELS.value) for x in pages[:2])

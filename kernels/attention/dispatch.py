@@ -1,9 +1,9 @@
 """Attention on the paged KV cache: the public functions, their checks, and which kernel computes what.
 
-One new token for each sequence is `decode`'s work, fused with QK-norm, rotary embedding and the KV write where a step has nothing
-else. Prompts and chunks of them are `prefill`'s. Few new tokens on a long context are cut along the context by `partial`. On
-Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they can; prompts on FP8 pages are then computed on
-16-bit copies (`widen_kv`). The tables below state which steps each kernel is for.
+`decode` computes attention of one new token for each sequence; in pure decode steps it is fused with QK-norm, rotary embedding
+and the KV write. `prefill` computes prompts and chunks of them. `partial` computes few new tokens on a long context, which it
+divides into parts. On Hopper, `decode_sm90`, `decode_fp8_sm90` and `prefill_sm90` take over where they can; FP8 pages are
+copied to 16 bits for `prefill_sm90` (`widen_kv`). The tables below state which steps each kernel is for.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ DECODE = (
     ),
     DecodeRegime("decode", "sequences", 1, variant=decode_lookup_size),
 )  # fmt: skip
-# Prompts on an H200, TFLOP/s of `prefill_sm90` and `prefill`: head size 128 at 512 tokens, the fewest that were measured, 139 and
-# 108; head size 64 at 512 tokens 44 and 53, at 1024 tokens 123 and 115.
+# TFLOP/s of `prefill_sm90` and of `prefill` for prompts on an H200: with head size 128, 139 and 108 at 512 tokens (the fewest
+# that were measured); with head size 64, 44 and 53 at 512 tokens, 123 and 115 at 1024.
 _SM90 = PrefillRegime("prefill_sm90", "tokens", 1, capability=90, launch=prefill_sm90.launch, accepts=prefill_sm90.accepts)
 PREFILL = (
     replace(_SM90, first=512, head_dim=128),
@@ -73,9 +73,9 @@ PREFILL = (
     PrefillRegime("prefill", "tokens", 1),
 )
 PREFILL_SEQUENCES = (Regime("prefill and partial", "sequences", 1, variant=prefill_lookup_size),)
-# Steps of one sequence in which `partial` runs beside `prefill`; with several sequences it always does, since only the device
-# knows how many new tokens each has. A step of one sequence is padded to a multiple of 128 tokens at most, so this bound is
-# `partial`'s.
+# Steps of one sequence in which `partial` runs beside `prefill`. (With several sequences it always does, since only the device
+# knows how many new tokens each one has.) A step of one sequence is padded at most to the next multiple of 128 tokens, so the
+# last size is `partial`'s own bound.
 PARTIAL = (Regime("partial", "tokens", 2, partial.MOST.value),)
 
 
@@ -100,28 +100,26 @@ def paged_attention_decode(
     check: bool = True,
     config: decode.DecodeConfig | None = None,
 ) -> Tensor:
-    """Attention of one token per sequence on all its cached ones, itself included: q [B, Nq, D] → [B, Nq, D].
+    """Attention of one new token per sequence on all cached tokens of the sequence, itself included: q [B, Nq, D] → [B, Nq, D].
 
     Args:
-        k_pages, v_pages: [P, page_size, Nkv, D]; with k_scales, v_scales [P, page_size, Nkv] fp32 float8_e4m3fn.
+        k_pages, v_pages: [P, page_size, Nkv, D], of q's dtype. With k_scales, v_scales [P, page_size, Nkv] fp32: float8_e4m3fn.
         block_tables: [B, pages] int32.
         seq_lens: [B] int32; 0: padding, whose result is 0.
-        split_starts: [B + 1] int32, `decode.splits_before` of the same lengths and split.
-        max_splits: a bound of split_starts[B], which sizes the grid and the workspace.
-        scale: the scores' factor, positive.
-        query_starts: [B + 1] int32. q is then [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b;
-            sequences with another number of rows than one are left to `paged_attention_prefill`, which leaves single ones with
-            shortest=2.
-        split: tokens of a KV split, a power of two from 64 to 1024. A result's bits depend on it, but not on the rest of the
-        batch.
-        max_seq_len: a bound of seq_lens. Where it is at most a split, there is nothing to combine, and rows of padding stay as
-            they are.
-        pdl: overlap with the kernel before it in the stream (sm_90 and later), which must not write block_tables, seq_lens or
-            split_starts.
-        config: of `decode`, which then runs on any GPU.
+        split_starts: [B + 1] int32: `decode.splits_before` of the same lengths and split.
+        max_splits: upper bound of split_starts[B]. It sizes the grid and the workspace.
+        scale: factor of the scores, positive.
+        query_starts: [B + 1] int32. If given, q is [T, Nq, D] and has query_starts[b + 1] - query_starts[b] rows for sequence b.
+            Only sequences with one row are computed. `paged_attention_prefill` with shortest=2 computes the others.
+        split: tokens of a KV split, a power of two from 64 to 1024. Results depend on it by rounding, but not on the rest of the
+            batch.
+        max_seq_len: upper bound of seq_lens. If it is at most `split`, nothing is combined, and `out` is not written for padding.
+        pdl: overlap with the kernel before it in the stream (sm_90 and later). That kernel must not write block_tables, seq_lens
+            or split_starts.
+        config: configuration of `decode`, which then runs even where another kernel would take over.
     Raises:
-        InputError: tensors that do not fit each other. That lengths, starts and bounds agree is not checked: it would take a read
-            from the device.
+        InputError: tensors do not fit each other. Whether lengths, starts and bounds agree is not checked, because that needs a
+            read from the device.
     """
     if check:
         check_activations("q", q, 3)
@@ -168,11 +166,12 @@ def rope_paged_attention_decode(
 
     Args:
         cos_sin: [L, D] fp32 (cosines | sines).
-        seq_lens: [B] int32, the new token included: its position is seq_lens − 1, and block_tables names its page. Where it is 0,
-            nothing is written.
+        seq_lens: [B] int32, including the new token: its position is seq_lens − 1, and block_tables has its page. If it is 0,
+            nothing is written to the pages.
         q_norm, k_norm: [D].
-        pdl: as in `paged_attention_decode`. The kernel before must not write to the pages either: older tokens are read while it
-        runs.
+        pdl: as in `paged_attention_decode`. The kernel before must not write to the pages either, because older tokens are read
+            while it runs.
+
     The other arguments and errors are those of `paged_attention_decode`.
     """
     Nkv, D = k_pages.shape[2], k_pages.shape[3]
@@ -215,26 +214,24 @@ def paged_attention_prefill(
     check: bool = True,
     config: prefill.AttentionConfig | None = None,
 ) -> Tensor:
-    """Attention of each sequence's new tokens on all its cached ones, the new ones included, causally → [T, Nq, D].
+    """Causal attention of each sequence's new tokens on all its cached tokens, including the new ones → [T, Nq, D].
 
     The launch depends on shapes alone, so a CUDA graph of it serves any batch that is padded to T and B.
 
     Args:
-        q: [T, Nq, D], sequence after sequence. Rows after the last sequence's are padding, and so are sequences without rows:
-        `out` is
-            not written there.
-        k_pages, v_pages: [P, page_size, Nkv, D]; with k_scales, v_scales [P, page_size, Nkv] fp32 float8_e4m3fn.
+        q: [T, Nq, D], one sequence after the other. Rows after the last sequence's are padding; `out` is not written there.
+        k_pages, v_pages: [P, page_size, Nkv, D], of q's dtype. With k_scales, v_scales [P, page_size, Nkv] fp32: float8_e4m3fn.
         block_tables: [B, pages] int32.
-        query_starts: [B + 1] int32, ascending, 0 first and at most T last.
-        seq_lens: [B] int32, the new tokens included.
-        scale: the scores' factor, positive.
-        shortest: sequences of fewer new tokens are left to another kernel.
-        workspace: with one, few new tokens on a long context are computed in parts (`partial`).
-        max_splits: a bound of how many KV splits of `split` tokens the sequences have, begun ones included; 0: unknown. If it is
-            known, prompts on FP8 pages are computed on a 16-bit copy where that pays (Hopper).
-        config: of `prefill`, which then runs on any GPU.
+        query_starts: [B + 1] int32, ascending; the first is 0, the last at most T. A sequence without rows is padding.
+        seq_lens: [B] int32, including the new tokens.
+        scale: factor of the scores, positive.
+        shortest: sequences with fewer new tokens are not computed.
+        workspace: if given, few new tokens on a long context are computed in parts (`partial`).
+        max_splits: upper bound of the KV splits (of `split` tokens) of all sequences, incomplete ones included; 0: unknown. If
+            it is known, prompts on FP8 pages are computed on a 16-bit copy where that is faster (Hopper).
+        config: configuration of `prefill`, which then runs even where another kernel would take over.
     Raises:
-        InputError: tensors that do not fit each other, or no max_splits for a workspace.
+        InputError: tensors do not fit each other, or there is a workspace but no max_splits.
     """
     B = seq_lens.shape[0]
     if check:
@@ -261,7 +258,7 @@ def paged_attention_prefill(
     if config is not None:
         prefill.launch(operands, config)
         return out
-    # TMA moves 16-bit pages only: FP8 pages are widened for a kernel that would accept the copies.
+    # `prefill_sm90` takes only 16-bit pages. FP8 pages are widened if it would accept the copies.
     widens = pages.k_scale is not None and 0 < max_splits * split <= widen_kv.MAX_TOKENS
     own = prefill_regime(operands._replace(pages=KVPages(q, q)) if widens else operands)
     if widens and own.launch is not prefill.launch:
@@ -292,7 +289,7 @@ def _decode(operands: Decode, max_seq_len: int | None, config: decode.DecodeConf
     else:
         decode_regime(operands).launch(operands)
     if max_seq_len is None or max_seq_len > operands.split:
-        # It also fills the rows of empty sequences, and only the device knows whether there is more to do.
+        # It also fills the rows of empty sequences. Only the device knows whether a sequence has several splits.
         combine(operands)
     return out
 
@@ -308,7 +305,7 @@ def _check_pages(
     Nq: int,
     D: int,
 ) -> None:
-    """Raise InputError unless pages, tables and lengths fit each other, q's dtype and device, Nq heads of D."""
+    """Raise InputError unless pages, tables and lengths fit each other, and q's dtype, device and Nq heads of size D."""
     if D not in HEAD_DIMS:
         raise InputError("unsupported head size", where="q", expected="64 or 128", found=D)
     check_pages(k_pages, v_pages, k_scales, v_scales, None, D, q)
@@ -323,7 +320,7 @@ def _check_pages(
 
 
 def _check_scale(scale: float) -> None:
-    """Raise InputError unless the scores' factor is positive: their largest is looked for before it is applied."""
+    """Raise InputError unless the factor of the scores is positive: the row maximum is computed before the factor is applied."""
     if not scale > 0:
         raise InputError("not positive", where="scale", found=scale)
 

@@ -1,6 +1,6 @@
-"""What the attention kernels share: how tokens are found in the pages, and one step of the online softmax.
+"""Shared code of the attention kernels: the slots of tokens in the pages, and one step of the online softmax.
 
-Online softmax in fp32, in powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
+The online softmax is in fp32, with powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
 """
 
 import torch
@@ -14,8 +14,10 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def page_slots(table_ptr, first, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tokens t = first + [0, BLOCK_N) of a sequence and where they are in the pages: a slot for all of them, and one for
-    each, to be added; `first` is a multiple of BLOCK_N."""
+    """The tokens t = first + [0, BLOCK_N) of a sequence, and their slots as (base, offsets).
+
+    Token t[i] is in slot base + offsets[i]. `first` is a multiple of BLOCK_N.
+    """
     n = tl.arange(0, BLOCK_N)
     t = first + n
     if PAGE_SIZE % BLOCK_N == 0:
@@ -28,14 +30,17 @@ def page_slots(table_ptr, first, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def split_channels(x):
-    """The even and the odd channels of x [M, D], [M, D/2] each: the order in which pages of fp8 are read."""
+    """The even and the odd channels of x [M, D], [M, D/2] each. FP8 pages are read in this order."""
     return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
 
 
 @triton.jit
 def prepare(q, FP8: tl.constexpr):
-    """Queries [M, D] as `attend` takes them: as they are, or for pages of fp8 their even and odd channels, times a power of two
-    for each row that makes them fit fp16 (e4m3 converts to that in one instruction), and what makes up for it [M, 1]."""
+    """Queries [M, D] in the form that `attend` takes. For pages that are not FP8: unchanged.
+
+    For FP8 pages: (even channels, odd channels, factor [M, 1]). 16-bit queries are converted to fp16, because one instruction
+    converts e4m3 to fp16. Each row is divided by a power of two, its factor, so that it fits the range of fp16.
+    """
     if FP8:
         unit = tl.full((q.shape[0], 1), 1.0, tl.float32)
         if q.dtype != tl.float32:
@@ -51,7 +56,7 @@ def prepare(q, FP8: tl.constexpr):
 
 @triton.jit
 def no_queries(M: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, FP8: tl.constexpr):
-    """What `prepare` makes of zeros."""
+    """The result of `prepare` for zeros."""
     if FP8:
         half = tl.zeros((M, D // 2), tl.float32 if dtype == tl.float32 else tl.float16)
         return half, half, tl.full((M, 1), 1.0, tl.float32)
@@ -61,7 +66,7 @@ def no_queries(M: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr, FP8: tl.co
 
 @triton.jit
 def blank(M: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
-    """Sums of no values."""
+    """The sums before the first step: zeros."""
     if FP8:
         return tl.zeros((M, D // 2), tl.float32), tl.zeros((M, D // 2), tl.float32)
     else:
@@ -80,7 +85,7 @@ def whole(acc):
 
 @triton.jit
 def widen(pairs, dtype: tl.constexpr):
-    """The e4m3 values in the lower and in the upper bytes of int16 values, exactly."""
+    """Convert the e4m3 values in the lower and in the upper bytes of int16 values, exactly."""
     if INTERPRETED:
         lower = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         upper = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -105,7 +110,7 @@ def widen(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def log2(x):
-    """Of normal numbers: what handles others takes most of the instructions otherwise."""
+    """log₂ of normal numbers. To handle other numbers would take most of the instructions."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -122,18 +127,18 @@ def inverse(x):
 
 
 def fuses(dtype: torch.dtype) -> bool:
-    """Whether kernels that `attend` may fuse multiplications with additions.
-
-    In fp32 a lane holds one product of a row's sum, or few. A lane that fuses its own into the sum with a neighbour's rounded one
-    gets another result than that neighbour, and both hold, and store, what should be the same number.
+    """Whether kernels that call `attend` may fuse multiplications with additions. In fp32 they may not. There, a sum over a row
+    adds the products of neighbouring lanes. A lane that fuses its own product into the addition of its neighbour's rounded one
+    gets another sum than that neighbour, but both store it as the same number.
     """
     return dtype != torch.float32
 
 
 @triton.jit
 def _settle(x):
-    """x [N], computed once: a sum keeps the compiler from loading and computing most of it again in every thread, in the layout
-    that large scores have."""
+    """Return x [N], but computed only once. Otherwise the compiler uses the layout of the scores, in which every thread loads
+    and computes most of x again. The sum prevents this.
+    """
     return tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, x[:, None], 0.0), 1)
 
 
@@ -142,15 +147,15 @@ def attend(
     q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, base, slot, t, limit, row_limit, scale,
     NKV: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: rows q [M, D], see `prepare`, on the tokens t [N] of one head, whose rows in the pages
-    [P · page_size · NKV, D] are base + NKV · slot [N]. scale > 0 is for powers of two.
+    """One step of the online softmax, for queries q [M, D] (from `prepare`) and the tokens t [N] of one KV head.
 
-    MASKED: some of the tokens are at or past `limit`, the sequence's end (what the page holds there may be NaN, also in
-    V, where a probability of zero would not stop it), or hidden from some rows, which see tokens below row_limit [M].
+    The tokens are in rows base + NKV · slot [N] of the pages, seen as [P · page_size · NKV, D]. `scale` > 0 includes log₂ e.
+    MASKED: some tokens are hidden. Tokens from `limit` on are past the sequence's end: the page may hold NaN there, and a NaN
+    in V would survive a probability of zero, so these tokens are not loaded. Row m sees only tokens below row_limit[m].
 
-    Pages of fp8 come as pairs of channels, int16: 16 bits is what the tensor cores' loads can transpose. K's scales multiply
-    the scores. V's scales multiply the probabilities, as a term of their exponents, so that 2^15 times those are at most 2^15
-    and keep their precision in fp16.
+    FP8 pages are read as int16, a pair of channels each, because loads for the tensor cores can transpose only 16-bit values. K's
+    scales multiply the scores. V's scales multiply the probabilities, as a term of their exponents. These products are scaled so
+    that the largest is at most 2^15, which keeps their precision in fp16.
     """
     inside = (t < limit)[:, None]
     if k_scales_ptr is None:
@@ -200,9 +205,9 @@ def attend_context(
     q, row_max, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, begin, seen_by_all, end, limit, row_limit, scale,
     kv_head, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tokens begin … end of a sequence, BLOCK_N at a time.
+    """The online softmax over the tokens begin … end - 1 of a sequence, BLOCK_N at a time.
 
-    Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N; from there on they are masked, see `attend`.
+    Every row sees the tokens below `seen_by_all`, a multiple of BLOCK_N. The tokens from there on are masked, see `attend`.
     """
     for first in range(begin, seen_by_all, BLOCK_N):
         t, base, slot = page_slots(table_ptr, first, limit, PAGE_SIZE, BLOCK_N)

@@ -1,9 +1,11 @@
-"""Attention of few new tokens on a long context, as in the last chunk of a long prompt: parts of the context side by side.
+"""Attention of few new tokens on a long context (such as the last chunk of a long prompt), with parts of the context in parallel.
 
-`prefill.py` has a program for each tile of queries and KV head, which walks through all tokens before them, so that few tiles
-on a long context leave most SMs idle. Here the context is cut in parts (Flash-Decoding, Dao et al. 2023) that are the
-longer the more tokens are new, so that tiles × parts stay as many; a second kernel adds the parts up in order. Which sequences
-are meant follows from their new and cached tokens alone, is read on the device, and no other sequence changes a bit of them.
+In `prefill.py`, one program computes a tile of queries for one KV head, over all tokens before them. So a few tiles on a long
+context leave most SMs idle. Here the context is divided into parts (Flash-Decoding, Dao et al. 2023). With more new tokens the
+parts are longer, so that the number of tiles × parts stays about the same. A second kernel combines the parts in order.
+
+The device decides which sequences this kernel computes, from their numbers of new and cached tokens. A sequence's result does not
+depend on the other sequences.
 """
 
 import torch
@@ -17,16 +19,16 @@ from minirt.kernels.attention.operands import Prefill, Scratch, prefill_lookup_s
 from minirt.kernels.attention.rope_write import as_integers
 from minirt.kernels.launch import Workspace, sm_count
 
-_ROWS = 4  # partial results (parts × new tokens) that such a sequence has at most for each KV split of its context
-MOST = tl.constexpr(256)  # new tokens of such a sequence; with more there are tiles enough
+_ROWS = 4  # a sequence has at most this many partial results (parts × new tokens) for each KV split of its context
+MOST = tl.constexpr(256)  # most new tokens; with more, there are enough tiles
 
 
 @triton.jit
 def parts_of(new, length, SPLIT: tl.constexpr):
-    """The number of parts for a sequence of `length` tokens, `new` of them new, and the tokens of a part.
+    """(number of parts, tokens of a part) for a sequence of `length` tokens, of which `new` are new.
 
-    0 parts: the sequence is not for this kernel. A part has a multiple of SPLIT tokens; the last one has the rest as well, which
-    includes all new tokens.
+    0 parts: this kernel does not compute the sequence. A part has a multiple of SPLIT tokens. The last part also has the
+    remaining tokens, including all new ones.
     """
     tokens = SPLIT
     for i in tl.static_range(6):
@@ -37,7 +39,7 @@ def parts_of(new, length, SPLIT: tl.constexpr):
 
 @triton.jit
 def _sequences(starts_ptr, lens_ptr, B, BLOCK_B: tl.constexpr, SPLIT: tl.constexpr):
-    """Of all sequences: new tokens, parts [BLOCK_B]."""
+    """The number of new tokens and of parts of each sequence, [BLOCK_B] each."""
     index = tl.arange(0, BLOCK_B)
     new = tl.load(starts_ptr + index + 1, mask=index < B, other=0) - tl.load(starts_ptr + index, mask=index < B, other=0)
     parts, _ = parts_of(new, tl.load(lens_ptr + index, mask=index < B, other=0), SPLIT)
@@ -46,14 +48,14 @@ def _sequences(starts_ptr, lens_ptr, B, BLOCK_B: tl.constexpr, SPLIT: tl.constex
 
 @triton.jit
 def _place(ends, item):
-    """The sequence that an item is of, given the number of items up to the end of each, and the number of its first one."""
+    """The sequence of a work item, and that sequence's first item. `ends`: number of items up to each sequence's end."""
     before = ends <= item
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
 
 
 @triton.jit
 def _before(ends, b, BLOCK_B: tl.constexpr):
-    """The number of items of the sequences before b."""
+    """The number of items (or rows) of the sequences before b."""
     return tl.max(tl.where(tl.arange(0, BLOCK_B) < b, ends, 0), 0)
 
 
@@ -63,8 +65,7 @@ def _chunk_kernel(
     scale, NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of every n-th work item, n the number of programs for a head. A work item is a tile of queries on a part of the
-    context."""
+    """One KV head of every n-th work item, for n programs per head. A work item: a tile of queries on one part of the context."""
     GROUP: tl.constexpr = NQ // NKV
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     FP8: tl.constexpr = k_scales_ptr is not None
@@ -81,7 +82,7 @@ def _chunk_kernel(
         part, first_query = (item - first_item) // tiles, (item - first_item) % tiles * QUERIES
         row = tl.arange(0, BLOCK_M)
         valid = (first_query + row // GROUP < count) & (row < QUERIES * GROUP)
-        # Rows past the end repeat the last query instead of being masked; they are not stored.
+        # Rows past the end repeat the last query instead of being masked. They are not stored.
         query = tl.minimum(first_query + row // GROUP, count - 1)
         head = kv_head * GROUP + row % GROUP
         d = tl.arange(0, D)[None, :]
@@ -111,7 +112,7 @@ def _combine_chunks_kernel(
     starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, NQ: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One warp for a token and head at a time: the weighted mean of its parts, in order."""
+    """Store the weighted mean of the parts, in order. One warp computes one token and head at a time."""
     new, parts = _sequences(starts_ptr, lens_ptr, B, BLOCK_B, SPLIT)
     rows = tl.cumsum(parts * new, 0)
     ends = tl.cumsum(tl.where(parts > 0, new * NQ, 0), 0)
@@ -129,16 +130,15 @@ def _combine_chunks_kernel(
 
 
 def workspace_floats(max_splits: int, Nq: int, D: int) -> int:
-    """fp32 values that such sequences keep in the workspace: for each partial result and head a sum [D], a row maximum and a
-    total.
+    """fp32 values in the workspace: for each partial result and head, a sum [D], a row maximum and a total.
 
-    `max_splits` bounds the KV splits of all sequences, begun ones included.
+    `max_splits`: upper bound of the number of KV splits of all sequences, incomplete ones included.
     """
     return _ROWS * max_splits * Nq * (D + 2)
 
 
 def launch(prefill: Prefill, workspace: Workspace) -> None:
-    """Write `out` of the sequences that `parts_of` gives parts for."""
+    """Write `out` of the sequences that `parts_of` divides into parts."""
     q, pages, tables, starts, lens, out = prefill[:6]
     (T, Nq, D), Nkv, B, split = q.shape, pages.num_kv_heads, prefill.num_seqs, prefill.partial
     block_m, block_n, warps = (64, 64, 4) if q.element_size() == 2 else (32, 32, 8)

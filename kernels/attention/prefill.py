@@ -1,7 +1,7 @@
 """Causal attention on the paged KV cache for ragged batches: prompts, parts of prompts, single tokens, in any mix.
 
-The query heads that share a KV head are computed together as rows of one matrix, so K and V are read once for all of
-them. Online softmax in fp32, in powers of two (Milakov & Gimelshein 2018; Dao et al. 2022).
+The query heads that share a KV head are computed together as rows of one matrix, so K and V are read once for all of them.
+`online_softmax` has the softmax.
 """
 
 from collections.abc import Sequence
@@ -29,21 +29,21 @@ CASES = [  # contexts: tokens cached before each sequence's new ones
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Rows (queries × heads of a group) and tokens of K and V that a program holds at a time."""
+    """A launch configuration of `prefill`: `block_m` rows (queries × heads of a group), `block_n` tokens of K and V per step."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    registers: int | None = None  # the most that a thread may use, for more programs to run at once
+    registers: int | None = None  # the most registers of a thread, so that more programs fit on an SM
 
 
 @triton.jit
 def _find(block, starts_ptr, B, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The sequence that a block of queries is for, its first row and its number of rows.
+    """The sequence of a block of queries, its first row and its number of rows.
 
-    Sequence b's blocks are numbered from query_starts[b] // QUERIES + b on, which leaves each sequence room for all of its
-    own, and some numbers unused. So the number of blocks is known from that of tokens and sequences alone.
+    The blocks of sequence b have the numbers from query_starts[b] // QUERIES + b on. So each sequence has enough numbers, some
+    are not used, and the numbers of tokens and sequences alone determine the number of blocks.
     """
     index = tl.arange(0, BLOCK_B)
     starts = tl.load(starts_ptr + index, mask=index < B, other=2**30)
@@ -76,13 +76,15 @@ def _prefill_kernel(
     SHORTEST: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head. PARTIAL: not of the sequences that `partial`
-    computes at this KV split; 0: of all."""
+    """BLOCK_M // GROUP queries of one sequence, with the GROUP heads of one KV head.
+
+    PARTIAL: tokens of a KV split; leaves out the sequences that `partial` computes. 0: leaves out none.
+    """
     GROUP: tl.constexpr = NQ // NKV
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     FP8: tl.constexpr = k_scales_ptr is not None
     kv_head = tl.program_id(0) % NKV
-    # A sequence's last block has the longest way to go, so it starts first.
+    # A sequence's last block takes longest, so it starts first.
     block = tl.num_programs(0) // NKV - 1 - tl.program_id(0) // NKV
     b, start, length = _find(block, query_starts_ptr, B, QUERIES, BLOCK_B)
     first_query = (block - start // QUERIES - b) * QUERIES
@@ -96,7 +98,7 @@ def _prefill_kernel(
         row = tl.arange(0, BLOCK_M)
         query = first_query + row // GROUP
         valid = (query < length) & (row < QUERIES * GROUP)
-        # Rows past the end repeat the last query instead of being masked; they are not stored.
+        # Rows past the end repeat the last query instead of being masked. They are not stored.
         query = tl.minimum(query, length - 1)
         head = kv_head * GROUP + row % GROUP
         d = tl.arange(0, D)
@@ -118,19 +120,19 @@ def _prefill_kernel(
 
 
 def choose_prefill_config(itemsize: int, D: int, fp8: bool, cc: int) -> AttentionConfig:
-    """The configuration for q's element size, a head size, pages of fp8 or of that size, and a compute capability."""
+    """The configuration by the rule. `itemsize`: of q. `fp8`: whether the pages are FP8."""
     if itemsize == 4:
         return AttentionConfig(32, 32, 8, 1)
     if fp8 and D == 128:
         return AttentionConfig(64, 64, 4, 3, registers=168)
     if D == 64 and not fp8:
         return AttentionConfig(64, 64, 4, 3)
-    # Two programs on an SM hide each other's softmax; before Hopper, where q is in registers too, there is no room.
+    # Two programs on an SM hide each other's softmax. Before Hopper, q is in registers as well, so only one program fits.
     return AttentionConfig(128, 64, 8, 3 if fp8 else 2, registers=128 if cc == 90 else None)
 
 
 def launch(prefill: Prefill, config: AttentionConfig | None = None) -> None:
-    """Write `out`, of any number of tokens and sequences but 0. Unchecked, see `dispatch`."""
+    """Write `out`, for one or more tokens and sequences. `dispatch` checks the operands before."""
     q, pages, tables, starts, lens, out = prefill[:6]
     (T, Nq, D), Nkv, B = q.shape, pages.num_kv_heads, prefill.num_seqs
     config = config or choose_prefill_config(q.element_size(), D, pages.k_scale is not None, capability(q.device))
@@ -146,8 +148,10 @@ def launch(prefill: Prefill, config: AttentionConfig | None = None) -> None:
 def cost(
     query_lens: Sequence[int], seq_lens: Sequence[int], Nq: int, Nkv: int, D: int, itemsize: int, fp8: bool = False
 ) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations) of a batch, K and V of each sequence read once; `fp8`: from pages of
-    that type, with a scale for each token and head."""
+    """(bytes read and written, floating-point operations) of a batch, if K and V of each sequence are read once.
+
+    `fp8`: the pages are FP8, with a scale for each token and head.
+    """
     seen = sum(new * total - new * (new - 1) // 2 for new, total in zip(query_lens, seq_lens, strict=True))
     head = D + 4 if fp8 else D * itemsize
     return 2 * (sum(query_lens) * Nq * D * itemsize + sum(seq_lens) * Nkv * head), 4 * seen * Nq * D

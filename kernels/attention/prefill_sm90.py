@@ -1,8 +1,8 @@
-"""Prefill attention of `prefill.py` for Hopper (compute capability 9.0): programs whose warps have different roles.
+"""Prefill attention of `prefill.py` for Hopper (compute capability 9.0): warp-specialized.
 
-One warp fetches K and V by TMA; two teams of four warps take 64 rows of a tile each. A team adds up the values of one block while
-it computes the softmax of the next, and the teams multiply in turn, so that one's softmax hides behind the other's products
-(FlashAttention-3, Shah et al. 2024). Pages of 16 bits only.
+One warp fetches K and V by TMA. Two teams of four warps compute 64 rows of a tile each. A team multiplies the probabilities of
+one block by its values while it computes the softmax of the next block. The teams multiply in turn, so that the softmax of one
+overlaps with the products of the other (FlashAttention-3, Shah et al. 2024). The pages must have 16 bits.
 """
 
 import math
@@ -21,10 +21,10 @@ from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, tma_load, zero_rows_from
 from minirt.kernels.launch import sm_count
 
-TEAMS = gl.constexpr(2)  # a third is slower: that leaves 160 registers a thread
-ROWS = gl.constexpr(64)  # of a team, what a product of four warps has
-BLOCK_N = gl.constexpr(128)  # tokens of K and V at a time; 64 are slower
-STAGES = gl.constexpr(2)  # blocks of K, and of V, that there is room for; 3 are slower
+TEAMS = gl.constexpr(2)  # three are slower, because a thread then has 160 registers
+ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
+BLOCK_N = gl.constexpr(128)  # tokens of K and V in a block; 64 are slower
+STAGES = gl.constexpr(2)  # blocks of K, and of V, in their rings; 3 are slower
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
@@ -33,10 +33,11 @@ def _tile(
     turn, batch, tiles, SHORTEST: gl.constexpr, PARTIAL: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """A program's tile: its sequence, KV head, tokens there are and tokens seen (0: no work), first row of q, queries, and tokens
-    before them.
+    """A program's tile: sequence, KV head, cached tokens, tokens that some row sees (0: no work), first row of q, queries, and
+    tokens before the first query.
 
-    Programs take tiles there and back, so that each gets as much of the long ones, which come first; see `attention._find`.
+    Long tiles come first (see `prefill._find`). Programs take tiles in alternating direction, so that each gets a similar share
+    of long ones.
     """
     QUERIES: gl.constexpr = TEAMS * ROWS // GROUP
     starts_ptr, lens_ptr, B = batch
@@ -61,7 +62,7 @@ def _tile(
 
 @gluon.jit
 def _fetch_block(pages, rows, column, ring, step):
-    """Fetch a block, in boxes from those rows of the pages on, once its place in the ring is free."""
+    """Fetch a block, one TMA box from each of `rows` of the pages on, once its stage is free."""
     BOX: gl.constexpr = pages.block_type.shape[0]
     tiles, full, empty = ring
     D: gl.constexpr = tiles.shape[2]
@@ -78,7 +79,7 @@ def _fetch_blocks(
     k_pages, v_pages, k, v, tables_ptr, table_width, batch, tiles, SHORTEST: gl.constexpr,
     PARTIAL: gl.constexpr, NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """K and V of all tiles, a block after the other. Behind a sequence's end, its last page comes again."""
+    """Fetch K and V of all tiles, one block after the other. Past a sequence's end, its last box is fetched again."""
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     step = 0
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -86,7 +87,7 @@ def _fetch_blocks(
         table_ptr = tables_ptr + b.to(gl.int64) * table_width
         column = kv_head * k[0].shape[2]
         for first in range(0, seen, BLOCK_N):
-            rows = ()  # of the pages, known before there is room
+            rows = ()  # rows of the pages, loaded before the wait for a free stage
             for i in gl.static_range(0, BLOCK_N, BOX):
                 t = gl.minimum(first + i, limit - 1) // BOX * BOX
                 rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
@@ -97,14 +98,14 @@ def _fetch_blocks(
 
 @gluon.jit
 def _hide(s, first, row_limit):
-    """Scores of the tokens from `first` on, without those that a row does not see."""
+    """Scores of the tokens from `first` on; −inf for tokens that a row does not see."""
     t = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     return gl.where(t[None, :] < row_limit[:, None], s, float("-inf"))
 
 
 @gluon.jit
 def _narrow(x, like):
-    """fp32 to the 16 bits of `like`, pairwise: else the assembler swaps every pair once more."""
+    """Convert fp32 to the 16-bit dtype of `like`, in pairs. Otherwise the assembler swaps every pair again."""
     PAIR: gl.constexpr = "bf16x2" if like.dtype == gl.bfloat16 else "f16x2"
     return gl.inline_asm_elementwise(f"cvt.rn.{PAIR}.f32 $0, $2, $1;", "=r,r,r", [x], like.dtype, is_pure=True, pack=2)
 
@@ -113,7 +114,7 @@ def _narrow(x, like):
 def _next_block(
     q_tile, k, v, turns, p, row_max, total, acc, step, round, first, row_limit, scale, TEAM: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of the probabilities p and the block of V before; compute the probabilities of this block."""
+    """Add the product of the previous block's probabilities p and its V. Compute the probabilities of this block."""
     k_tiles, k_full, k_empty = k
     v_tiles, v_full, v_empty = v
     stage = step % STAGES
@@ -133,7 +134,7 @@ def _next_block(
     s = gl.exp2(s * scale - new_row_max[:, None])
     rescale = gl.exp2(row_max - new_row_max)
     total = total * rescale + gl.sum(s, 1)
-    # Passed already. Within a basic block, the assembler would move the next wait, and so all of the softmax behind it.
+    # Returns at once, but ends the basic block. Otherwise the assembler would move the next wait up, before the softmax.
     mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(v_empty.index(before))
@@ -146,7 +147,7 @@ def _attend_tiles(
     q_ptr, out_ptr, q_tiles, k, v, turns, cleared, batch, tiles, scale, SHORTEST: gl.constexpr, PARTIAL: gl.constexpr,
     NKV: gl.constexpr, GROUP: gl.constexpr, BLOCK_B: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
-    """A team's rows of all tiles: row r of a tile is head r % GROUP of query r // GROUP."""
+    """Task of one team: its rows of all tiles. Row r of a tile is head r % GROUP of query r // GROUP."""
     D: gl.constexpr = q_tiles.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     MOVED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -161,7 +162,7 @@ def _attend_tiles(
     for turn in range((tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
         _, kv_head, limit, seen, start, queries, before = _tile(turn, batch, tiles, SHORTEST, PARTIAL, NKV, GROUP, BLOCK_B)
         if seen > 0:
-            # Rows past the end repeat the last query instead of being masked; they are not stored.
+            # Rows past the end repeat the last query instead of being masked. They are not stored.
             row = TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MOVED))
             at = (gl.minimum(row // GROUP, queries - 1) * (NKV * GROUP) + row % GROUP) * D
             at = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, MOVED))[None, :]
@@ -171,7 +172,7 @@ def _attend_tiles(
             query = (TEAM * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // GROUP
             row_limit = before + 1 + gl.minimum(query, queries - 1)
             acc = gl.zeros([ROWS, D], gl.float32, SUMS)
-            # The first block has a token that every row sees.
+            # Every row sees a token of the first block, so its row maximum is finite.
             done += 1
             stage = step % STAGES
             mbarrier.wait(k_full.index(stage), step // STAGES & 1)
@@ -213,7 +214,7 @@ def _attend_tiles(
 
 @gluon.jit
 def _ring(dtype: gl.constexpr, D: gl.constexpr):
-    """Room for blocks of K or V, and for each a barrier for its arrival and one for when both teams have read it."""
+    """A ring for blocks of K or V: (tiles, full, empty). full: the block has arrived. empty: both teams have read it."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -227,8 +228,10 @@ def _prefill_sm90_kernel(
     NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_B: gl.constexpr, SHORTEST: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of TEAMS · 64 rows: some queries of one sequence, with the heads of one KV head. k_pages, v_pages: descriptors of
-    [P · page_size, NKV · D]."""
+    """Tiles of TEAMS · 64 rows, each with some queries of one sequence and the heads of one KV head.
+
+    k_pages, v_pages: descriptors of [P · page_size, NKV · D].
+    """
     GROUP: gl.constexpr = NQ // NKV
     dtype: gl.constexpr = k_pages.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [TEAMS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype))
@@ -267,7 +270,7 @@ def accepts(prefill: Prefill) -> bool:
 
 
 def launch(prefill: Prefill) -> None:
-    """Write `out` of operands that `accepts` does not refuse, of any number of tokens and sequences but 0."""
+    """Write `out` of operands that `accepts` does not refuse, with one or more tokens and sequences."""
     q, pages, tables, starts, lens, out = prefill[:6]
     (T, Nq, D), page_size, Nkv, B = q.shape, pages.page_size, pages.num_kv_heads, prefill.num_seqs
     tiles = (T // (TEAMS.value * ROWS.value // (Nq // Nkv)) + B) * Nkv

@@ -24,7 +24,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class WriteRegime(Regime):
-    """`block_t`: tokens of a program. Small batches need many programs, large ones fewer."""
+    """`block_t`: tokens of a program. Small batches need few tokens per program to have enough programs."""
 
     block_t: int = 1
 
@@ -80,7 +80,7 @@ def _kv_write_kernel(
         tl.store(ptrs, lower, mask=inside[:, None])
         tl.store(ptrs + HALF, upper, mask=inside[:, None])
     else:
-        # A negative slot: a token that pads a CUDA graph's batch and has nowhere to go.
+        # A negative slot marks a token of padding in a CUDA graph. It is not stored.
         slot = tl.load(slots_ptr + t, mask=inside, other=-1)[:, None]
         if head < NQ + NKV:
             _store(lower, upper, slot, head - NQ, k_pages_ptr, k_scales_ptr, NKV, D)
@@ -90,7 +90,7 @@ def _kv_write_kernel(
 
 @triton.jit
 def _store(lower, upper, slot, kv_head, pages_ptr, scales_ptr, NKV: tl.constexpr, D: tl.constexpr):
-    """Heads in halves [M, D/2] to their slots [M, 1], as fp8 if there are scales."""
+    """Store heads, given as halves [M, D/2], in their slots [M, 1]; quantized to FP8 if there are scales."""
     row = slot * NKV + kv_head
     if scales_ptr is not None:
         scale = fp8_scale(tl.max(tl.maximum(finite_magnitude(lower), finite_magnitude(upper)), 1))[:, None]
@@ -119,8 +119,12 @@ def _rotate(lower, upper, norm_ptr, cos_sin_ptrs, eps, D: tl.constexpr):
 def check_pages(
     k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, Nkv: int | None, D: int, x: Tensor
 ) -> None:
-    """Raise InputError unless pages [P, page_size, Nkv, D] are of x's dtype and device, or, with scales for each token and
-    head, of float8_e4m3fn; UnsupportedError where the GPU has no such type."""
+    """Check pages [P, page_size, Nkv, D]: on x's device; of x's dtype, or with scales for each token and head of float8_e4m3fn.
+
+    Raises:
+        InputError: they are not.
+        UnsupportedError: the GPU has no float8_e4m3fn.
+    """
     if (k_scales is None) != (v_scales is None):
         raise InputError("scales for one of K and V only", where="k_scales, v_scales", expected="both or none")
     dtype = x.dtype if k_scales is None else torch.float8_e4m3fn
@@ -137,7 +141,7 @@ def check_pages(
 
 
 def as_integers(dtype: torch.dtype, *pages: Tensor) -> list[Tensor]:
-    """Pages of fp8 as integers, which every GPU's and every version's loads and stores know; others as they are."""
+    """FP8 pages as integers, which every GPU and every Triton version can load and store; other pages unchanged."""
     return [p.view(dtype) if p.dtype == torch.float8_e4m3fn else p for p in pages]
 
 
@@ -160,13 +164,23 @@ def qk_norm_rope_kv_write(
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """Normalize (if q_norm, k_norm [D] are given) and rotate q and k, write k and v to pages, return q [T, Nq, D].
+    """Normalize (if q_norm and k_norm are given) and rotate q and k, write k and v to the pages, and return q.
 
-    qkv [T, (Nq + 2·Nkv)·D]: heads of q, of k, of v; D is 64 or 128. cos_sin [L, D] fp32 (cosines | sines) is indexed by
-    positions [T] int64 in [0, L); slots [T] int64 = page · page_size + offset, negative: k and v are not stored.
-    k_pages, v_pages [P, page_size, Nkv, D]. With k_scales, v_scales [P, page_size, Nkv] fp32 the pages are float8_e4m3fn, and
-    what is written is quantized for each token and head as in `reference.quantize_fp8`: K after the rotation.
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later). UnsupportedError: fp8 on a GPU without it.
+    Args:
+        qkv: [T, (Nq + 2·Nkv)·D], the heads of q, then of k, then of v. D is 64 or 128.
+        cos_sin: [L, D] fp32 (cosines | sines).
+        positions: [T] int64 in [0, L), rows of cos_sin.
+        slots: [T] int64, page · page_size + offset. If negative, k and v are not stored.
+        k_pages, v_pages: [P, page_size, Nkv, D], of qkv's dtype. With k_scales, v_scales [P, page_size, Nkv] fp32: float8_e4m3fn;
+            V and the rotated K are then quantized as in `reference.quantize_fp8`, with a scale for each token and head.
+        q_norm, k_norm: [D].
+        q_out: [T, Nq, D], for the result.
+        pdl: overlap with the kernel before it in the stream (sm_90 and later).
+    Returns:
+        q [T, Nq, D].
+    Raises:
+        InputError: tensors do not fit each other.
+        UnsupportedError: FP8 pages on a GPU without FP8.
     """
     T, D = qkv.shape[0], k_pages.shape[-1]
     if check:
@@ -197,6 +211,6 @@ def qk_norm_rope_kv_write(
 
 
 def cost(T: int, Nq: int, Nkv: int, D: int, itemsize: int, fp8: bool = False) -> tuple[int, int]:
-    """(bytes read and written, floating-point operations); `fp8`: to pages of that type, with a scale for each token and head."""
+    """(bytes read and written, floating-point operations). `fp8`: the pages are FP8, with a scale for each token and head."""
     head = D + 4 if fp8 else D * itemsize
     return T * ((2 * Nq + 2 * Nkv) * D * itemsize + 2 * Nkv * head + 4 * D + 16), 3 * T * (Nq + Nkv) * D

@@ -1,5 +1,7 @@
-"""16-bit copies of FP8 KV pages, for the attention of long prompts: its products are so many more than the values that are read
-that widening these once, instead of in every tile, takes hardly any of its time."""
+"""16-bit copies of FP8 KV pages, for attention of long prompts.
+
+Many tiles read the same values. To convert each value once, instead of in every tile, takes little time beside the products.
+"""
 
 import torch
 import triton
@@ -9,7 +11,7 @@ from minirt.kernels.attention.operands import KVPages, Prefill, prefill_lookup_s
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.launch import sm_count
 
-MAX_TOKENS = 131_072  # of all sequences together, rounded up to KV splits: their copies take 0.5 GB in Llama-3.1-8B
+MAX_TOKENS = 131_072  # of all sequences, rounded up to KV splits; their copies take 0.5 GB with Llama-3.1-8B
 
 CASES = [
     {"Nkv": 3, "D": 64, "page_size": 16, "lens": (40, 1, 0, 17), "contexts": (9, 33, 5, 0), "shortest": 2},
@@ -23,8 +25,7 @@ def _widen_kernel(
     table_width, NKV: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
     SHORTEST: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of every n-th page, n the number of programs for a head. What a page holds past its sequence's end is copied
-    too."""
+    """One KV head of every n-th page, for n programs per head. A page is copied whole, also past the end of its sequence."""
     kv_head = tl.program_id(0) % NKV
     index = tl.arange(0, BLOCK_B)
     new = tl.load(starts_ptr + index + 1, mask=index < B, other=0) - tl.load(starts_ptr + index, mask=index < B, other=0)
@@ -55,10 +56,10 @@ def _widen_kernel(
 
 
 def widen(prefill: Prefill, split: int) -> Prefill:
-    """The same attention on 16-bit copies of its FP8 pages: values times scales, rounded to q's dtype.
+    """Copy FP8 pages to 16 bits (values times scales, rounded to q's dtype), and return operands with the copies.
 
-    The copies hold the sequences that `paged_attention_prefill` computes without `partial`, page after page; the other entries of
-    the new block tables are not written. The copies' size follows from `max_splits`, which counts splits of `split` tokens.
+    Only the pages of sequences that `paged_attention_prefill` computes without `partial` are copied. Other entries of the new
+    block tables are not written. The size of the copies follows from `max_splits`, the number of KV splits of `split` tokens.
     """
     q, pages, tables, starts, lens = prefill[:5]
     page_size, (Nkv, D), B = pages.page_size, pages.k.shape[2:], prefill.num_seqs

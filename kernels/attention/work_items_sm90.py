@@ -1,7 +1,7 @@
-"""What the programs of decode attention on Hopper share: how they find one work item after the other, the warp that fetches the
-items' pages by TMA, and RMSNorm and rotary embedding of a sequence's new token.
+"""Shared code of the decode attention kernels for Hopper: finding work items, fetching their pages by TMA, and RMSNorm and rotary
+embedding of the new token.
 
-A ring of tiles is (tiles, full, empty): room for so many tiles, and barriers for "a tile has arrived" and "may be overwritten".
+A ring is (tiles, full, empty): buffers for tiles, and for each stage a barrier "has arrived" and a barrier "may be overwritten".
 """
 
 from triton.experimental import gluon
@@ -10,35 +10,35 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from minirt.kernels.gluon_sm90 import CHANNELS, tma_load
 
-BLOCK_N = gl.constexpr(64)  # tokens of a block, what a product has on its M side
-PROGRAMS = 2  # that share an SM
-REGISTERS = 64  # of a thread of the warp that fetches; the others share what is left
-BOX = 16  # tokens that are fetched at once; 32 are up to 4% faster or slower, by how contexts end
-LONGEST = 256  # tokens of a split, whose scores are all kept
-MOST_SEQUENCES = 1024  # that two looks find
+BLOCK_N = gl.constexpr(64)  # tokens of a block: the M side of a product
+PROGRAMS = 2  # programs that share an SM
+REGISTERS = 64  # of a thread of the fetching warp; the other warps share the rest
+BOX = 16  # tokens of one TMA load; 32 are up to 4% faster or slower, depending on where contexts end
+LONGEST = 256  # most tokens of a split, because all its scores are kept
+MOST_SEQUENCES = 1024  # two steps of 32 lanes can search this many
 
 
 @gluon.jit
 def lanes():
-    """The numbers from 0 to 31, which every warp has."""
+    """The numbers 0 to 31, in every warp."""
     return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 
 @gluon.jit
 def find_firsts(starts_ptr, B, STRIDE: gl.constexpr):
-    """First items of every so many-th sequence."""
+    """The first work items of every STRIDE-th sequence."""
     index = lanes() * STRIDE
     return gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
 
 
 @gluon.jit
 def find_candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr):
-    """32 sequences, one of which has the work item: the first of them, and their first items and lengths.
+    """32 sequences, one of which has the work item: the number of the first, and all their first items and lengths.
 
-    Asked for an item ahead, since a load that is waited for takes as long as the attention of a short sequence.
+    Called one item ahead, because to wait for a load takes as long as the attention of a short sequence.
     """
     base = 0
-    if STRIDE > 1:  # else one look finds it, and waits for nothing
+    if STRIDE > 1:  # else there are at most 32 sequences
         base = (gl.sum((firsts <= item).to(gl.int32), 0) - 1) * STRIDE
     index = base + lanes()
     starts = gl.load(starts_ptr + index, mask=index < B, other=2**31 - 1)
@@ -47,9 +47,9 @@ def find_candidates(item, firsts, starts_ptr, lens_ptr, B, STRIDE: gl.constexpr)
 
 @gluon.jit
 def find_place(item, candidates):
-    """Of a work item: its sequence, that one's length, and the number of the split in it; see `decode._find_work_item`."""
+    """The sequence of a work item, its length, and the number of the split in it; as `decode._find_work_item`."""
     base, starts, lens = candidates
-    index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last that starts at or before the item
+    index = gl.sum((starts <= item).to(gl.int32), 0) - 1  # the last sequence that starts at or before the item
     found = lanes() == index
     length, first = gl.sum(gl.where(found, lens, 0), 0), gl.sum(gl.where(found, starts, 0), 0)
     return (base + index).to(gl.int64), length, item - first
@@ -57,7 +57,7 @@ def find_place(item, candidates):
 
 @gluon.jit
 def count_blocks(split, length, SPLIT: gl.constexpr):
-    """Blocks of a split's tokens that are in the pages: all but the sequence's last, which is new."""
+    """The number of blocks of a split's tokens that are in the pages. The sequence's last token is new and not in them."""
     tokens = gl.minimum(length - 1 - split * SPLIT, SPLIT)
     return (tokens + BLOCK_N - 1) // BLOCK_N
 
@@ -68,9 +68,10 @@ def fetch_items(
     NKV: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, SPLIT: gl.constexpr, STRIDE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of K, then those of V, of one item after the other. Behind a sequence's end its last rows come again.
+    """Task of the fetching warp: for one item after the other, fetch the blocks of K, then those of V.
 
-    Without a wait for the kernel before: it writes to no page, and the new token is not among what is fetched.
+    Past a sequence's end, its last rows are fetched again. The warp does not wait for the kernel before, because that kernel
+    writes no page, and the new token is not fetched.
     """
     BOX: gl.constexpr = k_pages.block_type.shape[0]
     TILES: gl.constexpr = D // CHANNELS
@@ -85,7 +86,7 @@ def fetch_items(
         blocks = count_blocks(split, length, SPLIT)
         column = pair % NKV * D
         table_ptr = tables_ptr + b * table_width
-        rows = ()  # of the pages, all asked for side by side
+        rows = ()  # rows of the pages; all loads are issued before the first use
         for i in gl.static_range(0, SPLIT, BOX):
             t = gl.maximum(gl.minimum(split * SPLIT + i, length - 2), 0) // BOX * BOX
             rows += (gl.load(table_ptr + t // PAGE_SIZE) * PAGE_SIZE + t % PAGE_SIZE,)  # type: ignore[assignment]
@@ -121,7 +122,7 @@ def turn(x, y, norm, cos, sin, eps, D: gl.constexpr):
 
 @gluon.jit
 def in_rows(norm):
-    """A norm's halves, for heads in rows."""
+    """The halves of a norm's weights, as rows that broadcast to heads."""
     if len(norm) == 0:
         return ()
     else:
@@ -130,7 +131,7 @@ def in_rows(norm):
 
 @gluon.jit
 def norm_halves(ptr, d, D: gl.constexpr):
-    """The weights of both halves of a head's channels; nothing without a norm."""
+    """A norm's weights for both halves of a head's channels; empty without a norm."""
     if ptr is None:
         return ()
     else:

@@ -2,16 +2,18 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-from triton.runtime import JITFunction, build
+from triton import JITFunction
 
 from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn
 
@@ -25,7 +27,7 @@ def compile_ahead(
     """Context in which launches compile and load their kernels, in parallel, and do not run.
 
     Outputs of these launches are not written. The context ends when all kernels are ready. Other threads launch as usual, and if
-    `device` is not a GPU, so does this thread.
+    `device` is not a GPU, so does this thread. So it does, with a warning, if this version of Triton lacks what is needed.
 
     Args:
         progress: called with the number of ready kernels and of all kernels, once all launches are known.
@@ -35,10 +37,19 @@ def compile_ahead(
     if device.type != "cuda":
         yield
         return
-    with _PATCHES, _Compilers(device) as pool:
+    with _Compilers(device) as pool:
+        try:
+            asynchronous = triton.AsyncCompileMode(pool, ignore_errors=True)  # up to Triton 3.6, an error would leave it active
+        except (AttributeError, TypeError) as error:
+            asynchronous = None
+            what = f"kernels are compiled one after the other: Triton {triton.__version__} has no asynchronous mode ({error})"
+            warnings.warn(what, RuntimeWarning, stacklevel=3)
+        if asynchronous is None:
+            yield
+            return
         inside = _inside.set(True)
         try:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):  # up to Triton 3.6, an error would leave the mode active
+            with _PATCHES, asynchronous:
                 try:
                     yield
                     if progress is not None:
@@ -64,6 +75,7 @@ class _Compilers(ThreadPoolExecutor):
         self._device = device
         self._processes: CompileProcesses | None = None
         self._started, self._starting = False, threading.Lock()
+        self._alone = False  # whether other processes cannot help
         self.futures: list[Future] = []
 
     def submit(self, compile: Callable[[], Any], /) -> Future:  # type: ignore[override]
@@ -79,8 +91,17 @@ class _Compilers(ThreadPoolExecutor):
 
     def _elsewhere(self, compile: Callable[[], Any]) -> None:
         """Have a process compile the kernel into Triton's cache, if it can. The first kernel not yet cached starts processes."""
-        request = CompileRequest.of(compile)
-        if request is None or request.is_cached():
+        if self._alone:
+            return
+        try:
+            request = CompileRequest.of(compile)
+            if request is None or request.is_cached():
+                return
+        except Exception as error:  # private parts of Triton are missing, or are others
+            with self._starting:
+                if not self._alone:
+                    self._alone = True
+                    warn(f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})")
             return
         with self._starting:
             if not self._started:
@@ -100,23 +121,32 @@ class _Compilers(ThreadPoolExecutor):
 
 
 class _Patches:
-    """Replaces two of Triton's functions while any thread compiles ahead."""
+    """Replaces two of Triton's functions while any thread compiles ahead: `JITFunction.run`, and how launchers are imported."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
+        self._build: Any = None
+        self._run: Any = None
+        self._import: Any = None
 
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._replaced = JITFunction.run, build._load_module_from_path
-                JITFunction.run, build._load_module_from_path = _compile_only(JITFunction.run), self._load_alone
+                self._run, JITFunction.run = JITFunction.run, _compile_only(JITFunction.run)
+                with suppress(ImportError):
+                    self._build = import_module("triton.runtime.build")
+                self._import = getattr(self._build, "_load_module_from_path", None)
+                if self._import is not None:  # else this version imports launchers in another way
+                    self._build._load_module_from_path = self._load_alone
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                JITFunction.run, build._load_module_from_path = self._replaced
+                JITFunction.run = self._run
+                if self._import is not None:
+                    self._build._load_module_from_path = self._import
 
     def _load_alone(self, name: str, path: str) -> ModuleType:
         """Import a launcher as a module of its own.
@@ -125,7 +155,7 @@ class _Patches:
         module that has this name at that moment, so a thread could get another kernel's launcher.
         """
         with self._lock:
-            module, own = self._replaced[1](name, path), ModuleType(name)
+            module, own = self._import(name, path), ModuleType(name)
             vars(own).update(vars(module))
             return own
 

@@ -21,16 +21,19 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
-from triton.compiler.compiler import ASTSource, get_cache_invalidating_env_vars, get_cache_key, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.cache import get_cache_manager
+
+if TYPE_CHECKING:
+    from triton.compiler.compiler import ASTSource
 
 
 class CompileRequest(NamedTuple):
-    """What a process needs to compile a kernel: where its function is, its specialization, and the target."""
+    """What a process needs to compile a kernel: where its function is, its specialization, and the target.
+
+    The methods use private parts of Triton, imported late: another version may lack them, and then raises any exception.
+    """
 
     module: str
     name: str
@@ -46,21 +49,29 @@ class CompileRequest(NamedTuple):
 
         None if the kernel cannot be determined, or is not in a module that can be imported.
         """
+        from triton.compiler.compiler import ASTSource
+
         own = inspect.getclosurevars(compile).nonlocals
-        src, options, target = own.get("src"), own.get("options"), own.get("target")
-        if not isinstance(src, ASTSource) or options is None or target is None or src.fn.module == "__main__":
+        src, options, target = own["src"], own["options"], own["target"]
+        if not isinstance(src, ASTSource) or src.fn.module == "__main__":
             return None
         name = src.fn.fn.__qualname__
         return cls(src.fn.module, name, src.signature, src.constants, src.attrs, dict(options.__dict__), target)
 
-    def source(self) -> ASTSource:
+    def source(self) -> "ASTSource":
         """The function and its specialization, as `triton.compile` takes them."""
+        from triton.compiler.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+
         function = attrgetter(self.name)(import_module(self.module))
         kind = GluonASTSource if function.is_gluon() else ASTSource
         return kind(function, self.signature, self.constants, self.attrs)
 
     def is_cached(self) -> bool:
         """Whether Triton's cache on disk holds the compiled kernel."""
+        from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
+        from triton.runtime.cache import get_cache_manager
+
         source, backend = self.source(), make_backend(self.target)
         options = backend.parse_options(dict(self.options))
         key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())

@@ -5,10 +5,11 @@ A kernel family has a `Tunable`. A launch asks its `find` for the bucket of its 
 model, one Triton version and one state of the kernel's source.
 """
 
-import fcntl
 import hashlib
 import json
 import os
+import secrets
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,13 @@ import triton
 
 from minirt.errors import InputError, MinirtError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 SCHEMA = 1
+_MAX_FILE = 16 << 20  # bytes; `minirt tune` stores some kilobytes
 
 ConfigLookup = TypeVar("ConfigLookup", bound=Callable[..., Any])
 _cached_lookups: list[Any] = []  # lookups with cached answers
@@ -170,19 +177,21 @@ def source_hash(sources: tuple[str, ...]) -> str:
 def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
     """Add configurations by bucket to the file, and drop those of an older source. Raises MinirtError if that fails.
 
-    The file is replaced atomically. A lock makes processes take turns, so none loses what another adds.
+    The file is replaced atomically. A lock makes processes take turns, so none loses what another adds. Nothing is written
+    through a link: others may be able to write to the folder.
     """
-    temporary = file.with_suffix(".tmp")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent):
             known = _read(file)
             own = known.get(tunable.name, {})
-            kept = own.get("configs", {}) if own.get("source") == source_hash(tunable.sources) else {}
-            kept = kept | {bucket: asdict(config) for bucket, config in configs.items()}
+            kept = own.get("configs") if own.get("source") == source_hash(tunable.sources) else None
+            kept = (kept if isinstance(kept, dict) else {}) | {bucket: asdict(config) for bucket, config in configs.items()}
             known[tunable.name] = {"source": source_hash(tunable.sources), "configs": kept}
             try:
-                temporary.write_text(json.dumps({"schema": SCHEMA, "kernels": known}, indent=1))
+                with temporary.open("x") as target:  # a new file, or an error
+                    target.write(json.dumps({"schema": SCHEMA, "kernels": known}, indent=1))
                 os.replace(temporary, file)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -193,7 +202,10 @@ def store(tunable: Tunable, file: Path, configs: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Context in which this process holds an exclusive lock on the folder."""
+    """Context in which this process holds an exclusive lock on the folder, where the system has such locks."""
+    if fcntl is None:
+        yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -233,15 +245,24 @@ def _stored(tunable: Tunable, device: torch.device) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any]:
     """The file's content by kernel. Empty if there is no file; empty, with a warning, if the file is malformed."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(_read_regular(file))
         if content["schema"] != SCHEMA or not all(isinstance(v, dict) for v in content["kernels"].values()):
             raise ValueError(f"schema {content['schema']}")
         return content["kernels"]
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _warn(file, f"{type(error).__name__}: {error}")
         return {}
+
+
+def _read_regular(file: Path) -> bytes:
+    """The content of a regular file of limited size. Anything else is an OSError, and never makes the caller wait."""
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as source:
+        state = os.fstat(source.fileno())
+        if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_FILE:
+            raise OSError(f"not a regular file of at most {_MAX_FILE >> 20} MiB")
+        return source.read()
 
 
 def _warn(file: Path, found: str) -> None:

@@ -1,12 +1,13 @@
 """Linear layers with what is fused around them, for any number of tokens: norm + linear, norm + gate/up, linear + residual.
 
-Which kernel computes a product depends on how many tokens share each weight that is read: one (`gemv`, which computes the norm as
-well), up to 128 (`gemm_small`), or so many that arithmetic limits (`gemm`). On Hopper, `gemm_sm90` takes over from 65 tokens on.
-`REGIMES` states this; with several tokens the norm is a kernel before the product.
+`REGIMES` says which kernel computes a product. One token: `gemv`, which also computes the norm. Up to 128 tokens, where reading
+the weights takes most of the time: `gemm_small`. More tokens, where arithmetic does: `gemm`. On Hopper, `gemm_sm90` takes over
+from 65 tokens on. With two or more tokens, the norm is a separate kernel before the product.
 
-Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32 for each row (compute capability 8.9 and
-later). Activations of two or more tokens are then quantized as well, with a scale for each token, by the norm's kernel or by one
-before the product; those of a single token are not. (`reference.linear_fp8` states the same.)
+Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32, one for each row (compute capability
+8.9 and later). With such weights, the activations of two or more tokens are quantized too, with a scale for each token: by the
+norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8`
+does the same.)
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class LinearRegime(Regime):
         launch: runs the kernel on operands that `accepts` does not refuse.
         accepts: whether the kernel can compute this product.
         row_maxima_tiles: how many row maxima the kernel stores for a row of an LM head's logits; 0: none.
-        fetches_early: whether the kernel profits from starting before its input is there, since it fetches weights until then.
+        fetches_early: whether the kernel gains by an early start, because it fetches weights while it waits for its input.
     """
 
     launch: Callable[[Product], None] = vector.gemv
@@ -54,7 +55,7 @@ class LinearRegime(Regime):
 
 
 # The first regime that covers the tokens and accepts the product computes it.
-_SM90 = 65  # tokens from which it is faster than `gemm_small`
+_SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
     LinearRegime("gemv", "tokens", 1, 1, launch=vector.gemv),
     LinearRegime(
@@ -67,9 +68,9 @@ REGIMES = (
     ),
     LinearRegime("gemm", "tokens", small.MAX_TOKENS + 1, variant=tiled.token_regime, launch=tiled.gemm),
 )  # fmt: skip
-# Steps in which the norm (or quantization) before a product triggers before it waits: the product's programs then find their
-# place earlier, or fetch weights (`gemm_sm90`, whose programs have an SM each). Other numbers of programs would crowd on the SMs
-# that the kernel before leaves first. Measured with up to 256 tokens.
+# Steps in which the norm (or quantization) before a product triggers before it waits. With few tokens, the product's programs
+# are then placed on SMs earlier. Programs of `gemm_sm90`, one for each SM, start to fetch weights. In other steps, the
+# product's programs would crowd onto the SMs that become idle first. Measured with up to 256 tokens.
 EARLY = (Regime("few tokens", "tokens", 1, 32), Regime("gemm_sm90", "tokens", _SM90, 256, capability=90))
 
 CASES = [
@@ -98,9 +99,9 @@ def norm_linear(
 ) -> Tensor:
     """rms_norm(x) · weightᵀ + bias: x [T, K], norm_weight [K] or None (no norm), weight [N, K], bias [N] → [T, N].
 
-    The output has x's dtype unless `out` or `out_dtype` say otherwise. Without a workspace K is not split.
-    `row_maxima`: where each row's largest fp32 values go; its width must be what `row_maxima_tiles` gives for T rows.
-    `pdl`: overlap with the kernel before it in the stream (sm_90 and later).
+    The output has x's dtype unless `out` or `out_dtype` says otherwise. Without a workspace, K is not split. `row_maxima`
+    receives the largest fp32 value of each row in each tile; its width must be `row_maxima_tiles` for T rows. With `pdl`, the
+    kernels overlap with the kernel before them in the stream (sm_90 and later).
     """
     out = _output(x, weight, out, out_dtype, gated=False)
     product = Product(x, weight, out, bias, scale=scale, workspace=workspace, row_maxima=row_maxima, pdl=pdl)
@@ -155,14 +156,14 @@ def gemm(
     workspace: Workspace | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x · weightᵀ + bias + residual by the kernel for many tokens, whatever T: x [T, K], weight [N, K], bias [N] → [T, N].
+    """x · weightᵀ + bias + residual by the kernel for many tokens, for any T: x [T, K], weight [N, K], bias [N] → [T, N].
 
     `out` may be `residual`. With an `activation`, weight [2I, K] and bias [2I] have gate rows first, and the result [T, I] is
-    act(gate) · up. float8_e4m3fn: x and weight both, with x_scale [T] and scale [N] fp32, which multiply; the output is `out`, or
-    bf16. With a workspace K may be split. `pdl` counts where `gemm_sm90` computes it.
+    act(gate) · up. If x and weight are float8_e4m3fn, x_scale [T] and scale [N] fp32 multiply the result, which is bf16 unless
+    `out` is given. With a workspace, K may be split. `pdl` has an effect only on `gemm_sm90`.
 
     Raises:
-        InputError: arguments that do not fit each other.
+        InputError: the arguments do not fit each other.
     """
     check_operands(x, weight, bias, residual, out, activation, scale, x_scale)
     out = _output(x, weight, out, torch.bfloat16 if scale is not None else None, gated=activation is not None)
@@ -177,33 +178,33 @@ def gemm(
 
 
 def regime(product: Product) -> LinearRegime:
-    """The regime that computes a product, whose x is normalized and quantized as its kernel expects it."""
+    """The regime that computes a product. Its x must be normalized already, and quantized if the weight is fp8 and T > 1."""
     T, cc = product.x.shape[0], capability(product.weight.device)
     return next(own for own in REGIMES if own.covers(T, cc) and own.accepts(product))
 
 
 def launch(product: Product) -> None:
-    """Write the output of a product, whose x is normalized and quantized as its kernel expects it. Unchecked."""
+    """Write the output of a product, without checks. Its x must be as for `regime`."""
     regime(product).launch(product)
 
 
 def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
-    """How many row maxima an LM head stores for each of `rows` rows of fp32 logits: the width of `RowMaxima.values`; 0: none.
+    """The width of `RowMaxima.values`: how many row maxima an LM head stores for each of `rows` rows of fp32 logits. 0: none.
 
     Args:
         weight: the LM head's weight [V, H], of `dtype` or fp8.
-        dtype: that of the activations.
+        dtype: dtype of the activations.
     """
     if rows == 0:
         return 0
-    # Only shapes, dtypes and addresses are looked at: tensors on the meta device stand for what is allocated later.
+    # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
     product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"))
     return regime(product).row_maxima_tiles(product)
 
 
 def fetches_early(tokens: int, device: torch.device) -> bool:
-    """Whether the kernel of a product fetches weights while the kernel before it runs, if that lets it start."""
+    """Whether a product of `tokens` tokens fetches weights while the kernel before it runs, if that kernel triggers early."""
     return any(own.fetches_early and own.covers(tokens, capability(device)) for own in REGIMES)
 
 
@@ -260,7 +261,7 @@ def cost(
 ) -> tuple[int, int]:
     """(bytes read and written, floating-point operations) of x [T, K] by weight [N, K] (gated: [2N, K]) → [T, N].
 
-    `itemsize` is that of the activations, and of the weight unless `weight_itemsize` says otherwise.
+    `itemsize` is the item size of the activations, and of the weight unless `weight_itemsize` is given.
     """
     rows = 2 * N if gated else N
     weights = rows * K * (weight_itemsize or itemsize)

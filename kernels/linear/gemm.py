@@ -1,8 +1,9 @@
 """Linear layers for many tokens: tiled GEMMs with scales, bias, residual or the gated activation in the epilogue.
 
-Tiles are computed in groups of rows, so that neighbours share weights in the L2 cache. From sm_90 on, tiles travel by TMA
-through descriptors made on the host, where alignment permits; elsewhere by plain pointers. What is left after whole rounds of
-tiles, one an SM, is cut into smaller tiles, so that the last round keeps more SMs busy for less time.
+Tiles are computed in groups of rows, so that neighbouring tiles share weights in the L2 cache. From sm_90 on, TMA moves the
+tiles where their alignment permits, with descriptors made on the host; otherwise plain loads and stores do. A round of tiles is
+one tile for each SM. The tiles of an incomplete last round are cut into smaller ones, so that the round keeps more SMs busy for
+less time.
 """
 
 from collections.abc import Sequence
@@ -26,21 +27,28 @@ CASES = [
     {"T": 150, "N": 257, "K": 264},
 ]
 
-# (rows, columns, warps) for devices with much shared memory and for the others; with the activation, a program has two such
-# tiles, of gate and of up.
+# (rows, columns, warps) for devices with much shared memory, then for the others. With the activation, a program computes two
+# such tiles: one of gate and one of up.
 _TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 4), (64, 64, 4))
 _GATED_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
 _SMALL_TILES = ((128, 128, 8), (64, 64, 4))
 _SMALL_GATED_TILES = ((128, 64, 8), (64, 64, 4))
-# fp8 products are summed in 14 bits or so by Hopper's tensor cores: after this many of K the sum goes to one in fp32.
+# Hopper's tensor cores add fp8 products with about 14 bits. After this many elements of K, the sum is added to one in fp32.
 _PROMOTE = 512
-_FEW_ROUNDS = 8  # with more, what is left in the last round does not matter
+_FEW_ROUNDS = 8  # with more rounds, an incomplete last one does not matter
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile of the output [block_t, block_n], step in K, whether tiles travel by TMA (`tma` needs aligned rows), and the
-    parts into which tiles of a last round on `num_sms` SMs are cut."""
+    """A launch configuration of `gemm`.
+
+    Args:
+        block_t, block_n: rows and columns of an output tile.
+        block_k: step in K.
+        tma: whether TMA moves the tiles; rows must be aligned.
+        rest: number of parts into which the tiles of an incomplete last round are cut.
+        num_sms: number of SMs, which is the number of tiles in a round.
+    """
 
     block_t: int
     block_n: int
@@ -57,7 +65,7 @@ def accumulate(
     x, weight, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
-    """x · weightᵀ of a tile, twice (gate and up) with ACTIVATION; sums of PROMOTE steps are added in fp32."""
+    """x · weightᵀ of a tile; with ACTIVATION, of gate and of up. After every PROMOTE steps, the sums are added in fp32."""
     if PROMOTE == 0:
         return _accumulate_part(
             x, weight, first_t, first_n, 0, K, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA
@@ -169,10 +177,10 @@ def _gemm_kernel(
     TMA_OUT: tl.constexpr,
     PROMOTE: tl.constexpr,
 ):
-    """out [T, N]; x, weight: descriptors with TMA, else pointers; residual and out with TMA_OUT.
+    """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
-    With ACTIVATION weight has 2N rows. The first `whole` tiles are computed whole, the others in REST parts of their columns,
-    for which weight, residual and out have descriptors of their own.
+    With ACTIVATION, weight has 2N rows. The first `whole` tiles are computed whole. The others are cut along their columns into
+    REST parts, which have their own descriptors of weight, residual and out.
     """
     pid = tl.program_id(0)
     if REST == 1 or pid < whole:
@@ -192,7 +200,7 @@ def _gemm_kernel(
 
 
 def parts_of_rest(tiles: int, num_sms: int, block_n: int) -> int:
-    """Parts, 32 columns or wider, for those of `tiles` that are left after whole rounds; 1 where it does not pay."""
+    """Number of parts, each of 32 columns or more, for the tiles of an incomplete last round; 1 if cutting them gains nothing."""
     left, rest = tiles % num_sms, 1
     if tiles > _FEW_ROUNDS * num_sms:
         return 1
@@ -202,7 +210,7 @@ def parts_of_rest(tiles: int, num_sms: int, block_n: int) -> int:
 
 
 def whole_tiles(tiles: int, config: GemmConfig) -> int:
-    """How many tiles to compute whole: all, if the parts of those that are left would be more than there are SMs."""
+    """How many tiles to compute whole: all, if the parts of the last round would be more than the SMs."""
     left = tiles % config.num_sms
     return tiles - left if config.rest > 1 and left * config.rest <= config.num_sms else tiles
 
@@ -215,7 +223,7 @@ def best_tile(
     gated: bool,
     num_sms: int,
 ) -> tuple[int, int, int, int]:
-    """The tile (rows, columns, warps) that takes the least time, and the parts of those left over.
+    """The tile (rows, columns, warps) that takes the least time, and the number of parts for the tiles of the last round.
 
     The time model counts steps in K of a 128 × 128 tile and is fitted to an H200 (docs/decisions/linear-prefill.md).
     """
@@ -238,12 +246,12 @@ def best_tile(
 
 
 def token_regime(T: int) -> int:
-    """T as configurations know it: the power of two from T on."""
+    """T rounded up to a power of two, on which configurations depend."""
     return triton.next_power_of_2(T)
 
 
 def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmConfig:
-    """The configuration for a shape: of T only the power of two above it counts. N counts the outputs."""
+    """The configuration for a shape. It depends on T only through `token_regime`. N is the number of outputs."""
     if itemsize == 4:
         return GemmConfig(64, 64, 32, 8, 1)
     large = shared_limit(cc) > 100 * 1024
@@ -262,8 +270,7 @@ def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
 
 
 def gemm(product: Product, config: GemmConfig | None = None) -> None:
-    """Write the output of a product of any number of tokens but 0; 16 or 32 bits, or fp8 with scales. Unchecked, see
-    `dispatch`."""
+    """Write the output of a product of one or more tokens, of 16 or 32 bits, or fp8 with scales. `dispatch` checks it before."""
     x, weight, out, bias, residual, activation, scale, x_scale, *_ = product
     (T, N, K), eight, gated = product.shape, x.dtype == torch.float8_e4m3fn, activation is not None
     if eight:
@@ -272,7 +279,7 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     tiles = triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n)
     whole = whole_tiles(tiles, c)
     tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
-    # A wider output (fp32 logits) would not fit in shared memory beside the tiles: it is stored from registers.
+    # A wider output (fp32 logits) does not fit in shared memory beside the tiles, so it is stored from registers.
     ends = [out] if residual is None else [out, residual]
     tma_out = tma and N % 8 == 0 and all(t.element_size() == 2 and t.data_ptr() % 16 == 0 for t in ends)
     rows = described(x, [c.block_t, c.block_k], tma)

@@ -1,17 +1,19 @@
-"""The GEMM of `gemm.py` for Hopper (compute capability 9.0): persistent programs whose warps have different roles.
+"""The GEMM of `gemm.py` for Hopper (compute capability 9.0): persistent and warp-specialized.
 
-One warp fetches tiles by TMA, two or three groups of four warps multiply, each 64 rows of a tile: fetching goes on while the
-groups scale, activate and store. It takes Gluon, since Triton's own pipeline lets all warps wait for each other at every step.
+One warp fetches tiles by TMA. Two or three groups of four warps multiply, each for 64 rows of a tile. Fetching continues while
+the groups scale, activate and store. The kernel is written in Gluon, because Triton's own pipeline makes all warps wait for
+each other at every step.
 
-A tile has 128 or 192 rows (up to 192 tokens then take one pass over the weights, up to 384 two) and a pair of strips of columns:
-neighbours or, for a gated activation, a strip of gate and the same strip of up. A second pair of narrower strips gives the widths
-between powers of two with which whole rounds of tiles come out even.
+A tile has 128 or 192 rows, so up to 192 tokens take one pass over the weights, and up to 384 take two. Its columns are a pair of
+strips: two neighbouring strips or, for a gated activation, a strip of gate and the same strip of up. A second pair of narrower
+strips gives widths between the powers of two, with which the last round of tiles is full.
 
-Where few tiles would leave SMs idle, or be so narrow that reading from L2 takes longer than multiplying, K is split in two
-parts: both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to its own.
+K is split in two parts if few tiles would leave SMs idle, or if the tiles would be so narrow that reading from L2 takes longer
+than multiplying. Both programs of a tile write their sums to the workspace, and the second to arrive adds the first one's to
+its own.
 
-Hopper's tensor cores add fp8 products in about 14 bits. So every 1024 or 2048 of K the sums are set aside: in fp32, or, where
-registers do not suffice, in fp16, divided by what keeps the largest possible sum finite.
+Hopper's tensor cores add fp8 products with about 14 bits. So after every 1024 or 2048 elements of K the sums are set aside: in
+fp32 or, if registers do not suffice, in fp16, scaled so that the largest possible sum is finite.
 """
 
 import math
@@ -61,7 +63,7 @@ def _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, inside):
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of the columns, which each thread has already."""
+    """The left and the right half of the columns. No data moves between threads."""
     HALF: gl.constexpr = x.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, x.type.layout.instr_shape[2]])
     left, right = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
@@ -70,9 +72,9 @@ def _halves(x):
 
 @gluon.jit
 def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Store what is, from PIECE on, the next pieces of a pair of strips, by the group's buffers in turn.
+    """Store the next pieces of a pair of strips, from PIECE on, through the group's buffers in turn.
 
-    At a pair's start nothing is in them that is still to be stored.
+    When a pair starts, the buffers hold nothing that is still to be stored.
     """
     COLUMNS: gl.constexpr = out.block_type.shape[1]
     BUFFERS: gl.constexpr = staging.shape[0] // GROUPS
@@ -94,7 +96,7 @@ def _finish_pair(
     acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ACTIVATION: gl.constexpr,
     RESIDUAL: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Scale, activate or add, and store a pair of strips. With RESIDUAL that is in the group's two buffers."""
+    """Scale, activate (or add the residual), and store a pair of strips. The group's two buffers hold the residual."""
     STRIP: gl.constexpr = acc.shape[1] // 2
     left, right = _halves(acc)
     HALF: gl.constexpr = left.type.layout
@@ -131,14 +133,14 @@ def finish_tile(
 
 @gluon.jit
 def _better(top, column, other_top, other_column):
-    """The larger of two values, the first of equals, and its column; a NaN, whose column is -1, before anything."""
+    """The larger of two values with its column; the first of equal values. NaN, whose column is -1, is the largest."""
     other = (column >= 0) & ((other_column < 0) | (other_top > top))
     return gl.where(other, other_top, top), gl.where(other, other_column, column)
 
 
 @gluon.jit
 def _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS: gl.constexpr):
-    """The largest value of each of 64 rows, and its column, in the layout ROWS: by halves of few columns, to spare registers."""
+    """The largest value of each of 64 rows and its column, in the layout ROWS. Halves the columns to save registers."""
     if acc.shape[1] > 64:
         left, right = _halves(acc)
         top, column = _row_maxima(left, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS)
@@ -160,7 +162,7 @@ def store_row_maxima(
     acc, more, row_maxima_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, first_t, n, T, N,
     MORE: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """The largest value of each row of a tile and its column, packed as by `filters.pack`."""
+    """Store the largest value of each row of a tile with its column, packed by `filters.pack`."""
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     top, column = _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, n, T, N, ROWS)
     if MORE != 0:
@@ -173,10 +175,10 @@ def store_row_maxima(
 
 @gluon.jit
 def _first(tile, T, tiles_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr):
-    """The first row and the first column of a tile, in groups of 8 tiles of rows, so that neighbours share weights in L2.
+    """The first row and the first column of a tile, in the order of `place_tile`.
 
-    With SHIFT the last rows' tile starts early enough to be full, because TMA is slow with rows past the end: some rows are
-    computed twice, with the same result.
+    With SHIFT, a tile of the last rows starts early enough to be full, because TMA is slow with rows past the end. Some rows are
+    then computed twice, with the same result.
     """
     t, n = place_tile(tile, T, tiles_n, ROWS, COLUMNS)
     if SHIFT:
@@ -186,7 +188,7 @@ def _first(tile, T, tiles_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: g
 
 @gluon.jit
 def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
-    """The first row of a group of warps in the tile that starts at row t: with fewer rows than a tile's too, 64, full."""
+    """The first row of a group of warps in the tile that starts at row t. With SHIFT, all 64 rows exist if T is 64 or more."""
     row = t + 64 * GROUP
     if SHIFT:
         row = min(row, max(T - 64, 0))
@@ -195,7 +197,7 @@ def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _group_rows(x_tiles, stage, GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """A group's 64 rows of x in shared memory: of two groups' tile a half, of three's a tile, as shapes are powers of two."""
+    """A group's 64 rows of x in shared memory: half a buffer with two groups, a buffer with three (sizes are powers of two)."""
     if GROUPS == 2:
         return x_tiles.index(stage).slice(64 * GROUP, 64)
     else:
@@ -204,7 +206,7 @@ def _group_rows(x_tiles, stage, GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT: gl.constexpr, GROUPS: gl.constexpr):
-    """Fetch a tile's rows of x: all at once, or those of each group of warps, of which there may be fewer than a tile has."""
+    """Fetch a tile's rows of x: all at once, or 64 rows for each group of warps."""
     if x.block_type.shape[0] == 128:
         tma_load(x, [t, k], bar, x_tiles.index(stage))
     else:
@@ -215,7 +217,7 @@ def _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT: gl.constexpr, GROUPS: gl
 
 @gluon.jit
 def _fetch_pair(weight, n, k, N, bar, tiles, ACTIVATION: gl.constexpr):
-    """Fetch two strips of the weight from row n on: neighbours, or of gate and of up."""
+    """Fetch two strips of the weight from row n on: two neighbours, or one of gate and one of up."""
     STRIP: gl.constexpr = tiles.shape[0] // 2
     tma_load(weight, [n, k], bar, tiles.slice(0, STRIP))
     tma_load(weight, [n + (N if ACTIVATION is not None else STRIP), k], bar, tiles.slice(STRIP, STRIP))
@@ -236,7 +238,7 @@ def _fetch_tiles(
     step = 0
     ahead = 0
     if PDL:
-        # The kernel before may still be writing x, and never writes weights: those that there is room for come ahead.
+        # The kernel before may still write x, but never weights. So fetch as many weight tiles as fit before the wait.
         t, n = _first(gl.program_id(0) // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
         first = gl.program_id(0) % SPLIT * PART
         ahead += min(STAGES, (min(first + PART, K) - first + BLOCK_K - 1) // BLOCK_K)
@@ -253,7 +255,7 @@ def _fetch_tiles(
     for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
         t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
         first = part % SPLIT * PART
-        # `ahead = 0` at the loop's end would not do: Triton 3.6 drops it, and the steps that it skips in every tile never arrive.
+        # Not `ahead = 0` at the loop's end: Triton 3.6 drops it, and every tile would skip steps, which then never arrive.
         skipped = gl.where(part == gl.program_id(0), ahead, 0)
         for k in range(first + skipped * BLOCK_K, min(first + PART, K), BLOCK_K):
             stage = step % STAGES
@@ -266,7 +268,7 @@ def _fetch_tiles(
                 _fetch_pair(more_weight, n + FIRST, k, N, bar, more_tiles.index(stage), ACTIVATION)
             step += 1
     if PDL:
-        # Only now, with what is left to multiply as time to start in: its programs would crowd on the first idle SMs.
+        # Not earlier: the next kernel's programs would crowd onto the first idle SMs. They start beside the remaining products.
         gdc_launch_dependents()
 
 
@@ -275,7 +277,7 @@ def _add_products(
     x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE: gl.constexpr, GROUP: gl.constexpr,
     GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Sums of the products of the steps `first` … `last` of a tile, for 64 of its rows; what has been read is released."""
+    """Add the products of steps `first` … `last` - 1 of a tile, for 64 of its rows. Releases each stage after it is read."""
     STAGES: gl.constexpr = w_tiles.shape[0]
     for i in range(first, last):
         stage = step % STAGES
@@ -287,7 +289,7 @@ def _add_products(
             acc, more = warpgroup_mma_wait(2, deps=[acc, more])
         else:
             acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=i > first)  # of the step before
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=i > first)  # the stage of the step before
         step += 1
     if MORE != 0:
         acc, more = warpgroup_mma_wait(0, deps=[acc, more])
@@ -299,7 +301,7 @@ def _add_products(
 
 @gluon.jit
 def _offsets(acc):
-    """Places in memory for sums acc [64, columns], so that a warp's stores are contiguous."""
+    """Offsets in memory for sums acc [64, columns], such that a warp's stores are contiguous."""
     LAYOUT: gl.constexpr = acc.type.layout
     t = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -308,12 +310,12 @@ def _offsets(acc):
 
 @gluon.jit
 def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.constexpr, GROUP: gl.constexpr):
-    """Leave the sums for the other part's program; with its sums added, and True, if it was here before."""
+    """Store the sums for the other part's program. If that program has already stored its sums, return the total, and True."""
     WIDTH: gl.constexpr = acc.shape[1]
     SIZE: gl.constexpr = 64 * (WIDTH + MORE)
     sums_ptr += (2 * tile + GROUP) * 2 * SIZE
     at = _offsets(acc)
-    # Past L1 on both sides: the sums come through L2.
+    # Stores and loads bypass L1, because the two programs exchange the sums through L2.
     gl.store(sums_ptr + part * SIZE + at, acc, cache_modifier=".cg")
     if MORE != 0:
         more_at = 64 * WIDTH + _offsets(more)
@@ -334,7 +336,7 @@ def _multiply_tiles(
     SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One group of four warps, which computes 64 rows of each of the program's tiles. Arguments as in `_gemm_sm90_kernel`."""
+    """Task of one group of four warps: 64 rows of each of the program's tiles. Arguments as in `_gemm_sm90_kernel`."""
     x_tiles, w_tiles, more_tiles, full, empty = ring
     residual, more_residual, residual_full, out, more_out, staging, more_staging = epilogue
     x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr = pointers
@@ -353,7 +355,7 @@ def _multiply_tiles(
     step = 0
     phase = 0
     if PDL:
-        gdc_wait()  # the residual is read, and the output written, without waiting for x
+        gdc_wait()  # these warps read the residual and write the output; the loading warp's wait does not cover them
     needed = 1
     if row_maxima_ptr is not None:
         needed = gl.load(needed_ptr)
@@ -424,10 +426,10 @@ def _gemm_sm90_kernel(
     row_maxima_ptr, needed_ptr, stride, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr,
     SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out [T, N] of x [T, K] and weight [N, K], or [2N, K] with ACTIVATION: descriptors, for each pair of strips its own.
+    """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] with ACTIVATION). Each pair of strips has its own descriptors.
 
-    With PDL nothing is written, and nothing but weights read, before all earlier kernels of the stream have ended: each program
-    waits for the one before, which ended after its own wait. So no memory is reused too early, whoever used it.
+    With PDL, the kernel reads only weights, and writes nothing, before all earlier kernels of the stream have ended: each program
+    waits for the kernel before, which itself ended only after its own wait. So no memory is reused too early.
     """
     STRIP: gl.constexpr = weight.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
@@ -438,7 +440,7 @@ def _gemm_sm90_kernel(
     x_tiles = gl.allocate_shared_memory(x.dtype, [TILES, 128 if GROUPS == 2 else 64, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
     staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005, which Triton does not read
-    more_tiles = w_tiles  # stand in where there is no second pair
+    more_tiles = w_tiles  # unused without a second pair
     more_staging = staging
     if MORE != 0:
         more_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * MORE, BLOCK_K], more_weight.layout)
@@ -486,21 +488,29 @@ def _gemm_sm90_kernel(
         )  # fmt: skip
 
 
-_ROWS = 128  # of a tile of two groups of warps: 64 for each
+_ROWS = 128  # rows of a tile with two groups of warps, 64 for each
 _ROWS_OF_THREE = 192
-_ROW_BYTES = 128  # of K in a step: what one swizzle of TMA spans
+_ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _LARGEST = 448  # of float8_e4m3fn
-_FINE = 512  # tokens up to which every number of tiles of rows has a configuration of its own
-_LONGEST_WHOLE = 24  # steps in K: fewer are not worth splitting
-# Columns of the two pairs of strips; with a gated activation, half of them are of gate.
+_FINE = 512  # tokens; up to here, every number of tiles of rows has its own configuration
+_LONGEST_WHOLE = 24  # steps in K; with fewer, splitting K gains nothing
+# Columns of the two pairs of strips. With a gated activation, half of the columns are of gate.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
-WIDTHS_OF_THREE = ((128, 128), *WIDTHS[1:])  # for three groups: sums of a single pair of 256 do not fit in their registers
+WIDTHS_OF_THREE = ((128, 128), *WIDTHS[1:])  # for three groups, whose registers cannot hold the sums of a single pair of 256
 
 
 @dataclass(frozen=True)
 class GemmSm90Config:
-    """Columns of both pairs of strips of a tile (`more` may be 0), tiles on their way, steps in K before sums are set aside
-    (0: never), how many programs share the tiles, the parts of K, 1 or 2, and the groups of warps, 2 or, with K whole, 3."""
+    """A launch configuration of `gemm_sm90`.
+
+    Args:
+        width, more: columns of the first and of the second pair of strips of a tile; `more` may be 0.
+        num_stages: tiles in flight.
+        promote: steps in K after which the sums are set aside; 0: never.
+        programs: number of programs that share the tiles.
+        split: number of parts of K: 1 or 2.
+        groups: groups of warps: 2 or, if K is not split, 3.
+    """
 
     width: int
     more: int
@@ -515,8 +525,11 @@ TUNABLE = Tunable("gemm_sm90", GemmSm90Config, (__file__,))
 
 
 def _pieces(width: int, more: int, groups: int, itemsize: int, residual: bool) -> tuple[int, int]:
-    """Columns of outputs of either pair that are stored at once: in fp32 no more than one swizzle of TMA spans, which leaves room
-    for tiles, and as few where the tiles are largest; of a residual, which comes in the same places, whole strips."""
+    """How many output columns of each pair are stored at once.
+
+    With fp32 outputs, and for the largest tiles, it is at most the span of one TMA swizzle, which leaves room for more tiles.
+    With a residual it is a whole strip, because the residual arrives in the same buffers.
+    """
     narrow = itemsize == 4 or (groups == 3 and width + more > 144 and not residual)
     most = _ROW_BYTES // 4 if narrow else width
     return min(width // 2, most), min(more // 2, most)
@@ -526,20 +539,20 @@ def derive_config(
     width: int, more: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1,
     groups: int = 2,
 ) -> GemmSm90Config:  # fmt: skip
-    """What follows from the columns of both pairs of strips, the parts of K and the groups of warps."""
+    """The configuration that follows from the columns of both pairs of strips, the parts of K and the groups of warps."""
     columns = width + more
     pieces = sum(_pieces(width, more, groups, out_itemsize, residual))
     buffers = groups * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
     stages = (shared_limit(90) - 512 - buffers) // ((64 * groups + columns) * _ROW_BYTES)
     steps = cdiv(K * itemsize, _ROW_BYTES)
-    split = min(split, steps)  # no part is empty
+    split = min(split, steps)  # so that no part is empty
     steps, most = cdiv(steps, split), 8 if columns <= 192 else 16
     promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most else 0
     return GemmSm90Config(width, more, min(8, stages), promote, programs, split, groups)
 
 
 def token_regime(T: int) -> int:
-    """T as the configurations know it: padded to whole tiles up to 512, like the buckets of CUDA graphs, or to powers of two."""
+    """T rounded up to whole tiles (up to 512, like the buckets of CUDA graphs), else to a power of two."""
     return 1 << (T - 1).bit_length() if T > _FINE else padded_tokens(T)
 
 
@@ -549,7 +562,7 @@ def padded_tokens(T: int) -> int:
 
 
 def may_split(T: int, width: int, more: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> bool:
-    """Whether two programs a tile run at once, with enough of K each to pay, and the sums fit in registers and the workspace."""
+    """Whether K can be split: two programs per tile run at once, each part is long enough, and registers can hold the sums."""
     tiles, columns = cdiv(T, _ROWS) * cdiv(N, width + more), 144 if itemsize == 1 else 192
     long = K * itemsize >= _LONGEST_WHOLE * _ROW_BYTES
     return not gated and long and width + more <= columns and 2 * tiles <= num_sms
@@ -559,10 +572,10 @@ def candidates(
     T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
     splits: bool = False,
 ) -> list[GemmSm90Config]:  # fmt: skip
-    """The configurations worth a thought for a shape with T tokens, a regime. N counts the outputs. `splits`: K may be split.
+    """The configurations worth considering for a shape and a token regime T. N: number of outputs. `splits`: K may be split.
 
-    Three groups of warps: for regimes that their tiles fill, where there is room for three tiles on their way; and for 16-bit
-    values, because sums of fp8 products that are set aside leave no registers for a third group.
+    Three groups of warps are considered only if T is a multiple of their tile's rows and three tiles in flight fit in shared
+    memory. They need 16-bit values: the sums of fp8 products that are set aside leave no registers for a third group.
     """
     def config(widths: tuple[int, int], split: int, groups: int) -> GemmSm90Config:
         return derive_config(*widths, K, itemsize, residual, num_sms, out_itemsize, split, groups)
@@ -578,10 +591,11 @@ def candidates(
 
 
 def predicted(c: GemmSm90Config, T: int, N: int, K: int, itemsize: int, gated: bool) -> float:
-    """Microseconds by a model of the times of a step in K, a round of tiles and a split, fitted to measurements on an H200
-    (docs/decisions/linear-prefill.md).
+    """Predicted microseconds. The model has a time for a step in K, a round of tiles and a split, fitted to measurements on an
+    H200 (docs/decisions/linear-prefill.md).
 
-    What splits gained and lost put their price at 5.5 to 8. Steps of three groups: from what these took, in proportion to two.
+    Measured gains and losses of splits put the cost of a split at 5.5 to 8 µs. The step of three groups is fitted as a linear
+    function of that of two.
     """
     columns = c.width + c.more
     tiles = cdiv(T, 64 * c.groups) * cdiv(N, columns // (2 if gated else 1))
@@ -596,7 +610,7 @@ def choose_gemm_sm90_config(
     T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
     splits: bool = False,
 ) -> GemmSm90Config:  # fmt: skip
-    """The candidate that is predicted to take the least time: of T only its regime counts."""
+    """The candidate with the least predicted time. It depends on T only through `token_regime`."""
     T = token_regime(T)
     found = candidates(T, N, K, itemsize, gated, residual, num_sms, out_itemsize, splits)
     return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated))
@@ -607,7 +621,7 @@ def lookup_gemm_sm90_config(
     device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
     splits: bool,
 ) -> GemmSm90Config:  # fmt: skip
-    """The configuration that was tuned for a shape with `tokens`, a regime, or else the rule's."""
+    """The tuned configuration for a shape, or else the rule's. `tokens`: a token regime."""
     facts = {"N": N, "K": K, "itemsize": itemsize, "gated": gated, "residual": residual}
     tuned = TUNABLE.find(device, bucket(T=tokens, **facts)) if out_itemsize == 2 else None
     if tuned is not None and (splits or tuned.split == 1):
@@ -633,15 +647,15 @@ def _config(product: Product) -> GemmSm90Config:
 
 
 def row_maxima_tiles(product: Product) -> int:
-    """How many row maxima of a row the kernel stores; a tensor of row maxima says that the product's K must not be split."""
+    """How many row maxima the kernel stores for each row. K is not split then."""
     c = _config(product._replace(workspace=None))
     return cdiv(product.shape[1], c.width + c.more)
 
 
 def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
-    """Write the output of a product that `accepts` does not refuse, of any number of tokens but 0. Unchecked, see `dispatch`.
+    """Write the output of a product of one or more tokens that `accepts` does not refuse. `dispatch` checks it before.
 
-    Without a workspace K is not split. Row maxima are stored of products without a residual and an activation.
+    Without a workspace, K is not split. Row maxima are stored only for products without a residual and an activation.
     """
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
     (T, N, K), gated = product.shape, activation is not None
@@ -665,7 +679,7 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     pieces = _pieces(c.width, c.more, c.groups, out.element_size(), residual is not None)
     for tensor in (residual, out):
         operands += [tma_descriptor(tensor, 64, n) if n and tensor is not None else None for n in pieces]
-    in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice
+    in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice: see `_first`
     # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
     halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if c.width + c.more > 192 else 0
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](

@@ -1,12 +1,12 @@
-"""The linear layers of 2 to 128 tokens, where reading the weights is most of the work; on Hopper those of up to 64.
+"""Linear layers of 2 to 128 tokens (on Hopper mostly up to 64), where reading the weights takes most of the time.
 
-The weights are on the wide M side of the tensor cores' MMA, the tokens, padded to a power of two, on its N side: acc [n, t].
-From sm_90 on tiles travel by TMA, where alignment permits. Both operands are 16 or 32 bits wide, or both e4m3. Gated activation,
-scales, bias and residual are the epilogue. Where N gives too few programs, K is split: partial sums go to the workspace and
-the last program to arrive adds them up in a fixed order, so the same input gives the same bits.
+The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n,
+t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. The
+epilogue has scales, bias, residual and the gated activation. If N gives too few programs, K is split: the programs store
+partial sums in the workspace, and the last one to arrive adds them in a fixed order, so the same input gives the same bits.
 
-What it takes to read at the speed of memory: as many equal programs as run at once, so that none waits for a second round, and
-tiles enough on their way in each. (Programs of unequal shares, as in stream-K, were slower at every size.)
+Two things are needed to read at full memory bandwidth: all programs are equal and run at once, so that none waits for a second
+round; and each has enough tiles in flight. (Programs with unequal shares, as in stream-K, were slower at every size.)
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,20 @@ from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 MAX_TOKENS = 128
 _REGISTERS = 65536  # of an SM
-_MOST_PARTS = 8  # of K: the last program to arrive reads the sums of all
-_LARGE = 200 * 1024  # bytes of shared memory in use on devices that have more
+_MOST_PARTS = 8  # of K; the last program to arrive reads the sums of all parts
+_LARGE = 200 * 1024  # bytes: the most shared memory that is used, on devices that have more
 
 
 @dataclass(frozen=True)
 class GemmSmallConfig:
-    """Tile of the weights [block_n, block_k], `split` parts of K, and how many programs are meant to share an SM."""
+    """A launch configuration of `gemm_small`.
+
+    Args:
+        block_n, block_k: rows and columns of a tile of the weight.
+        split: number of parts of K.
+        programs: number of programs that should share an SM.
+        tma: whether TMA fetches the tiles.
+    """
 
     block_n: int
     block_k: int
@@ -50,7 +57,7 @@ class GemmSmallConfig:
 
     @property
     def registers(self) -> int | None:
-        """The most registers a thread may use for `programs` to fit; None where that is no limit."""
+        """The most registers of a thread with which `programs` programs fit on an SM; None if that is no limit."""
         most = _REGISTERS // (self.programs * self.num_warps * 32) // 8 * 8
         return most if most < 255 else None
 
@@ -60,7 +67,7 @@ TUNABLE = Tunable("gemm_small", GemmSmallConfig, (__file__,))
 
 @triton.jit
 def _load(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
-    """Load `ptrs`; k, broadcastable to them, is checked against K only where K has a ragged end."""
+    """Load `ptrs`. Masks by k (which broadcasts to `ptrs`) only if BLOCK_K does not divide K."""
     if K % BLOCK_K == 0:
         return tl.load(ptrs, eviction_policy=EVICT)
     else:
@@ -69,7 +76,7 @@ def _load(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
 
 @triton.jit
 def _touch(ptrs):
-    """Fetch the cache lines at `ptrs` into L2; nothing waits for them."""
+    """Prefetch the cache lines at `ptrs` into L2, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -79,7 +86,7 @@ def _touch(ptrs):
 def _product(w, x, acc):
     """acc + w [BLOCK_N, BLOCK_K] · xᵀ, x [BLOCK_T, BLOCK_K]."""
     if w.dtype == tl.float8e4nv:
-        # Hopper's tensor cores keep few bits of such sums: at most one step in K before fp32 takes over.
+        # Hopper's tensor cores keep few bits of fp8 sums: after each step in K, the sum is added in fp32.
         return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
     else:
         return tl.dot(w, x.T, acc, input_precision="ieee")
@@ -87,7 +94,7 @@ def _product(w, x, acc):
 
 @triton.jit
 def _column(ptr, n, N, first):
-    """ptr[first + n] as a column, fp32; zeros where there is nothing."""
+    """ptr[first + n] as an fp32 column; zeros past N, or if `ptr` is None."""
     if ptr is None:
         return tl.zeros_like(n).to(tl.float32)[:, None]
     else:
@@ -96,10 +103,10 @@ def _column(ptr, n, N, first):
 
 @triton.jit
 def _add_parts(acc, n, t, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr):
-    """Of the programs that computed a tile's parts of K, the last to arrive gets their sum, and True. n, t: in the tile."""
+    """Store this part's sums. The last program of a tile to arrive returns the sum of all parts, and True. n, t: in the tile."""
     TILE: tl.constexpr = acc.shape[0] * acc.shape[1]
     at = t * acc.shape[0] + n
-    # Past L1 on both sides: the partial sums of the other programs come through L2.
+    # Stores and loads bypass L1, because programs on different SMs exchange the sums through L2.
     tl.store(sums_ptr + part * TILE + at, acc, mask=inside, cache_modifier=".cg")
     tl.debug_barrier()  # every thread's stores come before the one thread's release
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
@@ -113,7 +120,7 @@ def _add_parts(acc, n, t, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constex
 
 @triton.jit
 def _store_row_maxima(acc, n, t, N, T, row_maxima_ptr, stride):
-    """The largest value of each column of a tile and its row, packed as for the sampler; a NaN comes first, from row -1."""
+    """Store the largest value of each column of a tile with its row, as `filters.pack` does. NaN counts as the largest value."""
     x = tl.where(n[:, None] < N, acc, float("-inf"))
     top = tl.max(x, 0)
     row = tl.min(tl.where(x == top[None, :], n[:, None], tl.where(x < top[None, :], MAX_INT, -1)), 0)
@@ -149,7 +156,7 @@ def _gemm_small_kernel(
 ):
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
-    x and weight are descriptors with TMA, else pointers; with ACTIVATION the weight has 2N rows.
+    With TMA, x and weight are descriptors, else pointers. With ACTIVATION, the weight has 2N rows.
     """
     PART: tl.constexpr = ((K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)) * BLOCK_K
     tile = tl.program_id(0) // SPLIT
@@ -165,13 +172,13 @@ def _gemm_small_kernel(
     up = N.to(tl.int64) * K
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
-    # Asked for ahead of the loop, so that nothing waits for them after it.
+    # Loaded before the loop, so that nothing waits for them after it.
     scale, scale_up = _column(scale_ptr, n, N, 0), None
     added, added_up = _column(bias_ptr, n, N, 0), None
     if ACTIVATION is not None:
         scale_up, added_up = _column(scale_ptr, n, N, N), _column(bias_ptr, n, N, N)
     if PDL:
-        # The weights' first lines, and what it takes to find them, while the kernel that computes x still runs.
+        # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
         _touch(rows + first)
         if ACTIVATION is not None:
             _touch(rows + first + up)
@@ -197,7 +204,7 @@ def _gemm_small_kernel(
             w = weight.load([N + n0, start]) if TMA else _load(w_ptrs + up + start, j, K, BLOCK_K, "evict_first")
             acc_up = _product(w, a, acc_up)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not before: programs that wait would take the room of those that read
+        tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
     if x_scale_ptr is not None:
         acc *= scale * x_scale
         if ACTIVATION is not None:
@@ -206,7 +213,7 @@ def _gemm_small_kernel(
         acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
     else:
-        if residual_ptr is not None:  # loaded here, ahead of the wait for the other parts
+        if residual_ptr is not None:  # loaded before the wait for the other parts
             added += tl.load(residual_ptr + at, mask=stored, other=0.0).to(tl.float32)
         mine = True
         if SPLIT > 1:
@@ -223,24 +230,24 @@ def _gemm_small_kernel(
 
 
 def token_block(T: int) -> int:
-    """T padded to the power of two that its kernel computes."""
+    """T padded to the power of two, at least 16, that the kernel computes."""
     return max(16, triton.next_power_of_2(T))
 
 
 def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) -> tuple[int, int, int]:
-    """(rows, bytes of a row a step, programs an SM) on a device with much shared memory, for `tiles` tiles of 64 rows.
+    """(rows of a tile, bytes of a row per step, programs per SM) on a device with much shared memory. `tiles`: tiles of 64 rows.
 
-    The more tokens, the more arithmetic and the larger the sums that parts of K cost: then fewer programs, with more tiles
-    on their way in each. From an H200, all of it (docs/decisions/linear-small-batches.md).
+    With more tokens, there is more arithmetic, and the sums of a split K are larger. So there are fewer programs, with more
+    tiles in flight in each. All numbers come from an H200 (docs/decisions/linear-small-batches.md).
     """
-    few = tiles <= 2 * num_sms  # programs, unless K is split
+    few = tiles <= 2 * num_sms  # few programs, unless K is split
     wide = not gated and not few  # larger tiles read x less often
     if block_t <= 32:
         return 64, 256, 2 if block_t == 32 and few and not gated else 3
     if block_t == 64 and (gated or wide):
         return (128 if wide else 64), 128, 3
     if block_t == 64:
-        once = num_sms // tiles * tiles  # programs, where each SM has one
+        once = num_sms // tiles * tiles  # programs if each SM has at most one
         return 64, 256, 1 if once >= 0.7 * num_sms else 2
     if itemsize == 1 and not wide:
         return 64, 256, 2 if num_sms < tiles <= 2 * num_sms else 1
@@ -248,7 +255,7 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
 
 
 def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmSmallConfig:
-    """The configuration for a shape and a regime: of T only the power of two it is padded to counts."""
+    """The configuration for a shape, by the rule. It depends on T only through `token_block`."""
     block_t, tiles, large = token_block(T), triton.cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2
@@ -263,11 +270,11 @@ def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool,
     row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
-    # Where three programs fit, parts for two and a half: a few more bytes on their way are worth less than a part less.
+    # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
     enough = min(2.5, programs) * num_sms
-    shortest = block_k * (12 if block_t == 128 else 2)  # part of K that is worth its sums
+    shortest = block_k * (12 if block_t == 128 else 2)  # a shorter part of K costs more for its sums than it gains
     split = 1 if gated else max(1, min(int(enough / triton.cdiv(N, block_n)), _MOST_PARTS, K // shortest))
-    # Eight warps for the registers, and of fp8 for the sums between the tensor cores' steps.
+    # With 128 tokens, eight warps have the registers for the sums; fp8 needs them for its second, fp32 sums.
     num_warps = 8 if block_t == 128 and (itemsize == 1 or not large) else 4
     tma = cc >= 90 and itemsize <= 2 and K * itemsize % 16 == 0
     stages = fit_stages(row_bytes * block_k, budget, 8)
@@ -276,20 +283,20 @@ def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool,
 
 @cached_lookup
 def lookup_gemm_small_config(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> GemmSmallConfig:
-    """The configuration that was tuned for a shape, or else the rule's."""
+    """The tuned configuration for a shape, or else the rule's."""
     tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))
     return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device))
 
 
 def row_maxima_tiles(product: Product) -> int:
-    """How many row maxima of a row the kernel stores."""
+    """How many row maxima the kernel stores for each row."""
     (T, N, K), x = product.shape, product.x
     c = lookup_gemm_small_config(product.weight.device, token_block(T), N, K, x.element_size(), False)
     return triton.cdiv(N, c.block_n)
 
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
-    """Write the output of a product of 1 to 128 tokens. Unchecked, see `dispatch`."""
+    """Write the output of a product of 1 to 128 tokens. `dispatch` checks it before."""
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
     T, N, K = product.shape
     if x.dtype == torch.float8_e4m3fn:
@@ -299,7 +306,7 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     tiles, blocks = triton.cdiv(N, c.block_n), triton.cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
-        split = triton.cdiv(blocks, triton.cdiv(blocks, c.split))  # parts that are not empty
+        split = triton.cdiv(blocks, triton.cdiv(blocks, c.split))  # no part is empty
         sums, counters = workspace.sums(tiles * split * c.block_n * block_t), workspace.counters(tiles)
     values, needed, stride = None, None, 0
     if row_maxima is not None:

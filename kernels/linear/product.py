@@ -10,8 +10,8 @@ from minirt.kernels.launch import Workspace
 class RowMaxima(NamedTuple):
     """Where an LM head stores the largest logit of each row in each tile of columns, so that greedy sampling reads no logits.
 
-    `values` [T, P] int64: a logit and its column, packed as by `sampling.filters.pack`; P is what `dispatch.row_maxima_tiles`
-    gives for T rows. A head that stores row maxima writes the logits only if `logits_needed` [1] int32, on the device, is not 0.
+    `values` [T, P] int64: a logit and its column, packed by `sampling.filters.pack`; P is `dispatch.row_maxima_tiles` for T
+    rows. A head that stores row maxima writes the logits only if `logits_needed` [1] int32, on the device, is not 0.
     """
 
     values: Tensor
@@ -25,13 +25,13 @@ class Product(NamedTuple):
         x: [T, K].
         weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn with a `scale`.
         out: [T, N]; may be `residual`.
-        bias: as long as the weight has rows, or None.
+        bias: one for each row of the weight, or None.
         residual: [T, N], or None.
         activation: "silu", "gelu" or "gelu_tanh", or None.
         scale: fp32, one for each row of an fp8 weight.
         x_scale: [T] fp32, one for each token of an fp8 x.
         workspace: without one, K is not split.
-        row_maxima: where each row's largest values go, for the kernels that store them.
+        row_maxima: receives the largest value of each row in each tile, from the kernels that store them.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """
 
@@ -49,5 +49,5 @@ class Product(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(T, N, K), N the columns of the output."""
+        """(T, N, K). N is the number of output columns."""
         return self.x.shape[0], self.out.shape[1], self.x.shape[1]

@@ -8,9 +8,9 @@ _GROUP = tl.constexpr(8)  # tiles of rows
 
 @triton.jit
 def place_tile(tile, T, tiles_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first row and the first column of a tile of ROWS × COLUMNS, `tiles_n` tiles being as wide as the output.
+    """The first row and the first column of a tile of ROWS × COLUMNS. `tiles_n` tiles span the columns of the output.
 
-    Tiles come in groups of 8 tiles of rows, column by column, so that neighbours share weights in the L2 cache.
+    Programs take tiles in groups of 8 tiles of rows, column by column, so that neighbouring tiles share weights in the L2 cache.
     """
     group = tile // (_GROUP * tiles_n)
     rest = tile % (_GROUP * tiles_n)

@@ -19,8 +19,8 @@ from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 
 TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE)
-_COLD = 256 << 20  # bytes of weights that launches take turns on: more than any L2 holds
-_TOLERANCE = 2e-2  # relative, of bf16 outputs: wide enough for any order of sums, far below what a wrong tile does
+_COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
+_TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
 
 
 def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
@@ -38,7 +38,7 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 
 
 def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of the token counts that `gemm_small` is for, by the power of two that they are padded to."""
+    """Steps with the token counts of `gemm_small`, one case for each power of two that they are padded to."""
     blocks = sorted({gemm_small.token_block(T) for T in tokens if _kernel(T, device) == "gemm_small"})
     for block_t, shape in itertools.product(blocks, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
@@ -46,7 +46,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
         cc = capability(device)
         rule = gemm_small.choose_gemm_small_config(block_t, shape.N, shape.K, itemsize, shape.gated, cc, _sm_count(device))
         around = []
-        # Enough tiles for several rounds have no use for parts of K, and their sums no room.
+        # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
         parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
         for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, 256), parts):
             row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
@@ -57,7 +57,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
 
 
 def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of more tokens, by regime, on Hopper, but for the LM head, which looks for no configuration."""
+    """Steps of more tokens on Hopper, one case for each regime. Leaves out the LM head, which uses no tuned configuration."""
     regimes = sorted({gemm_sm90.token_regime(T) for T in tokens if _kernel(T, device) == "gemm_sm90"})
     for regime, shape in itertools.product(regimes, shapes):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
@@ -71,7 +71,7 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 
 
 def _kernel(tokens: int, device: torch.device) -> str:
-    """The kernel for so many tokens."""
+    """The kernel for this number of tokens."""
     return next(own.kernel for own in REGIMES if own.covers(tokens, capability(device)))
 
 
@@ -80,7 +80,7 @@ def _sm_count(device: torch.device) -> int:
 
 
 def _around(value: int, most: int) -> list[int]:
-    """Half of it, itself, and twice as much, from 1 to `most`."""
+    """Half of `value`, `value` and twice `value`, if from 1 to `most`."""
     return sorted({n for n in (value // 2, value, 2 * value) if 1 <= n <= most})
 
 

@@ -144,7 +144,7 @@ def _check_kernel(
 def _token_kernel(
     temperature_ptr, row_maxima_ptr, races_ptr, out_ptr, SPLITS, stride, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Stores a row's token from the maxima of its tiles; -1 if the largest logit is NaN or -inf."""
+    """Stores a row's token from the maxima of its tiles; -1 if the largest logit is NaN or infinite."""
     b = tl.program_id(1)
     at, valid = b * stride + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_S) < SPLITS
     best = tl.max(tl.load(row_maxima_ptr + at, mask=valid, other=LOWEST), 0)
@@ -152,7 +152,7 @@ def _token_kernel(
     if not ALL_GREEDY and tl.load(temperature_ptr + b) > 0:
         best = tl.max(tl.load(races_ptr + at, mask=valid, other=0), 0)
     token = (best & MAX_INT) ^ MAX_INT
-    tl.store(out_ptr + b, tl.where(top > float("-inf"), token, -1))
+    tl.store(out_ptr + b, tl.where(tl.abs(top) < float("inf"), token, -1))
 
 
 def sample(
@@ -173,7 +173,7 @@ def sample(
     row_maxima: Tensor | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or only -inf.
+    """Draw one token for each row of `logits` [B, V] fp32 → [B] int64; -1 for a row with NaN or +inf, or only -inf.
 
     Takes 2 launches if all rows are greedy; otherwise 3, plus 4 for top-k and 6 for top-p. Does not synchronize with the host.
 

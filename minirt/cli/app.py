@@ -1,12 +1,13 @@
 """The command group and `main`, the entry point, which runs a command and turns errors into one line and an exit code.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 success, 1 failure, 2 usage, 130 Ctrl-C. Slow imports happen only
-in the commands that need them. Each command has its own file in this folder; `options` and `output` hold what they share.
+Results go to stdout, everything else to stderr. Exit codes: 0 success, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
+Slow imports happen only in the commands that need them. Each command has its own file in this folder. `options`, `files`,
+`output` and `process` hold what they share.
 """
 
+import io
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -18,12 +19,25 @@ from minirt.cli.compare import compare
 from minirt.cli.env import env
 from minirt.cli.eval import evaluate
 from minirt.cli.generate import generate
+from minirt.cli.output import one_line, printable_lines
 from minirt.cli.plan import plan
+from minirt.cli.process import Terminated, standard_streams, termination_signals, warning_lines
 from minirt.cli.tune import tune
 from minirt.errors import DeviceFailedError, MinirtError, OutOfMemoryError
+from minirt.threads import limit_spinning
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """A group that suggests the commands which begin like an unknown one, before click's guess by similarity."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        begun = [name for name in self.list_commands(ctx) if name.startswith(args[0])] if args[0] else []
+        if begun and args[0] not in begun:
+            raise click.UsageError(f"No such command '{args[0]}'. Did you mean {' or '.join(map(repr, begun))}?", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="minirt")
 def cli() -> None:
     """Run decoder models layer by layer: generate text, chat, measure, or print how a model runs."""
@@ -45,31 +59,35 @@ def _named(error: Exception) -> MinirtError:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: run a command, and turn errors into one line on stderr and an exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # A stream that the shell closed (`>&-`) is None.
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?" instead of an error
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # in any locale; `chat` reports invalid UTF-8
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # a torch warning; nothing here needs NumPy
+    limit_spinning()  # before a command imports PyTorch
+    with standard_streams(), warning_lines():
+        code = _exit_code(arguments)
+    sys.exit(code)
+
+
+def _exit_code(arguments: list[str]) -> int:
     try:
-        cli.main(arguments, standalone_mode=False, obj=arguments)  # a benchmark records its command line
-        sys.exit(0)
+        with termination_signals():
+            cli.main(arguments, standalone_mode=False, obj=arguments)  # a benchmark records its command line
+            sys.stdout.flush()
+        return 0
     except click.ClickException as error:
-        error.show()
-        sys.exit(2 if isinstance(error, click.UsageError) else 1)
-    except click.Abort:  # Ctrl-C; click has printed a newline
-        sys.exit(130)
+        shown = io.StringIO()
+        error.show(file=shown)
+        sys.stderr.write(printable_lines(shown.getvalue()))
+        return 2 if isinstance(error, click.UsageError) else 1
+    except (click.Abort, KeyboardInterrupt) as error:  # click has printed a newline, and made an Abort of the other
+        interrupt = error.__cause__ if isinstance(error, click.Abort) else error
+        return interrupt.exit_code if isinstance(interrupt, Terminated) else 130
     except Exception as error:
         if "--debug" in arguments:
             raise
-        click.echo(f"minirt: {error if isinstance(error, MinirtError) else _named(error)}", err=True)
+        click.echo(f"minirt: {one_line(str(error if isinstance(error, MinirtError) else _named(error)))}", file=sys.stderr)
         if isinstance(error, DeviceFailedError):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # freeing GPU memory would fail too, and abort the process with another exit code
-        sys.exit(1)
+        return 1
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minirt.cli.bench_kernels import kernels
+from minirt.cli.files import check_target
 from minirt.cli.options import (
     NUMBERS,
     RANGE,
-    check_target,
     debug_option,
     load_options,
     model_name,
@@ -212,7 +212,7 @@ def _run(
     check_target(target, "--output-file")
     sampling = _common(options)["sampling"]  # before anything is loaded for a bad value
     options["model"] = model_name(options, quiet)
-    load = to_load_options(options, options["model"])
+    load = to_load_options(options, options["model"], prefix_cache=False)  # repeats would measure the cache
     why = _nothing_to_check(load, options["skip_check"])
     reference = None
     if why is None:

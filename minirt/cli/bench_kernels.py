@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.files import check_target, read_text
 from minirt.cli.options import (
     NUMBERS,
-    check_target,
     debug_option,
     output_file_option,
     output_format_option,
@@ -16,7 +16,7 @@ from minirt.cli.options import (
     set_up_triton,
 )
 from minirt.cli.output import emit, note, write
-from minirt.errors import ConfigError, MinirtError, NumericsError
+from minirt.errors import ConfigError, InputError, MinirtError, NumericsError
 
 if TYPE_CHECKING:
     import torch
@@ -125,14 +125,14 @@ def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
     from minirt.bench.ceiling import device_name
 
     try:
-        older = json.loads(Path(name).read_text(encoding="utf-8"))
+        older = json.loads(read_text(name))
         if older["benchmark"] != "kernels":
             raise ValueError(f"of minirt bench {older['benchmark']}")
         for row in older["results"]:
             row["kernel"], row["seconds"]
         older_device = older["device"]
-    except OSError as error:
-        raise MinirtError(f"cannot read the baseline: {error.strerror}", where=name) from error
+    except InputError as error:
+        raise error.within("--baseline") from error
     except (ValueError, KeyError, TypeError) as error:
         what, expected = "no results of `minirt bench kernels`", "what --output-format json prints"
         raise ConfigError(what, where=name, expected=expected, found=f"{type(error).__name__}: {error}") from error

@@ -1,7 +1,11 @@
-"""`minirt chat`: a conversation on the terminal, one message per line."""
+"""`minirt chat`: a conversation on the terminal, one message per line, and the commands that start with a slash."""
 
+import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -9,51 +13,160 @@ from minirt.cli.options import (
     debug_option,
     load_options,
     open_model,
+    prefix_cache_option,
     quiet_option,
     sampling_options,
     sampling_params,
 )
-from minirt.cli.output import completion_summary, note, write
-from minirt.errors import InputError
+from minirt.cli.output import completion_summary, note, one_line, write
+from minirt.cli.process import Terminated
+from minirt.errors import InputError, MinirtError, TokenizerError
+
+if TYPE_CHECKING:
+    from minirt.generator import Generator
+    from minirt.outputs import Completion
+    from minirt.sampling_params import SamplingParams
 
 
 @click.command()
 @load_options
+@prefix_cache_option
 @click.option("--system", help="The system message; an empty one replaces the template's default.")
 @sampling_options
 @quiet_option
 @debug_option
 def chat(system: str | None, quiet: bool, **options: Any) -> None:
-    """Chat with the model, one message per line. /clear starts over; /exit or Ctrl-D ends; Ctrl-C stops an answer."""
+    """Chat with the model, one message per line. /help lists the commands; /exit or Ctrl-D ends.
+
+    Ctrl-C stops an answer, and at the prompt ends the program. A message that starts with a slash needs a space before it.
+    """
+    from minirt.models import EMBEDDED
+
+    if options["model"] in (None, EMBEDDED):
+        hint = "name a chat model, for example --model SmolLM2-135M-Instruct, or use minirt generate"
+        raise TokenizerError("the embedded model tells stories and cannot chat: it has no chat template", hint=hint)
     params = sampling_params(options)
-    opening = [] if system is None else [{"role": "system", "content": system}]
     with open_model(options, quiet) as generator:
-        generator.encode_chat([*opening, {"role": "user", "content": "?"}])  # without a template, fail before the user types
-        messages = list(opening)
+        conversation = _Conversation(generator, params, system, quiet)
+        conversation.encode("?")  # without a template, fail before the user types
+        conversation.run()
+
+
+class _Conversation:
+    """The messages so far and the last answer. A script (stdin is no terminal) ends at the first error; a user goes on."""
+
+    def __init__(self, generator: "Generator", params: "SamplingParams", system: str | None, quiet: bool) -> None:
+        self._generator, self._params, self._system, self._quiet = generator, params, system, quiet
+        self._turns: list[dict[str, str]] = []
+        self._last: Completion | None = None
+
+    def run(self) -> None:
+        """Read and answer lines until the end of the input or /exit."""
         while (line := _ask()) is not None:
-            if line == "/clear":
-                messages = list(opening)
-                continue
-            asked = {"role": "user", "content": line}
-            answer, completion = "", None
             try:
-                tokens = generator.encode_chat([*messages, asked])
-                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
-                    answer += piece.text
-                    write(piece.text)
-            except KeyboardInterrupt:
+                if not line.startswith("/"):
+                    self._answer(line)
+                    continue
+                name, _, argument = line.strip().partition(" ")
+                if name == "/exit":
+                    return
+                if name not in _COMMANDS:
+                    hint = "/help lists the commands; a message that starts with a slash needs a space before it"
+                    raise InputError("unknown command", where=name, hint=hint)
+                _COMMANDS[name][2](self, argument.strip())
+            except (InputError, TokenizerError) as error:
                 if not sys.stdin.isatty():
                     raise
-                note("(stopped)")
-            except InputError as error:
-                if not sys.stdin.isatty():
+                note(f"minirt: {one_line(str(error))}")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the conversation with one more message of the user."""
+        messages = [*self._messages(), {"role": "user", "content": text}]
+        return self._generator.encode_chat(messages, self._generator.max_len - 1)
+
+    def _messages(self) -> list[dict[str, str]]:
+        return ([] if self._system is None else [{"role": "system", "content": self._system}]) + self._turns
+
+    def _answer(self, text: str) -> None:
+        """Print the answer to a message as it comes, and keep both. Ctrl-C keeps what there is of the answer."""
+        answer, completion, stopped = "", None, False
+        try:
+            try:
+                with closing(self._generator.stream_completion(self.encode(text), self._params)) as pieces:
+                    for piece, completion in pieces:  # noqa: B007 (used after the loop)
+                        answer += piece.text
+                        write(piece.text)
+            except KeyboardInterrupt as interrupt:
+                if isinstance(interrupt, Terminated) or not sys.stdin.isatty():
                     raise
-                note(f"minirt: {error}; /clear starts over")
-                continue
-            write("\n")
-            messages += [asked, {"role": "assistant", "content": answer}]
-            if completion is not None and not quiet:
-                note(completion_summary(generator, completion))
+                stopped = True
+        except InputError as error:
+            hint = "; ".join(filter(None, (error.hint, "/reset starts over")))
+            raise type(error)(error.what, where=error.where, expected=error.expected, found=error.found, hint=hint) from error
+        write("\n")
+        if stopped:
+            note("(stopped; Ctrl-C again ends the program)")
+        if completion is None:  # stopped before the first token: as if the message had not been sent
+            return
+        if stopped:
+            from minirt.device import peak_memory
+
+            completion = replace(completion, finish_reason="abort", peak_memory_bytes=peak_memory(self._generator.device))
+        self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self._last = completion
+        if not self._quiet:
+            note(f"{len(completion.token_ids)} tokens, {completion.decode_tokens_per_s:.1f} tokens/s" + _why(completion))
+
+    def _help(self, _: str) -> None:
+        width = max(len(f"{name} {argument}") for name, (argument, _, _) in _COMMANDS.items())
+        rows = [(f"{name} {argument}", what) for name, (argument, what, _) in _COMMANDS.items()]
+        rows += [("/exit", "end; so does Ctrl-D"), ("Ctrl-C", "stop an answer; at the prompt, end")]
+        note("\n".join(f"{name:<{width}}  {what}" for name, what in rows))
+
+    def _reset(self, _: str) -> None:
+        self._turns.clear()
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise InputError("no file is named", where="/save", expected="/save FILE")
+        try:
+            line = json.dumps({"messages": self._messages()}, ensure_ascii=False).encode("utf-8")
+            with open(name, "xb") as file:  # never over another file
+                file.write(line + b"\n")
+        except (OSError, ValueError) as error:  # ValueError: a null character in the name, or half a surrogate pair
+            raise InputError(f"cannot be written: {getattr(error, 'strerror', None) or error}", where=name) from error
+        note(f"{len(self._messages())} messages in {name}")
+
+    def _set_system(self, text: str) -> None:
+        if not text:
+            note("no system message" if self._system is None else f"system message: {self._system}")
+            return
+        before, self._system = self._system, text
+        try:
+            self.encode("?")
+        except MinirtError:  # the template takes no system message
+            self._system = before
+            raise
+
+    def _stats(self, _: str) -> None:
+        note("no answer yet" if self._last is None else completion_summary(self._generator, self._last))
+
+
+# Name → what follows it, what it does, and the method. /exit is apart, because it ends the loop.
+_COMMANDS: dict[str, tuple[str, str, Callable[[_Conversation, str], None]]] = {
+    "/help": ("", "list these commands", _Conversation._help),
+    "/reset": ("", "forget the conversation; the system message stays", _Conversation._reset),
+    "/system": ("[TEXT]", "set the system message from here on; without TEXT, show it", _Conversation._set_system),
+    "/save": ("FILE", "write the conversation to a new file, as a line for `minirt generate --prompts`", _Conversation._save),
+    "/stats": ("", "times, memory and sampling values of the last answer", _Conversation._stats),
+}
+
+
+def _why(completion: "Completion") -> str:
+    """What the short line adds about the end of an answer, unless it simply ended."""
+    if completion.finish_reason == "length":
+        return f", cut at {len(completion.token_ids)} tokens (--max-tokens, or the end of the context)"
+    return "" if completion.finish_reason == "stop" else f", {completion.finish_reason}"
 
 
 def _ask() -> str | None:
@@ -67,7 +180,5 @@ def _ask() -> str | None:
         except UnicodeDecodeError as error:
             byte = f"byte 0x{error.object[error.start]:02x}"
             raise InputError("not valid UTF-8", where="stdin", found=byte) from error
-        if line.strip() == "/exit":
-            return None
         if line.strip():
-            return line.strip() if line.strip() == "/clear" else line
+            return line

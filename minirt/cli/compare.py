@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.files import check_target, read_text
 from minirt.cli.options import (
-    check_target,
     debug_option,
     model_name,
     model_options,
@@ -15,12 +15,11 @@ from minirt.cli.options import (
     option_group,
     output_format_option,
     quiet_option,
-    read_prompt,
     require_tokenizer,
     set_up_triton,
     to_load_options,
 )
-from minirt.cli.output import note, write
+from minirt.cli.output import emit, note
 from minirt.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     if picture is not None:
         _check_picture(picture)
     options["model"] = model_name(options, quiet)
-    text = None if options["text"] is None else read_prompt(options["text"])
+    text = None if options["text"] is None else read_text(options["text"])
     from minirt.device import pick_device
 
     device = pick_device(options["device"])
@@ -99,7 +98,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         command = ["minirt", *(ctx.find_root().obj or [])]
         shared = context("compare", generator, name=options["model"], command=command, correctness=correctness, ceiling=ceiling)
     printed = report(shared, result, cuda)
-    write(printed.render(options["output_format"]))
+    emit(printed.render(options["output_format"]), None, quiet)
     if picture is not None:
         from minirt.bench.compare.picture import draw
 

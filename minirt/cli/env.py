@@ -3,6 +3,7 @@
 import click
 
 from minirt.cli.output import write
+from minirt.errors import printable
 
 
 @click.command()
@@ -11,4 +12,4 @@ def env() -> None:
     from minirt.device import environment
 
     for name, value in environment().items():
-        write(f"{name:<16} {value}\n")
+        write(printable(f"{name:<16} {value}") + "\n")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.files import read_text
 from minirt.cli.options import (
     debug_option,
     load_options,
@@ -15,7 +16,6 @@ from minirt.cli.options import (
     open_generator,
     open_model,
     quiet_option,
-    read_prompt,
     require_tokenizer,
     to_load_options,
 )
@@ -52,7 +52,7 @@ def perplexity_command(
     The text is tokenized once and cut into windows that overlap; every token but the first is scored once, in the first window
     that holds it, from at least --max-length minus --stride tokens before it. Sums are in fp64.
     """
-    text = read_prompt(file)
+    text = read_text(file)
     with open_model(options, quiet) as generator:
         from minirt.bench.perplexity import perplexity
 
@@ -84,7 +84,7 @@ def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, *
     The model is loaded twice, as it is and with every linear quantized, the LM head too; layers run eager. "1 token": weights
     rounded, as in a step of one token; "more tokens": activations too. `minirt compare --fp8` shows what kernels err besides.
     """
-    text = read_prompt(file)
+    text = read_text(file)
     name = model_name(options, quiet)
     from minirt.bench.fp8_error import format_errors, table
 

@@ -1,27 +1,32 @@
 """`minirt generate`: complete prompts one after the other; with --prompts, many at once (`generate_many`)."""
 
+import sys
 from typing import Any
 
 import click
 
+from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import generate_many
 from minirt.cli.options import (
     debug_option,
     encode_prompt,
     load_options,
     open_model,
+    prefix_cache_option,
     quiet_option,
-    read_prompt,
     sampling_options,
     sampling_params,
 )
 from minirt.cli.output import completion_record, completion_summary, json_line, note, write
 from minirt.errors import inside
 
+_NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
+
 
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
+@prefix_cache_option
 @click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
@@ -35,6 +40,9 @@ def generate(
 ) -> None:
     """Complete each PROMPT, then each prompt file, one after the other, and print the new text as it is generated.
 
+    A PROMPT of "-" is stdin, and so is a pipe if there is no prompt at all; one newline at its end is removed. --prompt-file
+    takes everything verbatim.
+
     Each text is followed by a newline; the prompt is not repeated. A model without a tokenizer takes token ids ("1 2 3")
     and prints token ids.
 
@@ -42,19 +50,25 @@ def generate(
     object. An object has one of "prompt", "messages" (a conversation) and "prompt_token_ids". It may override the command
     line's max_tokens, temperature, top_k, top_p, min_p, seed, stop and ignore_eos. It may have an "id", which is copied to
     the result. Results are printed in the order of the lines, each text followed by a newline. A text may contain newlines
-    itself, so programs should use --json, whose objects also give their "line". After Ctrl-C, all finished results are
-    printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out. A failed request
-    has the finish_reason "error"; the others continue, and the exit code is 1.
+    itself, so programs should use --json, whose objects also give their "line". After Ctrl-C, SIGTERM or SIGHUP, all
+    finished results are printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out.
+    A failed request has the finish_reason "error"; the others continue, and the exit code is 1.
     """
     if many is not None:
         if prompts or files:
             raise click.UsageError("--prompts cannot be combined with PROMPT or --prompt-file")
         generate_many(many, options, chat=chat, as_json=as_json, quiet=quiet)
         return
-    texts = [*prompts, *(read_prompt(name) for name in files)]
-    places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(files)
+    if not (prompts or files) and not sys.stdin.isatty():
+        piped = _piped()
+        if not piped:
+            raise click.UsageError(_NO_PROMPT)
+        prompts = (piped,)
+    prompts = tuple(_piped() if prompt == "-" else prompt for prompt in prompts)
+    texts = [*prompts, *(read_text(name) for name in files)]
+    places = [f"PROMPT {i}" if len(texts) > 1 else None for i in range(1, len(prompts) + 1)] + list(map(shown_name, files))
     if not texts:
-        raise click.UsageError("no prompt: give PROMPT, --prompt-file or --prompts")
+        raise click.UsageError(_NO_PROMPT)
     params = sampling_params(options)
     with open_model(options, quiet) as generator:
         inputs = []
@@ -70,3 +84,8 @@ def generate(
             write(json_line({"prompt": text, **completion_record(completion)}) if as_json else "\n")
             if not quiet:
                 note(completion_summary(generator, completion))
+
+
+def _piped() -> str:
+    """The text of stdin without the newline at its end, which `echo` and the like add."""
+    return read_text("-").removesuffix("\n").removesuffix("\r")

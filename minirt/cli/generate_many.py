@@ -6,8 +6,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minirt.cli.options import open_model, read_file, sampling_params
+from minirt.cli.files import read_file, shown_name
+from minirt.cli.options import open_model, sampling_params
 from minirt.cli.output import completion_record, format_bytes, json_line, load_summary, not_applied, note, write
+from minirt.cli.process import finishing
 from minirt.progress import prompt_bar
 
 if TYPE_CHECKING:
@@ -16,20 +18,23 @@ if TYPE_CHECKING:
     from minirt.outputs import Completion
 
 
+_SHOWN = 5  # line numbers in a message
+
+
 def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bool, quiet: bool) -> None:
     """Run the requests of the JSON-lines file `name` ("-" is stdin) and print the results in the order of the file.
 
     All requests are checked before the first one runs. A result is printed as soon as all results before it are printed. On
-    Ctrl-C, or on an error that ends the run, everything generated so far is printed, including unfinished texts, and the
-    exception propagates. Requests without a token are left out.
+    Ctrl-C, SIGTERM or SIGHUP, or on an error that ends the run, everything generated so far is printed, including unfinished
+    texts, and the exception propagates. Requests without a token are left out.
 
     Raises:
         InputError, ContextLengthError, TokenizerError: a request is invalid; the error names file and line.
-        MinirtError: some requests failed. Raised at the end, with the first one's error and the lines of all failed requests.
+        MinirtError: some requests failed. Raised at the end, with the first one's error and the lines of the failed requests.
     """
     from minirt.cli.request_file import read_prompt_lines
 
-    requests = read_prompt_lines(read_file(name), name, sampling_params(options))
+    requests = read_prompt_lines(read_file(name), shown_name(name), sampling_params(options))
     with open_model(options, quiet) as generator:
         inputs = [request.encode(generator, chat) for request in requests]
         results = _Results(requests, as_json, texts=generator.tokenizer is not None)
@@ -37,15 +42,16 @@ def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bo
         try:
             _run(generator, inputs, results, quiet)
         finally:
-            seconds = time.perf_counter() - started
-            results.print_rest()
-            if results.all and not quiet:
-                note(f"{load_summary(generator)} · {results.summary(seconds)}")
+            with finishing():
+                seconds = time.perf_counter() - started
+                results.print_rest()
+                if results.all and not quiet:
+                    note(f"{load_summary(generator)} · {results.summary(seconds)}")
     failed = [request for request, done in zip(requests, results.all, strict=True) if done.error is not None]
     if failed:
         error = next(done.error for done in results.all if done.error is not None)
         what = f"{len(failed)} of {len(requests)} requests failed: {error.what}"
-        where = f"{name} line {', '.join(str(request.line) for request in failed)}"
+        where = f"{shown_name(name)} {_lines([request.line for request in failed])}"
         raise type(error)(what, where=where, expected=error.expected, found=error.found, hint=error.hint)
 
 
@@ -100,6 +106,12 @@ class _Results:
         lines = [text, *sorted({not_applied(completion) for completion in done} - {""})]
         open_ = [(r.line, bool(c.token_ids)) for r, c in zip(self.requests, self.all, strict=True) if c.finish_reason is None]
         for what, begun in (("unfinished", True), ("left out", False)):
-            if places := [str(line) for line, has_tokens in open_ if has_tokens == begun]:
-                lines.append(f"{what}: line {', '.join(places)}")
+            if places := [line for line, has_tokens in open_ if has_tokens == begun]:
+                lines.append(f"{what}: {_lines(places)}")
         return "\n".join(lines)
+
+
+def _lines(numbers: "Sequence[int]") -> str:
+    """"line 3", "lines 3, 4", or the first few and how many more there are."""
+    text = ("lines " if len(numbers) > 1 else "line ") + ", ".join(map(str, numbers[:_SHOWN]))
+    return f"{text} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else text

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -98,6 +97,10 @@ load_options = option_group(
         "--max-num-batched-tokens", type=click.IntRange(1),
         help="Tokens in one step at most: longer prompts are computed in chunks, beside which running requests get their tokens.",
     ),
+    click.option(
+        "--threads", type=click.IntRange(1),
+        help="CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).",
+    ),
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
     click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
     click.option(
@@ -115,6 +118,10 @@ load_options = option_group(
         "this; it does not select eager layers: use --impl eager.",
     ),
 )
+prefix_cache_option = click.option(
+    "--no-prefix-cache", is_flag=True,
+    help="Compute every prompt whole, also where KV pages of an earlier request hold its beginning.",
+)  # fmt: skip
 sampling_options = option_group(
     click.option("--max-tokens", type=int, help="New tokens at most."),
     click.option("--temperature", type=float, help="0 is greedy."),
@@ -171,10 +178,10 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
     from minirt.loading.options import LoadOptions
 
     same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
-            "max_num_batched_tokens", "random_weights", "check_weights", "seed")  # fmt: skip
+            "max_num_batched_tokens", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
-    chosen |= {"warmup": not options.get("no_warmup"), "cuda_graphs": not options.get("no_cuda_graphs")}
+    chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
     return LoadOptions(**{"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes)
 
 
@@ -194,27 +201,6 @@ def open_model(options: dict[str, Any], quiet: bool) -> "AbstractContextManager[
     return open_generator(to_load_options(options, model_name(options, quiet)), quiet)
 
 
-def read_file(name: str) -> bytes:
-    """A prompt file's bytes; "-" is stdin."""
-    try:
-        if name == "-":
-            return sys.stdin.buffer.read()
-        with open(name, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise InputError(f"cannot read the prompt file: {error.strerror}", where=name) from error
-
-
-def read_prompt(name: str) -> str:
-    """A prompt file's text, nothing stripped; "-" is stdin."""
-    data = read_file(name)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise InputError("not valid UTF-8", where=name, found=byte) from error
-
-
 def require_tokenizer(generator: "Generator", flag: str) -> None:
     """For what takes nothing but a text."""
     if generator.tokenizer is None:
@@ -223,10 +209,11 @@ def require_tokenizer(generator: "Generator", flag: str) -> None:
 
 def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
     """Token ids of a prompt as the command line takes it: with `chat` a user's message, without a tokenizer "1 2 3"."""
+    most = generator.max_len - 1
     if chat:
-        return generator.encode_chat([{"role": "user", "content": text}])
+        return generator.encode_chat([{"role": "user", "content": text}], most)
     if generator.tokenizer is not None:
-        return generator.encode(text)
+        return generator.encode(text, most)
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
         raise InputError(
@@ -236,28 +223,22 @@ def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
     return [int(word) for word in words]
 
 
-def check_target(target: str | None, flag: str) -> None:
-    """Before any work is done for it."""
-    if target is not None and not Path(target).absolute().parent.is_dir():
-        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)
-
-
 def set_up_triton(cuda: bool, dtype: str | None) -> None:
     """On a CPU, have Triton run its interpreter: it reads the variable when it is imported, which has not happened yet.
 
     Raises:
         ConfigError, UnsupportedError, MinirtError: what runs then is not what is asked about.
     """
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    from minirt.device import interpreter_unsupported, interpreting
+
+    interprets = interpreting()
+    reason = interpreter_unsupported(dtype or "auto", on_gpu=cuda)
     if cuda:
         if interprets:
-            what = "on a GPU Triton's interpreter is not what is asked about"
-            raise ConfigError(what, where="TRITON_INTERPRET=1", hint="unset it")
+            raise ConfigError(str(reason), where="TRITON_INTERPRET", hint="unset it")
         return
-    if dtype == "bfloat16":
-        raise UnsupportedError(
-            "Triton's interpreter gives wrong bfloat16 products", where="--dtype bfloat16", expected="float32 or float16 on a CPU"
-        )
+    if reason is not None:
+        raise UnsupportedError(reason, where=f"--dtype {dtype}", expected="float32 or float16 on a CPU")
     if not interprets and "triton" in sys.modules:
         raise MinirtError("Triton is imported already, and not as an interpreter", hint="run with TRITON_INTERPRET=1 set")
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,14 +1,14 @@
 """Output of the commands: results on stdout, notes on stderr, and a completion as a record or a summary."""
 
 import json
-import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from minirt.errors import MinirtError
+from minirt.errors import MinirtError, printable
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 
 
 def write(text: str) -> None:
-    """Write results to stdout and flush. If the reader has closed the pipe (`| head`), exit silently with code 1."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
-        if isinstance(error, BrokenPipeError):
-            sys.exit(1)
-        raise MinirtError(f"cannot write the output: {error.strerror}", where="stdout") from error
+    """Write results to stdout and flush. `process.standard_streams` says what happens if stdout is full or closed."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def printable_lines(text: str) -> str:
+    """`text` with all that is not printable escaped, except newlines: a name from a file must not control the terminal."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def one_line(text: str) -> str:
+    """`text` on one line, with all that is not printable escaped."""
+    return printable(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -38,9 +42,9 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def emit(text: str, target: str | None, quiet: bool) -> None:
-    """Write results to the file `target`, or to stdout if it is None."""
+    """Write results to the file `target`, or to stdout if it is None. On a terminal, names in them cannot control it."""
     if target is None:
-        write(text)
+        write(printable_lines(text) if sys.stdout.isatty() else text)
         return
     try:
         Path(target).write_text(text, encoding="utf-8")
@@ -52,7 +56,7 @@ def emit(text: str, target: str | None, quiet: bool) -> None:
 
 def note(text: str) -> None:
     """Print a note for the user on stderr."""
-    click.secho(text, err=True, dim=sys.stderr.isatty())
+    click.secho(printable_lines(text), file=sys.stderr, dim=sys.stderr.isatty())
 
 
 def format_bytes(count: float) -> str:
@@ -78,13 +82,18 @@ def completion_record(completion: "Completion") -> dict[str, Any]:
 
 
 def load_summary(generator: "Generator") -> str:
-    """The times of loading and warm-up, and the read rate."""
+    """The times of loading and warm-up, the read rate, and on a CPU the number of threads."""
     text = f"load {generator.load_time_s:.2f} s"
     if generator.bytes_read:
         rate = generator.bytes_read / generator.load_time_s
         text += f" ({format_bytes(generator.bytes_read)} at {rate / 1e9:.2f} GB/s)"
     if generator.warm_up_time_s > 0.01:
         text += f", warm-up {generator.warm_up_time_s:.2f} s"
+    if generator.device.type == "cpu":
+        import torch
+
+        threads = torch.get_num_threads()
+        text += f" · {threads} thread{'s' if threads > 1 else ''}"
     return text
 
 

@@ -9,6 +9,7 @@ import click
 
 from minirt.cli.options import debug_option, model_name, model_options, to_load_options
 from minirt.cli.output import format_bytes, write
+from minirt.errors import printable
 
 
 @click.command()
@@ -23,22 +24,26 @@ def plan(as_json: bool, **options: Any) -> None:
     model = plan_model(to_load_options(options, name))
     if as_json:
         rows = [vars(row) for row in model.plan.rows]
-        record = {"device": model.plan.device, "weight_bytes": model.plan.weight_bytes, "layers": rows}
+        facts = {"device": model.plan.device, "not_capturable": model.plan.not_capturable}
+        record = facts | {"weight_bytes": model.plan.weight_bytes, "layers": rows}
         write(json.dumps(record) + "\n")
         return
     from rich.console import Console
     from rich.table import Table
 
     size = f"{model.num_parameters / 1e6:,.1f} M parameters"
-    table = Table(title=f"{name} · {model.config.model_type} · {size} · {model.plan.device}")
+    table = Table(title=printable(f"{name} · {model.config.model_type} · {size} · {model.plan.device}"))
     for column in ("layer", "implementation", "why", "dtype"):
         table.add_column(column)
     table.add_column("weights", justify="right")
     for row in model.plan.rows:
-        table.add_row(row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes))
+        table.add_row(*map(printable, (row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes))))
     table.add_row("total", "", "", "", format_bytes(model.plan.weight_bytes))
     printed, terminal = io.StringIO(), sys.stdout.isatty()
     width = None if terminal else 110
     console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
     console.print(table)
+    if model.device.type == "cuda":
+        reason = model.plan.not_capturable
+        console.print("CUDA graphs: small steps" if reason is None else printable(f"CUDA graphs: none, since {reason}"))
     write(printed.getvalue())

@@ -40,7 +40,7 @@ class PromptLine:
         """Token ids, checked against the model. With `chat`, a text is a user message. Errors name file and line."""
         with inside(self.where):
             if self.kind == "messages":
-                tokens = generator.encode_chat(self.content)
+                tokens = generator.encode_chat(self.content, generator.max_len - 1)
             elif self.kind == "prompt_token_ids":
                 tokens = generator.encode(self.content)
             else:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minirt.cli.files import check_target
 from minirt.cli.options import (
     NUMBERS,
-    check_target,
     debug_option,
     model_name,
     model_options,
@@ -126,21 +126,13 @@ def _step_clock(load: "LoadOptions", stack: ExitStack, quiet: bool) -> "StepCloc
 def linear_shapes(model: "Model") -> "list[LinearShape]":
     """The linear layers of a model, each shape once."""
     from minirt.kernels.compile.tuning import LinearShape
-    from minirt.layers import MLP, Attention, Head
 
     shapes = []
     for layer in model.unique_layers():
-        own: list[tuple[Any, bool, bool]] = []  # linear, gated, residual
-        if isinstance(layer, Attention):
-            own = [(layer.qkv, False, False), (layer.o, False, True)]
-        elif isinstance(layer, MLP):
-            own = [(layer.gate_up, True, False), (layer.down, False, True)]
-        elif isinstance(layer, Head):
-            own = [(layer.lm_head, False, False)]
-        for linear, gated, residual in own:
+        for linear, gated, residual, logits in layer.linear_ops():
             rows = linear.out_features // 2 if gated else linear.out_features
-            head, fp8 = isinstance(layer, Head), linear.format is not None
-            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, head))
+            fp8 = linear.format is not None
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits))
     return list(dict.fromkeys(shapes))
 
 

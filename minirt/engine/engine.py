@@ -273,7 +273,7 @@ class Engine:
             if token < 0:  # the sampler returns −1 for logits that are no numbers
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
-                error = NumericsError("the logits are NaN or infinite", where=where, hint=hint)
+                error = NumericsError("the logits are NaN or +inf, or only -inf", where=where, hint=hint)
                 return TokenOutput(sequence.id, (), "error", error)
             sequence.tokens.append(token)
             count += 1

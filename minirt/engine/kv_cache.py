@@ -1,7 +1,9 @@
-"""The paged KV cache: the page tensors of each attention layer, and a reference-counted page allocator."""
+"""The KV cache: pages of the attention layers, state slots of recurrent layers, and a reference-counted page allocator."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,25 @@ from minirt.errors import MinirtError
 from minirt.modeling.formats import FP8
 
 PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention tile
+
+
+class PagesSpec(NamedTuple):
+    """What an attention layer keeps of each token: K and V of `num_kv_heads` heads of `head_dim` channels, in pages."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What a recurrent layer keeps of each sequence, whatever its length: tensors by name, each of a shape and dtype."""
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence."""
+        return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.tensors)
 
 
 class LayerKV(NamedTuple):
@@ -25,29 +46,55 @@ class LayerKV(NamedTuple):
     v_scale: Tensor | None = None
 
 
-def page_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
-    """Bytes of one page, summed over all attention layers. `shapes`: (Nkv, D) of each layer."""
+class LayerState(dict[str, Tensor]):
+    """The states of one recurrent layer: tensors [num_slots, *shape] by name. A sequence's row is its slot (`Batch.seq_slots`).
+
+    A slot holds the values of an earlier sequence until the layer overwrites them: a sequence whose first token is at position 0
+    has no state yet.
+    """
+
+
+def page_bytes(specs: Sequence[PagesSpec | StateSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
+    """Bytes of one page, summed over all attention layers."""
     scale = 4 if dtype == FP8 else 0
-    return sum(2 * page_size * heads * (dim * dtype.itemsize + scale) for heads, dim in shapes)
+    pages = [spec for spec in specs if not isinstance(spec, StateSpec)]
+    return sum(2 * page_size * heads * (dim * dtype.itemsize + scale) for heads, dim in pages)
+
+
+def state_bytes(specs: Sequence[PagesSpec | StateSpec]) -> int:
+    """Bytes of the states of one sequence, summed over all recurrent layers."""
+    return sum(spec.nbytes for spec in specs if isinstance(spec, StateSpec))
 
 
 class KVCache:
-    """The pages of all attention layers. A page number means the same page in every layer.
+    """What layers keep between steps: pages of attention layers, state slots of recurrent ones.
 
-    Pages start uninitialized: no layer may read a slot before it is written.
+    A page number means the same page in every layer, and a slot the same sequence. Pages and slots start uninitialized: no layer
+    may read one before it is written.
+
+    Args:
+        specs: one for each layer that keeps something, in order.
+        num_slots: sequences that can run at once. Only recurrent layers need memory for them.
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int]],
+        specs: Sequence[PagesSpec | StateSpec],
         num_pages: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         page_size: int = PAGE_SIZE,
+        num_slots: int = 0,
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
-        self.layers = []
-        for heads, dim in shapes:
+        self.has_states = any(isinstance(spec, StateSpec) for spec in specs)
+        self.layers: list[LayerKV | LayerState] = []
+        for spec in specs:
+            if isinstance(spec, StateSpec):
+                state = {name: torch.empty(num_slots, *shape, device=device, dtype=kind) for name, shape, kind in spec.tensors}
+                self.layers.append(LayerState(state))
+                continue
+            heads, dim = spec
             size = (num_pages, page_size, heads)
             k, v = (torch.empty(*size, dim, device=device, dtype=dtype) for _ in range(2))
             scales = [torch.empty(size, device=device) for _ in range(2)] if dtype == FP8 else []
@@ -61,7 +108,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for layer in self.layers for t in layer if t is not None)
+        tensors = (layer.values() if isinstance(layer, LayerState) else layer for layer in self.layers)
+        return sum(t.nbytes for layer in tensors for t in layer if t is not None)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -70,8 +118,8 @@ class KVCache:
 class PageAllocator:
     """Allocates page numbers. A page becomes free when its last holder releases it.
 
-    A page may have a key, which stands for its content (see `PrefixCache`). A free page keeps key and content until it is allocated
-    again. Free pages without a key are allocated first, then those that were released first.
+    A page may have a key, which stands for its content (see `PrefixCache`). A free page keeps its key and content until it is
+    allocated again. Free pages without a key are allocated first, then those that were released first.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -1,8 +1,8 @@
 """`PrefixCache`: finds KV pages that hold the beginning of a sequence, so that a step need not compute it again.
 
-A full page is known by a key: a keyed hash of its tokens and of the key of the page before it. So a key stands for the whole prefix.
-(The scheme of vLLM's automatic prefix caching.) The hash's key is a secret of the process: nobody outside can construct two prefixes
-with the same key.
+A full page is known by a key: a hash of its tokens and of the key of the page before it. So a key stands for the whole prefix.
+(This is the scheme of vLLM's automatic prefix caching.) The hash has a secret of the process in it, so nobody outside can
+construct two prefixes with the same key.
 """
 
 import secrets
@@ -57,10 +57,8 @@ class PrefixCache:
             return
         secret, size = self._secret, 8 * self._page_size
         content = tokens[known * self._page_size : count * self._page_size].tobytes()
-        if keys:
-            parent = keys[-1]
-        else:
-            parent = b"" if salt is None else blake2b(salt.encode(), digest_size=16, key=secret).digest()
+        root = b"" if salt is None else blake2b(salt.encode(), digest_size=16, key=secret).digest()
+        parent = keys[-1] if keys else root
         for start in range(0, len(content), size):
             page = blake2b(parent, digest_size=16, key=secret)
             page.update(content[start : start + size])

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from minirt.device import is_nvidia
 from minirt.engine.cpu_gpu_buffer import CpuGpuBuffer
 from minirt.errors import InputError, UnsupportedError
 from minirt.kernels.sampling.philox import philox, uniform
@@ -143,13 +144,13 @@ def sample(
 ) -> Tensor:
     """Sample one token for each row of `logits`.
 
-    A greedy row takes its largest logit, the lowest index among equals. A row with +inf takes one of its +inf tokens: the
-    first if greedy, else a uniform draw among them. A row that contains NaN, or only -inf, gives -1, which is no token id. To
-    raise an error here would cost a sync, so the caller, who reads the tokens anyway, turns -1 into an error.
+    A greedy row takes its largest logit, the lowest index among equals. A row that contains NaN or +inf, or only -inf, gives -1,
+    which is no token id. To raise an error here would cost a sync, so the caller, who reads the tokens anyway, turns -1 into an
+    error.
 
     Args:
         logits: [B, V] fp32; fp16 and bf16 are computed in fp32.
-        impl: "eager", "triton" or "auto" ("triton" on a CUDA device, "eager" elsewhere).
+        impl: "eager", "triton" or "auto" ("triton" on an NVIDIA GPU, "eager" elsewhere).
         workspace: scratch memory of the Triton kernels; None: the call allocates it.
         out: [B] int64; receives the tokens.
         row_maxima: [B, P] from the LM head (see `RowMaxima`). If all rows are greedy, the Triton kernels read only these.
@@ -169,7 +170,7 @@ def sample(
         )
     if impl not in ("auto", "eager", "triton"):
         raise InputError("unknown implementation", where="sample", expected="auto, eager or triton", found=impl)
-    if impl == "triton" or (impl == "auto" and logits.device.type == "cuda"):
+    if impl == "triton" or (impl == "auto" and is_nvidia(logits.device)):
         return _kernels().sample(
             logits.to(torch.float32).contiguous(),
             batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.step,
@@ -181,7 +182,7 @@ def sample(
     if not batch.all_greedy:
         race = filtered_weights(logits, batch).div_(exponential_noise(batch.seed, batch.step, logits.shape[1]))
         token = torch.where(batch.temperature.unsqueeze(1) > 0, race.argmax(-1, keepdim=True), token)
-    tokens = torch.where(top > -torch.inf, token, -1).squeeze(1)
+    tokens = torch.where(top.isfinite(), token, -1).squeeze(1)
     return tokens if out is None else out.copy_(tokens)
 
 
@@ -192,7 +193,7 @@ def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     The filters apply in this order. top_k keeps every logit that is at least the k-th largest. top_p keeps the fewest most
     probable of the remaining tokens whose share of the remaining mass reaches p, and all ties of the last one. min_p keeps
     weights of at least min_p; weights are relative to the maximum, so renormalization changes nothing. Rows with temperature
-    0 and rows with NaN hold finite values without a meaning.
+    0, and rows that give no token, hold finite values without a meaning.
     """
     logits = logits.to(torch.float32)
     top = logits.amax(-1, keepdim=True)

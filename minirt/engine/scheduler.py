@@ -32,6 +32,7 @@ class Sequence:
     row: int = 0  # the row of the pending token among the last step's sampled tokens
     drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
+    slot: int = -1  # where the device keeps what lives as long as it runs
     salt: str | None = None
     keys: list[bytes] = field(default_factory=list)  # of its first full pages, for the prefix cache
     num_registered: int = 0  # of its pages, how many the prefix cache knows
@@ -66,15 +67,17 @@ class Scheduler:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is computed in chunks.
         max_model_len: number of positions that the model serves.
-        prefix_cache: whether sequences share pages that hold the same beginning.
+        prefix_cache: whether sequences share pages that hold the same beginning. Not with recurrent layers, whose state at the
+            end of a shared beginning is not kept.
     """
 
     def __init__(
         self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, prefix_cache: bool = True
     ) -> None:
         self._cache = cache
-        self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache else None
+        self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
         self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
+        self._free_slots = list(range(max_num_seqs))[::-1]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_len = min(max_model_len, cache.capacity)
         self._limit = "--max-model-len" if max_model_len <= cache.capacity else "--kv-cache-memory"
@@ -108,7 +111,10 @@ class Scheduler:
         """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
         self.running.clear()
         self._blocked = (-1, -1)
+        self._free_slots = list(range(self.max_num_seqs))[::-1]
         self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
+        for sequence in self.waiting.values():
+            sequence.slot, sequence.num_computed = -1, 0
         self._cache.allocator.reset()
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
@@ -156,7 +162,7 @@ class Scheduler:
             self._blocked = sequence.id, allocator.num_changes
             return False
         allocator.share(pages)
-        sequence.pages = array("i", pages)
+        sequence.pages, sequence.slot = array("i", pages), self._free_slots.pop()
         sequence.num_computed, sequence.num_registered = len(pages) * size, len(pages)
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_computed
@@ -170,8 +176,8 @@ class Scheduler:
         if self.prefix_cache is None or full <= sequence.num_registered:
             return
         self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
-        for page, key in zip(sequence.pages[sequence.num_registered : full], sequence.keys[sequence.num_registered :], strict=False):
-            self._cache.allocator.register(page, key)
+        for i in range(sequence.num_registered, full):
+            self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
 
     def _preempt_youngest(self) -> None:
@@ -193,10 +199,13 @@ class Scheduler:
         self._cache.allocator.release(sequence.pages)
         sequence.pages, sequence.num_computed, sequence.num_registered = array("i"), 0, 0
         sequence.drafts.clear()
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next `count` tokens: known ones, a pending one, then drafts. From the last known or pending one on, each needs logits."""
+    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits."""
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]
@@ -204,4 +213,4 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         if sequence.pending:
             tokens.append(~sequence.row)
         tokens.extend(sequence.drafts[: stop - sequence.length])
-    return Chunk(tokens, start, sequence.pages, num_logits=max(0, stop - sequence.length + 1))
+    return Chunk(tokens, start, sequence.pages, max(0, stop - sequence.length + 1), sequence.slot)

@@ -29,6 +29,7 @@ class Chunk(NamedTuple):
     start: int
     pages: Sequence[int]
     num_logits: int = 1  # of its last tokens, how many need logits: 0 in the middle of a prompt, all for an evaluation
+    slot: int = -1  # where the device keeps what lives as long as the sequence runs; −1: nowhere
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Layout:
     @cached_property
     def sizes(self) -> list[int]:
         """int32 words: tokens, positions, slots, logits_indices (these int64), query_starts, seq_lens, split_starts,
-        logits_needed, page_starts, pages."""
-        return [2 * self.tokens] * 3 + [2 * self.logits, self.seqs + 1, self.seqs, self.seqs + 1, 1, self.seqs + 1, self.pages]
+        logits_needed, seq_slots, page_starts, pages."""
+        seqs = self.seqs
+        return [2 * self.tokens] * 3 + [2 * self.logits, seqs + 1, seqs, seqs + 1, 1, seqs, seqs + 1, self.pages]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -80,10 +82,11 @@ class Batch:
     a token's K and V go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits, maybe none: what `Select`
     leaves to the layers behind it), `query_starts_device` [B + 1] int32, `seq_lens_device` [B] int32 (cached tokens, the new
     ones included), `split_starts_device` [B + 1] int32 (number of the first KV_SPLIT tokens of each sequence among those of
-    all), `pages` int32 (the page numbers of all sequences, one sequence after the other) and `page_starts` [B + 1] int32 (where
-    each sequence's begin). They are views of `flat`, so that a batch built on the host reaches the device in one copy.
-    `block_tables` [B, width] int32 holds the same page numbers, a row for each sequence. `previous` [≥ R] int64: what the step
-    before sampled.
+    all), `seq_slots` [B] int32 (the slot of each sequence, −1 for padding: the row of what lives as long as the sequence runs,
+    such as the state of a recurrent layer), `pages` int32 (the page numbers of all sequences, one sequence after the other) and
+    `page_starts` [B + 1] int32 (where each sequence's begin). They are views of `flat`, so that a batch built on the host reaches
+    the device in one copy. `block_tables` [B, width] int32 holds the same page numbers, a row for each sequence. `previous`
+    [≥ R] int64: what the step before sampled.
     Host values: `query_lens`, `seq_lens`; bounds that size the kernels' grids, `max_seq_len` and `max_splits`; `every_row`:
     logits_indices is 0 … T − 1. In a static batch the first two are bounds as well. `logits` [R, V]: where the head writes
     its result; None: to a new tensor. `row_maxima`: where the head stores the largest logits; it then writes logits only if
@@ -100,6 +103,7 @@ class Batch:
     seq_lens_device: Tensor
     split_starts_device: Tensor
     logits_needed: Tensor
+    seq_slots: Tensor
     page_starts: Tensor
     pages: Tensor
     query_lens: tuple[int, ...]
@@ -195,10 +199,10 @@ class Batch:
         max_splits: int, every_row: bool, table_width: int,
     ) -> "Batch":  # fmt: skip
         tokens, positions, slots, indices, query_starts, lens, split_starts, logits_needed, *rest = layout.views(flat)
-        page_starts, pages = rest
+        seq_slots, page_starts, pages = rest
         return cls(
-            flat, layout, tokens, positions, slots, indices, query_starts, lens, split_starts, logits_needed, page_starts, pages,
-            query_lens, seq_lens, max_seq_len, max_splits, every_row, table_width,
+            flat, layout, tokens, positions, slots, indices, query_starts, lens, split_starts, logits_needed, seq_slots,
+            page_starts, pages, query_lens, seq_lens, max_seq_len, max_splits, every_row, table_width,
         )  # fmt: skip
 
 
@@ -236,7 +240,7 @@ def pack_chunks(
     ranges = ranges or Ranges()
     tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
     starts, lens, splits = array("i", [0]), array("i"), array("i", [0])
-    page_starts, used = array("i", [0]), array("i")
+    seq_slots, page_starts, used = array("i"), array("i", [0]), array("i")
     for chunk in chunks:
         start, count, pages = chunk.start, len(chunk.tokens), chunk.pages
         stop, first = start + count, len(tokens)
@@ -258,6 +262,7 @@ def pack_chunks(
             logits.append(first + count - 1)
         else:
             logits.extend(ranges(first + count - chunk.num_logits, first + count))
+        seq_slots.append(chunk.slot)
         used.extend(pages[: -(-stop // page_size)])
         page_starts.append(len(used))
     rows, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
@@ -266,7 +271,8 @@ def pack_chunks(
     logits.extend(min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
     wide = [tokens + zeros, positions + zeros, slots + array("q", b"\xff" * 8 * rows), logits]
     narrow = [starts + starts[-1:] * seqs, lens + array("i", [0]) * seqs, splits + splits[-1:] * seqs]
-    return _copy(layout, flat, [*wide, *narrow, array("i", [logits_needed]), page_starts + page_starts[-1:] * seqs, used])
+    narrow += [array("i", [logits_needed]), seq_slots + array("i", [-1]) * seqs, page_starts + page_starts[-1:] * seqs]
+    return _copy(layout, flat, [*wide, *narrow, used])
 
 
 def _copy(layout: Layout, flat: Tensor, parts: list[array]) -> int:

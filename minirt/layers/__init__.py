@@ -1,13 +1,13 @@
-"""The five layers that a decoder model is made of, and the registry of their implementations."""
+"""The layers that decoder models are made of, and the registry of their implementations."""
 
 from minirt.layers.attention import Attention
 from minirt.layers.base import (
     BUILT_IN,
-    KINDS,
     Forward,
     Implementation,
     Layer,
     LayerContext,
+    LinearOp,
     has_implementation,
     implementation,
     register,
@@ -19,7 +19,6 @@ from minirt.layers.select import Select
 
 __all__ = [
     "BUILT_IN",
-    "KINDS",
     "MLP",
     "Attention",
     "Embedding",
@@ -28,6 +27,7 @@ __all__ = [
     "Implementation",
     "Layer",
     "LayerContext",
+    "LinearOp",
     "Select",
     "has_implementation",
     "implementation",

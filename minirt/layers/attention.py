@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from minirt.engine.kv_cache import LayerKV
+from minirt.device import compute_capability
+from minirt.engine.kv_cache import LayerKV, PagesSpec
 from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.kernels.attention.limits import HEAD_DIMS, MAX_GROUP
-from minirt.layers.base import Forward, Layer, register, triton_unsupported
-from minirt.modeling.config import ModelConfig
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 
@@ -19,6 +20,12 @@ class Attention(Layer):
 
     Grouped queries: Ainslie et al. 2023; rotary embedding: Su et al. 2021; QK-norm as in Qwen3 (per head, before rope).
     Q, K and V are packed in one matrix, in this order.
+
+    Args:
+        rope: the rotary embedding; None: that of the config.
+        scale: factor of the scores; None: 1/√D.
+        window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
+            all. Only the eager implementation has it.
     """
 
     kind = "attention"
@@ -35,13 +42,17 @@ class Attention(Layer):
         o: str,
         q_norm: str | None = None,
         k_norm: str | None = None,
+        rope: RopeConfig | None = None,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__(config, name)
         if config.qk_norm != (q_norm is not None) or config.qk_norm != (k_norm is not None):
             raise ConfigError("q_norm and k_norm must be named when, and only when, the model has QK-norm", where=name)
         h, d = config.hidden_size, config.head_dim
         q_rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
-        self.scale = d**-0.5
+        self.cache_spec = PagesSpec(config.num_kv_heads, d)
+        self.rope, self.scale, self.window = rope or config.rope, d**-0.5 if scale is None else scale, window
         self.norm = NormWeight(norm, h)
         self.qkv = PackedLinear([Part(q, q_rows), Part(k, kv_rows), Part(v, kv_rows)], h, config.qkv_bias)
         self.o = PackedLinear([Part(o, h)], q_rows, config.o_bias)
@@ -51,7 +62,10 @@ class Attention(Layer):
     @property
     def cos_sin(self) -> Tensor:
         """The rotary table [max_model_len, D] fp32, cosines | sines."""
-        return self.context.rope(self.config.rope, self.config.head_dim)
+        return self.context.rope(self.rope, self.config.head_dim)
+
+    def linear_ops(self) -> tuple[LinearOp, ...]:
+        return LinearOp(self.qkv), LinearOp(self.o, residual=True)
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
@@ -84,8 +98,9 @@ def eager(layer: Attention) -> Forward:
         reference.write_kv(qk[:, nq:], kv.k, batch.slots, kv.k_scale)
         reference.write_kv(v, kv.v, batch.slots, kv.v_scale)
         a = reference.paged_attention(
-            qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale, kv.k_scale, kv.v_scale
-        )
+            qk[:, :nq], kv.k, kv.v, batch.block_tables, batch.query_lens, batch.seq_lens, layer.scale, kv.k_scale,
+            kv.v_scale, layer.window,
+        )  # fmt: skip
         return x + reference.linear(a.view(-1, nq * d), o.weight, o.bias, o.scale)
 
     return forward
@@ -93,18 +108,20 @@ def eager(layer: Attention) -> Forward:
 
 def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     config = layer.config
+    if getattr(layer, "window", None) is not None:
+        return "its kernels have no sliding window"
     if config.head_dim not in HEAD_DIMS:
         return f"head_dim {config.head_dim} is neither {' nor '.join(map(str, HEAD_DIMS))}"
     if config.num_heads // config.num_kv_heads > MAX_GROUP:
         return f"{config.num_heads // config.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
     if layer.context.kv_dtype == FP8 and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if (major, minor) < (8, 9):
+        major, minor = compute_capability(device)
+        if (0, 0) < (major, minor) < (8, 9):
             return f"compute capability {major}.{minor} is below 8.9 for fp8 KV pages"
     return triton_unsupported(layer, device)
 
 
-@register("attention", "triton", unsupported=_triton_unsupported)
+@register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: Attention) -> Forward:
     """Norm + QKV + bias · QK-norm + RoPE + KV write (+ attention, when every sequence has one token) · O + residual.
 

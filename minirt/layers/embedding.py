@@ -10,21 +10,26 @@ from minirt.engine.step_input import Batch
 from minirt.kernels import reference
 from minirt.layers.base import Forward, Layer, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.parameters import PackedLinear, Part
+from minirt.modeling.parameters import PackedLinear, Parameter, Part
 
 
 class Embedding(Layer):
     """Gathers the rows of the table [V, H] for batch.input_ids [T] → [T, H]. Ignores its input x."""
 
     kind = "embedding"
+    residual, copies = False, True
 
     def __init__(self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens") -> None:
         super().__init__(config, name)
         self.table = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
 
-    def linears(self) -> Iterator[PackedLinear]:
+    def quantizable(self) -> Iterator[Parameter]:
         """Yields nothing: the table is looked up, not multiplied."""
         return iter(())
+
+    def decode_read_bytes(self, dtype: torch.dtype) -> int:
+        """0: one row does not count."""
+        return 0
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         return (batch.num_tokens, self.config.hidden_size), self.table.weight.dtype
@@ -38,7 +43,7 @@ def eager(layer: Embedding) -> Forward:
     return forward
 
 
-@register("embedding", "triton", unsupported=triton_unsupported)
+@register("embedding", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: Embedding) -> Forward:
     from minirt.kernels.embedding import embedding
 

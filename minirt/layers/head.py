@@ -6,7 +6,7 @@ from torch import Tensor
 from minirt.engine.kv_cache import LayerKV
 from minirt.engine.step_input import Batch
 from minirt.kernels import reference
-from minirt.layers.base import Forward, Layer, register, triton_unsupported
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 
@@ -15,6 +15,7 @@ class Head(Layer):
     """lm_head(norm(x)): x [R, H] → logits [R, V] fp32."""
 
     kind = "head"
+    residual = False
 
     def __init__(
         self, config: ModelConfig, *, name: str = "head", norm: str = "model.norm", weight: str = "lm_head"
@@ -23,8 +24,10 @@ class Head(Layer):
         self.norm = NormWeight(norm, config.hidden_size)
         self.lm_head = PackedLinear([Part(weight, config.vocab_size)], config.hidden_size)
 
+    def linear_ops(self) -> tuple[LinearOp, ...]:
+        return (LinearOp(self.lm_head, logits=True),)
+
     def row_maxima_tiles(self, rows: int) -> int:
-        """How many row maxima it stores for each of `rows` rows of logits: the width of `Batch.row_maxima`'s values; 0: none."""
         if self.implementation != "triton":
             return 0
         from minirt.kernels.linear.dispatch import row_maxima_tiles
@@ -45,7 +48,7 @@ def eager(layer: Head) -> Forward:
     return forward
 
 
-@register("head", "triton", unsupported=triton_unsupported)
+@register("head", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: Head) -> Forward:
     """One fused operation: norm + LM head."""
     from minirt.kernels.linear.dispatch import norm_linear

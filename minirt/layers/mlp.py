@@ -5,7 +5,7 @@ from torch import Tensor
 from minirt.engine.kv_cache import LayerKV
 from minirt.engine.step_input import Batch
 from minirt.kernels import reference
-from minirt.layers.base import Forward, Layer, register, triton_unsupported
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedLinear, Part
 
@@ -23,6 +23,9 @@ class MLP(Layer):
         self.gate_up = PackedLinear([Part(gate, i), Part(up, i)], h, config.mlp_bias)
         self.down = PackedLinear([Part(down, h)], i, config.mlp_bias)
 
+    def linear_ops(self) -> tuple[LinearOp, ...]:
+        return LinearOp(self.gate_up, gated=True), LinearOp(self.down, residual=True)
+
 
 @register("mlp", "eager")
 def eager(layer: MLP) -> Forward:
@@ -37,7 +40,7 @@ def eager(layer: MLP) -> Forward:
     return forward
 
 
-@register("mlp", "triton", unsupported=triton_unsupported)
+@register("mlp", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: MLP) -> Forward:
     """Two fused operations: norm + gate/up + activation, and down + residual."""
     from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up

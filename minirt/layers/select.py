@@ -13,6 +13,7 @@ class Select(Layer):
     """x[batch.logits_indices]: x [T, H] → [R, H]; x itself if all rows are kept in order. Has no weights."""
 
     kind = "select"
+    residual, copies = False, True
 
     def __init__(self, config: ModelConfig, *, name: str = "select") -> None:
         super().__init__(config, name)
@@ -29,7 +30,7 @@ def eager(layer: Select) -> Forward:
     return forward
 
 
-@register("select", "triton", unsupported=triton_unsupported)
+@register("select", "triton", unsupported=triton_unsupported, capturable=True)
 def triton(layer: Select) -> Forward:
     """Uses the embedding kernel, with the residual stream as the table."""
     from minirt.kernels.embedding import embedding

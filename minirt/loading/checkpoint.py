@@ -15,7 +15,7 @@ from minirt.errors import CheckpointError
 from minirt.files import parse_json
 from minirt.modeling.config import shown
 from minirt.modeling.model import Model
-from minirt.modeling.parameters import PackedLinear, Parameter
+from minirt.modeling.parameters import Parameter
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old transformers releases saved. The runtime computes them from the config.
@@ -255,7 +255,7 @@ def _read(group: Sequence[Entry], place: Callable[[Entry, torch.Tensor], None]) 
 
 
 def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
-    table = next(p for p in model.parameters() if isinstance(p, PackedLinear)).weight
+    table = model.layers[0].table.weight  # type: ignore[attr-defined]  # the embedding
     if tensor.shape != table.shape or not torch.equal(tensor.to(table.device, table.dtype), table):
         raise CheckpointError(
             "config.json ties the head to the embedding, but the checkpoint has a different head",

@@ -16,6 +16,7 @@ from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_
 from minirt.modeling.config import ModelConfig, check_token_ids
 from minirt.modeling.model import Model
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
+from minirt.threads import set_threads
 
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -87,6 +88,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
         ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError, OutOfMemoryError.
     """
     device, composed = pick_device(options.device), options.layers is not None
+    set_threads(options.threads)
     files, config = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
     length = pick_length(config, options.max_model_len)
     model = Model(config, options.layers(config) if options.layers else models.build(config), options.formats)

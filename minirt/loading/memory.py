@@ -3,7 +3,7 @@
 import torch
 
 from minirt.device import free_memory, require_memory
-from minirt.engine.kv_cache import PAGE_SIZE, page_bytes
+from minirt.engine.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 from minirt.errors import ConfigError
 from minirt.modeling.model import Model
 
@@ -18,11 +18,11 @@ def check_memory(
     """
     # The rope tables are computed on the CPU. There, with temporaries, they take four times their size.
     tables = (16 if device.type == "cpu" else 4) * length * model.config.head_dim
-    needed = model.weight_bytes(dtype) + tables
+    needed = model.weight_bytes(dtype) + tables + max_num_seqs * state_bytes(model.cache_specs)
     what = f"{model.num_parameters / 1e9:.2f} G weights and the rope tables of {length} positions"
     require_memory(needed, device, what, "use --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
-        one = page_bytes(model.kv_shapes, kv_dtype)
+        one = page_bytes(model.cache_specs, kv_dtype)
         pages = min(_pages_in(kv_cache_memory, one), max_num_seqs * -(-length // PAGE_SIZE)) * one
         require_memory(needed + pages, device, f"{what}, and KV pages,", "lower --kv-cache-memory")
 
@@ -32,7 +32,7 @@ def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
 
     `memory` None: a share of the free memory; see `Generator`.
     """
-    one = page_bytes(model.kv_shapes, model.kv_dtype)
+    one = page_bytes(model.cache_specs, model.kv_dtype)
     full = max_num_seqs * -(-model.max_model_len // PAGE_SIZE)
     if not one:
         return full

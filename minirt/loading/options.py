@@ -35,6 +35,8 @@ class LoadOptions:
         max_num_seqs: requests that one step computes at most; more wait.
         max_num_batched_tokens: tokens that one step computes at most. Longer prompts are computed in chunks, and running requests
             get a token in each of these steps.
+        threads: how many threads PyTorch's CPU operations use, in the whole process. None: what OMP_NUM_THREADS says, else what
+            PyTorch is set to, but at most the CPUs that this process may use (affinity and cgroup quota).
         prefix_cache: keep the KV pages of finished requests until their room is needed, so that a request with the same beginning
             does not compute it again.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
@@ -61,6 +63,7 @@ class LoadOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    threads: int | None = None
     prefix_cache: bool = True
     random_weights: bool = False
     seed: int = 0

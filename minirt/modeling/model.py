@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from minirt.device import on_device
-from minirt.engine.kv_cache import KVCache, LayerKV
+from minirt.engine.kv_cache import KVCache, LayerKV, LayerState, PagesSpec, StateSpec
 from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.layers import (
     BUILT_IN,
-    KINDS,
-    Attention,
-    Embedding,
-    Head,
     Layer,
     LayerContext,
     Select,
@@ -25,8 +21,8 @@ from minirt.layers import (
 )
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import Quantization
-from minirt.modeling.parameters import PackedLinear, Parameter
-from minirt.modeling.plan import Plan, PlanRow, parse_impl
+from minirt.modeling.parameters import Parameter
+from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 
 
 class Model:
@@ -43,28 +39,27 @@ class Model:
         self.config, self.layers = config, _in_order(config, layers)
         if quantization is not None:
             for layer in self.layers if quantization.covers_head(config.tie_word_embeddings) else self.layers[:-1]:
-                for linear in layer.linears():
-                    linear.format = quantization.format
+                for weights in layer.quantizable():
+                    weights.format = quantization.format
         seen: dict[tuple[str, str | None], Parameter] = {}
         for layer in self.unique_layers():
             for parameter in list(layer.parameters()):
                 name = next(parameter.expected())[0]
-                format = parameter.format if isinstance(parameter, PackedLinear) else None
-                layer.share(seen.setdefault((name, format), parameter))
+                layer.share(seen.setdefault((name, parameter.format), parameter))
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
-        self.plan = Plan((), "meta")
+        self.plan = Plan((), "meta", "the layers have no implementation yet")
 
     def unique_layers(self) -> Iterator[Layer]:
         yield from {id(layer): layer for layer in self.layers}.values()
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every weight holder once."""
+        """All weights, each once."""
         yield from {id(p): p for layer in self.unique_layers() for p in layer.parameters()}.values()
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(Nkv, D) for each attention layer of the list, in order."""
-        return [(a.config.num_kv_heads, a.config.head_dim) for a in self.layers if isinstance(a, Attention)]
+    def cache_specs(self) -> list[PagesSpec | StateSpec]:
+        """What each layer that keeps something between steps keeps, in order."""
+        return [layer.cache_spec for layer in self.layers if layer.cache_spec is not None]
 
     @property
     def num_parameters(self) -> int:
@@ -72,9 +67,8 @@ class Model:
 
     @property
     def decode_read_bytes(self) -> int:
-        """Weight bytes that a decode step reads: every layer at every place it stands, of the embedding one row only."""
-        read = (layer for layer in self.layers if not isinstance(layer, Embedding))
-        return sum(p.nbytes(self.dtype) for layer in read for p in layer.parameters())
+        """Weight bytes that a decode step of one token reads: those of every layer at every place where it stands."""
+        return sum(layer.decode_read_bytes(self.dtype) for layer in self.layers)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in a model of this dtype."""
@@ -87,8 +81,8 @@ class Model:
 
     @property
     def capturable(self) -> bool:
-        """Whether a decode step can be captured in a CUDA graph: every layer runs on Triton, on a GPU."""
-        return self.device.type == "cuda" and all(row.implementation == "triton" for row in self.plan.rows)
+        """Whether small steps can be captured in CUDA graphs; if not, `plan.not_capturable` says why."""
+        return self.plan.not_capturable is None
 
     def allocate(
         self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
@@ -98,7 +92,7 @@ class Model:
         self.device, self.dtype, self.kv_dtype, self.max_model_len = device, dtype, kv_dtype or dtype, max_model_len
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
-        shared = LayerContext(max_model_len, device, self.kv_dtype)
+        shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
         for layer in self.unique_layers():
             layer.context = shared
 
@@ -109,12 +103,13 @@ class Model:
 
     def row_maxima_tiles(self, rows: int) -> int:
         """How many row maxima the head stores for each of `rows` rows of logits; 0: none."""
-        head = self.layers[-1]
-        return head.row_maxima_tiles(rows) if isinstance(head, Head) else 0
+        return self.layers[-1].row_maxima_tiles(rows)
 
     def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
         """Choose and bind every layer's implementation, once. See `parse_impl` for the form of `impl`."""
         default, rules = parse_impl(impl)
+        for layer in self.unique_layers():
+            layer.context.dtype = self.dtype  # also in a model without weights, which is only planned
         rows: list[PlanRow] = []
         bound: dict[int, tuple[str, str]] = {}
         counted: set[int] = set()
@@ -129,8 +124,11 @@ class Model:
             own = [p for p in layer.parameters() if id(p) not in counted]
             counted.update(map(id, own))
             size = sum(p.nbytes(self.dtype) for p in own)
-            formats = tuple(sorted({linear.format for linear in layer.linears() if linear.format}))
-            rows.append(PlanRow(layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size))
+            formats = tuple(sorted({weights.format for weights in layer.parameters() if weights.format}))
+            capturable = implementation(layer.kind, bound[id(layer)][0]).capturable
+            rows.append(PlanRow(
+                layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size, capturable,
+            ))  # fmt: skip
         for (pattern, name), matched in zip(rules, used, strict=True):
             if not matched:
                 raise UnsupportedError(
@@ -138,7 +136,7 @@ class Model:
                     expected="a name or glob such as 'layers.*.mlp'",
                     found=some_names(self.layers),
                 )
-        self.plan = Plan(tuple(rows), str(self.device))
+        self.plan = Plan(tuple(rows), str(self.device), not_capturable(rows, str(self.device)))
         return self.plan
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
@@ -161,31 +159,33 @@ class Model:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self._run(self._with_pages(cache), batch)
+        return self._run(self._with_cache(cache), batch)
 
     @torch.inference_mode()
     def dry_run(self, batch: Batch, cache: KVCache) -> None:
         """Run one layer of each form and implementation, which launch every kernel that the whole model does: of those behind
         `Select`, which have another number of rows, one of each again."""
-        firsts: dict[tuple[Any, ...], tuple[Layer, LayerKV | None]] = {}
+        firsts: dict[tuple[Any, ...], tuple[Layer, LayerKV | LayerState | None]] = {}
         selected = False
-        for (layer, kv), row in zip(self._with_pages(cache), self.plan.rows, strict=True):
+        for (layer, kv), row in zip(self._with_cache(cache), self.plan.rows, strict=True):
             # What others than ours look at is not known.
             key = (row.implementation, layer.compile_key()) if row.implementation in BUILT_IN else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
             selected = selected or layer.kind == "select"
         self._run(firsts.values(), batch)
 
-    def _with_pages(self, cache: KVCache) -> list[tuple[Layer, LayerKV | None]]:
-        pages = iter(cache.layers)
-        return [(layer, next(pages) if isinstance(layer, Attention) else None) for layer in self.layers]
+    def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerKV | LayerState | None]]:
+        kept = iter(cache.layers)
+        return [(layer, None if layer.cache_spec is None else next(kept)) for layer in self.layers]
 
-    def _run(self, layers: Iterable[tuple[Layer, LayerKV | None]], batch: Batch) -> Tensor:
+    def _run(self, layers: Iterable[tuple[Layer, LayerKV | LayerState | None]], batch: Batch) -> Tensor:
         with on_device(self.device):
             batch = batch.to(self.device)
             x = torch.empty(0, device=self.device)
             for layer, kv in layers:
                 x = layer(x, batch, kv)
+            if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # a head that does not know of `logits`
+                x = batch.logits.copy_(x)
         return x
 
 
@@ -195,19 +195,19 @@ def _in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
         raise ConfigError("a model is made of layers", expected="a sequence of them", found=type(layers).__name__)
     layers = list(layers)
     for place, layer in enumerate(layers):
-        if not isinstance(layer, Layer) or layer.kind not in KINDS:
-            found = f"kind {layer.kind!r}" if isinstance(layer, Layer) else type(layer).__name__
-            raise ConfigError("not a layer", where=f"layers[{place}]", expected=f"one of kind {', '.join(KINDS)}", found=found)
+        if not isinstance(layer, Layer) or not isinstance(getattr(layer, "kind", None), str):
+            found, expected = type(layer).__name__, "a minirt.layers.Layer with a kind"
+            raise ConfigError("not a layer", where=f"layers[{place}]", expected=expected, found=found)
         if layer.context.device.type != "meta":
             what = "this layer belongs to a model already, with its weights"
             raise ConfigError(what, where=f"layers[{place}], {layer.name}", hint="make new layers for each model")
     kinds = [layer.kind for layer in layers]
     if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
         raise ConfigError(
-            "a model is one embedding, any attention and mlp layers, at most one select behind the last attention, one head",
+            "a model is one embedding, any residual layers, at most one select behind the last attention, one head",
             found=", ".join(kinds) or "no layers",
         )
-    behind = 1 + max(place for place, kind in enumerate(kinds) if kind in ("embedding", "attention"))
+    behind = 1 + max(place for place, layer in enumerate(layers) if place == 0 or layer.cache_spec is not None)
     selects = [place for place, kind in enumerate(kinds) if kind == "select"]
     hint = "leave it out, and the model puts one behind the last attention"
     if len(selects) > 1:

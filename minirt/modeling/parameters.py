@@ -1,11 +1,14 @@
-"""Weights as layers hold them: `PackedLinear` (stacked logical parts) and `NormWeight`.
+"""Weights as layers hold them: `Parameter`, and its kinds `PackedLinear` (stacked logical parts) and `NormWeight`.
 
-A holder knows the checkpoint tensors that fill it and the format it keeps them in, so that loading, random weights and byte
+A parameter knows the checkpoint tensors that fill it and the format it keeps them in, so that loading, random weights and byte
 counts meet in one place.
 """
 
-from collections.abc import Iterator, Sequence
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,18 +25,64 @@ class Part:
     rows: int
 
 
-class PackedLinear:
+class Parameter(ABC):
+    """Weights of one layer. A layer's parameters are its attributes of this type; subclasses may be your own.
+
+    Attributes:
+        format: the quantized format of the weights, such as "fp8"; None: the model's dtype.
+        quantizable: whether `format` may be set, before `allocate`.
+    """
+
+    format: str | None = None
+    quantizable = False
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Number of weights."""
+
+    @abstractmethod
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a model of this dtype keeps here."""
+
+    @abstractmethod
+    def compile_key(self) -> tuple[Hashable, ...]:
+        """All that kernels can depend on but the values."""
+
+    @abstractmethod
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of each checkpoint tensor that fills this parameter. At least one."""
+
+    @abstractmethod
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Reserve uninitialized memory."""
+
+    @abstractmethod
+    def load(self, name: str, source: Tensor) -> None:
+        """Copy one checkpoint tensor, already checked against `expected`, into its place."""
+
+    @abstractmethod
+    def randomize(self, generator: torch.Generator) -> None:
+        """Fill with random values that keep activations in range."""
+
+    @abstractmethod
+    def to_double(self) -> Self:
+        """A copy in fp64, except for quantized weights: the truth that `minirt compare` measures errors against."""
+
+
+class PackedLinear(Parameter):
     """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
 
     `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. Quantized (`format` "fp8"), the weights
     are e4m3 and stand for weight · scale, `scale` [N] fp32; else `scale` is None.
     """
 
+    quantizable = True
+
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
         self.parts = tuple(parts)
         self.in_features = in_features
         self.has_bias = bias
-        self.format: str | None = None  # None: the model's dtype
         self.weight: Tensor = torch.empty(0)
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None
@@ -47,17 +96,14 @@ class PackedLinear:
         return self.out_features * (self.in_features + self.has_bias)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a model of this dtype keeps here."""
         if self.format is None:
             return self.num_parameters * dtype.itemsize
         return self.out_features * (self.in_features + 4 + self.has_bias * dtype.itemsize)
 
-    def compile_key(self) -> tuple[int | bool | str | None, ...]:
-        """All but the values."""
+    def compile_key(self) -> tuple[Hashable, ...]:
         return self.out_features, self.in_features, self.has_bias, self.format
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(checkpoint tensor, shape) for each tensor that fills this holder."""
         for part in self.parts:
             yield f"{part.name}.weight", (part.rows, self.in_features)
             if self.has_bias:
@@ -70,7 +116,6 @@ class PackedLinear:
         self.bias = torch.empty(self.out_features, device=device, dtype=dtype) if self.has_bias else None
 
     def load(self, name: str, source: Tensor) -> None:
-        """Copy one checkpoint tensor, already checked against `expected`, into its rows."""
         prefix, _, what = name.rpartition(".")
         start = 0
         for part in self.parts:
@@ -84,6 +129,13 @@ class PackedLinear:
                     _quantize(source, self.weight[rows], self.scale[rows])
                 return
             start += part.rows
+
+    def to_double(self) -> Self:
+        twin = copy.copy(self)
+        if self.format is None:
+            twin.weight = self.weight.double()
+        twin.bias = None if self.bias is None else self.bias.double()
+        return twin
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
@@ -110,32 +162,36 @@ def _chunks(matrix: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-class NormWeight:
+class NormWeight(Parameter):
     """The scale of one RMSNorm: `weight` [size]."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.name, self.num_parameters = name, size
+        self.name, self.size = name, size
         self.weight: Tensor = torch.empty(0)
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a model of this dtype keeps here."""
-        return self.num_parameters * dtype.itemsize
+    @property
+    def num_parameters(self) -> int:
+        return self.size
 
-    def compile_key(self) -> tuple[int, ...]:
-        """All but the values."""
-        return (self.num_parameters,)
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return self.size * dtype.itemsize
+
+    def compile_key(self) -> tuple[Hashable, ...]:
+        return (self.size,)
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{self.name}.weight", (self.num_parameters,)
+        yield f"{self.name}.weight", (self.size,)
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = torch.empty(self.num_parameters, device=device, dtype=dtype)
+        self.weight = torch.empty(self.size, device=device, dtype=dtype)
 
     def load(self, name: str, source: Tensor) -> None:
         self.weight.copy_(source)
 
+    def to_double(self) -> Self:
+        twin = copy.copy(self)
+        twin.weight = self.weight.double()
+        return twin
+
     def randomize(self, generator: torch.Generator) -> None:
         self.weight.uniform_(0.5, 1.5, generator=generator)
-
-
-Parameter = PackedLinear | NormWeight

@@ -1,21 +1,28 @@
 """`ChatTemplate`: renders a conversation as prompt text, with the model's own Jinja chat template."""
 
 import functools
-import json
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from minirt.errors import InputError, TokenizerError
-from minirt.text.files import damage_reported, read_json_object
+from minirt.files import present, read_text
+from minirt.text.rendering import Renderer, RenderingError
+
+MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
 
 
 class ChatTemplate:
     """The chat template of a model folder. `source` is None if the folder has no template."""
 
-    def __init__(self, folder: Path) -> None:
-        self.source, self._file = _read_template(folder)
+    def __init__(self, folder: Path, tokenizer_config: Mapping[str, Any]) -> None:
+        """`tokenizer_config`: the content of tokenizer_config.json. chat_template.jinja takes precedence over it."""
+        self._file = folder / "chat_template.jinja"
+        if present(self._file):
+            self.source: str | None = read_text(self._file, limit=MAX_TEMPLATE, error=TokenizerError)
+        else:
+            self._file = folder / "tokenizer_config.json"
+            self.source = _default_template(tokenizer_config.get("chat_template"), self._file)
 
     def render(self, messages: list[dict[str, str]], special_tokens: Mapping[str, str]) -> str:
         """Render `messages` as one text that ends with the assistant's header.
@@ -25,59 +32,43 @@ class ChatTemplate:
             special_tokens: name → text (bos_token, eos_token, …). Templates refer to them by name.
         Raises:
             InputError: `messages` has another form.
-            TokenizerError: there is no template, or the template fails or rejects the messages.
+            TokenizerError: there is no template, or the template fails, rejects the messages, renders nothing, or takes more
+                time, memory or output than `minirt.text.rendering` allows.
         """
         plain = _checked_messages(messages)
         if self.source is None:
             raise TokenizerError("there is no chat template", where=self._file, hint="use a plain prompt")
         try:
             names = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
-            return self._compiled.render(names | dict(special_tokens))  # the variables that transformers passes
-        except Exception as error:  # the template is third-party code and can raise anything
-            what, hint = f"the chat template failed: {type(error).__name__}: {error}", "check the order of the roles"
-            raise TokenizerError(what, where=self._file, hint=hint) from error
+            text = self._renderer.render(names | dict(special_tokens))  # the variables that transformers passes
+        except RenderingError as error:
+            hint = "check the order of the roles; else the template is damaged"
+            raise TokenizerError(f"the chat template failed: {error}", where=self._file, hint=hint) from error
+        if not text:
+            raise TokenizerError("the chat template rendered nothing", where=self._file, hint="check the roles")
+        return text
 
     @functools.cached_property
-    def _compiled(self) -> Any:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        class Generation(Extension):
-            tags = {"generation"}  # noqa: RUF012  # marks the text to train on; for inference a plain block
-
-            def parse(self, parser: Any) -> nodes.Node:
-                line = next(parser.stream).lineno
-                return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-        def raise_exception(message: str) -> None:
-            raise TemplateError(message)
-
-        extensions = [Generation, "jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own filter escapes HTML
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        return environment.from_string(self.source or "")
+    def _renderer(self) -> Renderer:
+        return Renderer(self.source or "")
 
 
-def _read_template(folder: Path) -> tuple[str | None, Path]:
-    """(chat template or None, its file). chat_template.jinja takes precedence over tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        with damage_reported(path):
-            return path.read_text(encoding="utf-8"), path
-    path = folder / "tokenizer_config.json"
-    with damage_reported(path):
-        value = read_json_object(path).get("chat_template")
-        if isinstance(value, list):
-            named = {entry["name"]: entry["template"] for entry in value}
-            if "default" not in named:
-                raise KeyError("no chat template has the name default")
-            value = named["default"]
-        if value is not None and not isinstance(value, str):
-            raise TypeError("chat_template is neither a string nor a list of named strings")
-        return value, path
+def _default_template(value: Any, path: Path) -> str | None:
+    """The template that tokenizer_config.json has in `chat_template`: a text, or the one named "default" of a list."""
+    expected = 'a text, or a list of {"name", "template"} with one named default'
+    if isinstance(value, list):
+        if not all(isinstance(entry, dict) and entry.keys() >= {"name", "template"} for entry in value):
+            raise TokenizerError("bad chat_template", where=path, expected=expected, found="a list of something else")
+        texts = [entry["template"] for entry in value if entry["name"] == "default"]
+        if len(texts) != 1:
+            raise TokenizerError("bad chat_template", where=path, expected=expected, found=f"{len(texts)} named default")
+        value = texts[0]
+    if value is not None and not isinstance(value, str):
+        raise TokenizerError("bad chat_template", where=path, expected=expected, found=type(value).__name__)
+    if value is not None and len(value) > MAX_TEMPLATE:
+        expected = f"at most {MAX_TEMPLATE:,} characters"
+        raise TokenizerError("the chat template is too large", where=path, expected=expected, found=f"{len(value):,}")
+    return value
 
 
 def _checked_messages(messages: object) -> list[dict[str, str]]:

@@ -1,18 +1,9 @@
 """`IncrementalDecoder`: converts token ids to text one token at a time, and never emits part of a character."""
 
 import codecs
-import functools
 
-from minirt.errors import InputError
 from minirt.text.tokenizer import Tokenizer
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """Character → byte of byte-level tokens (GPT-2). Printable Latin-1 bytes map to themselves, the others to U+0100 and up."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+from minirt.text.tokenizer_file import byte_alphabet
 
 
 class IncrementalDecoder:
@@ -38,14 +29,11 @@ class IncrementalDecoder:
         Raises:
             InputError: `token_id` is not an integer from 0 to 2**32 - 1.
         """
-        try:
-            token = self._backend.id_to_token(token_id)
-        except (TypeError, OverflowError) as error:
-            raise InputError("not a token id", found=repr(token_id)) from error
+        token = self._backend.id_to_token(token_id)
         if token is None or token in self._skipped:
             return ""
         if self._utf8 is not None:
-            alphabet = _byte_alphabet()
+            alphabet = byte_alphabet()
             in_alphabet = alphabet.keys() >= set(token)  # false for some added tokens, which are literal text
             return self._utf8.decode(bytes(alphabet[c] for c in token) if in_alphabet else token.encode())
         self._window.append(token_id)
@@ -54,7 +42,7 @@ class IncrementalDecoder:
         text = self._unsent()
         if text:  # a token without text is no context for the next token
             self._window = [token_id]
-            self._sent = len(self._backend.decode(self._window, skip_special_tokens=False))
+            self._sent = len(self._backend.decode(self._window, False))
         return text
 
     def flush(self) -> str:
@@ -65,4 +53,4 @@ class IncrementalDecoder:
         return text
 
     def _unsent(self) -> str:
-        return self._backend.decode(self._window, skip_special_tokens=False)[self._sent :]
+        return self._backend.decode(self._window, False)[self._sent :]

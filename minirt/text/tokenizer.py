@@ -3,104 +3,72 @@
 Built on `tokenizers` and jinja2, which are imported only when a tokenizer is loaded or a template is rendered.
 """
 
-import functools
-import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from minirt.errors import ConfigError, InputError, TokenizerError
+from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, shortened
+from minirt.files import parse_json, present, read_json, read_text
+from minirt.text.backend import Backend
 from minirt.text.chat_template import ChatTemplate
-from minirt.text.files import damage_reported, read_json_object
-
-if TYPE_CHECKING:
-    import tokenizers
+from minirt.text.tokenizer_file import TokenBound, check, decoder_steps
 
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Decoders that work token by token, except for byte runs and the start of the text. With them, a window decodes exactly.
-_WINDOW_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
-
-
-def _read_special_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens, name → text (bos_token, …), from tokenizer_config.json, or else from special_tokens_map.json."""
-    texts: dict[str, str | None] = {}
-    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
-        values = read_json_object(path)
-        for name in filter(values.__contains__, _SPECIAL_NAMES):
-            value = values[name]
-            texts[name] = value.get("content", 0) if isinstance(value, dict) else value  # an AddedToken or its text
-            if not isinstance(texts[name], str | None):
-                raise TokenizerError(f"{name} is neither a string nor an AddedToken", where=path, found=repr(value))
-    return {name: text for name, text in texts.items() if text}
-
-
-def _decoder_steps(backend: "tokenizers.Tokenizer", path: Path) -> list[str]:
-    """The types of the decoder's steps, in order; [] without a decoder.
-
-    Raises:
-        TokenizerError: the decoder cannot be streamed exactly.
-    """
-    if backend.decoder is None:
-        return []
-    state = json.loads(backend.decoder.__getstate__())  # the library's own serialization
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    names = [step["type"] for step in steps]
-    # A strip of several characters needs more than one token of context. A strip at the end takes back emitted text.
-    bad = any(step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0) for step in steps)
-    bad |= "Fuse" in names and not {"Strip"}.issuperset(names[names.index("Fuse") + 1 :])  # steps after Fuse see the whole text
-    if names != ["ByteLevel"] and (bad or not _WINDOW_DECODERS.issuperset(names)):
-        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=json.dumps(steps))
-    return names
+MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
+MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 
 
 class Tokenizer:
     """A model's tokenizer.json with its special tokens and chat template. Immutable after `load`."""
 
-    def __init__(self, backend: "tokenizers.Tokenizer", folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        self._backend = backend
-        backend.no_truncation()  # truncation set in tokenizer.json would silently cut prompts
-        backend.no_padding()
-        steps = _decoder_steps(backend, path)
+    def __init__(self, folder: Path) -> None:
+        """Load tokenizer.json and the optional files beside it; see `load`."""
+        path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        text = read_text(path, limit=MAX_TOKENIZER_FILE, error=TokenizerError)
+        content = parse_json(text, path, error=TokenizerError)
+        config, older = _optional(config_path), _optional(folder / "special_tokens_map.json")
+        self._backend = Backend(text.encode(), path)
+        check(content, self._backend, path)
+        steps = decoder_steps(self._backend, path)
         self._byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
-        self._chat_template = ChatTemplate(folder)
-        self._special = _read_special_tokens(folder)
+        self._chat_template = ChatTemplate(folder, config)
+        texts = _special_tokens(folder / "special_tokens_map.json", older) | _special_tokens(config_path, config)
+        self._special = {name: text for name, text in texts.items() if text}
+        _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path)
         ids = {name: self.token_id(text) for name, text in self._special.items()}
         self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
-        if lost := [name for name in ("bos_token", "eos_token") if ids.get(name, 0) is None]:
-            raise TokenizerError("is not in the vocabulary", where=path, found={n: self._special[n] for n in lost})
+        lost = {name: text for name, text in self._special.items() if ids[name] is None}
+        if "bos_token" in lost or "eos_token" in lost:
+            raise TokenizerError("is not in the vocabulary", where=path, found=shortened(lost))
+        if lost:
+            _warn(f"{config_path}: ignored, since the vocabulary has no such token: {lost}")
         # As in transformers, a token with a name such as bos_token is special even if tokenizer.json does not flag it.
-        flagged = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        flagged = self._backend.special_tokens()
         named = [text for name, text in self._special.items() if ids[name] is not None and text not in flagged]
-        backend.add_special_tokens(named)
-        self._special_texts = frozenset(flagged.union(named))
-        with damage_reported(path):  # a faulty post-processor fails at its first use
-            self._adds_bos = self.bos_token_id in backend.encode("", add_special_tokens=True).ids[:1]
+        self._backend.add_special_tokens(named)
+        self._special_texts = flagged.union(named)
+        self._adds_bos = self.bos_token_id in self._backend.encode("", True)[:1]  # a faulty post-processor fails here
+        vocabulary = self._backend.vocabulary()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._bound = TokenBound.of(content, vocabulary)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
         """Load the tokenizer in `folder`; None if the folder has none.
 
         Raises:
-            TokenizerError: a file is damaged, or the tokenizer has another format than tokenizer.json.
+            TokenizerError: a file is damaged or contradicts itself, or the tokenizer has another format than tokenizer.json.
         """
-        import tokenizers
-
         path = folder / "tokenizer.json"
-        if path.exists():
-            with damage_reported(path):
-                return cls(tokenizers.Tokenizer.from_file(str(path)), folder)
-        if found := [name for name in _OTHER_FILES if (folder / name).exists()]:
+        if present(path):
+            return cls(folder)
+        if found := [name for name in _OTHER_FILES if present(folder / name)]:
             hint = "convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             raise TokenizerError("is missing, and other formats are not supported", where=path, found=found, hint=hint)
         return None
-
-    @functools.cached_property
-    def vocab_size(self) -> int:
-        """Highest id + 1, added tokens included. The model's vocabulary may be larger (padded)."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def has_chat_template(self) -> bool:
@@ -110,36 +78,82 @@ class Tokenizer:
         """The id of the token spelled exactly `text`, or None."""
         return self._backend.token_to_id(text)
 
-    def encode(self, text: str) -> list[int]:
+    def min_tokens(self, text: str) -> int:
+        """A number of token ids that `text` has at least, from its number of characters; 0 if that says nothing.
+
+        It takes no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
+        """
+        return self._bound(text)
+
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a plain prompt, with the special tokens of tokenizer.json's post-processor, but never a second BOS.
 
-        As in transformers 5, only the post-processor decides whether a BOS is added; `add_bos_token` is ignored.
+        As in transformers 5, only the post-processor decides whether a BOS is added; `add_bos_token` is ignored. The text of a
+        special token in `text` becomes that token.
+
+        Args:
+            max_tokens: refuse a text that surely has more, because it has so many characters, without tokenizing it. A text of
+                which `min_tokens` does not say so is returned whole.
+        Raises:
+            ContextLengthError: see `max_tokens`.
+            InputError: `text` is not a string, or has a lone surrogate.
+            TokenizerError: the library fails.
         """
-        ids = self._encode(text, add_special_tokens=True)
+        ids = self._encode(text, True, max_tokens)
         return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of `render_chat(messages)`. The template writes all special tokens; the tokenizer adds none."""
-        return self._encode(self.render_chat(messages), add_special_tokens=False)
+    def encode_chat(self, messages: list[dict[str, str]], max_tokens: int | None = None) -> list[int]:
+        """Token ids of `render_chat(messages)`. The template writes all special tokens; the tokenizer adds none.
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
+        """
+        return self._encode(self.render_chat(messages), False, max_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         if not isinstance(text, str):
             raise InputError("a prompt must be a string", found=type(text).__name__)
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeError) as error:
-            raise InputError("the text is not valid Unicode (a lone surrogate)", found=ascii(text[:80])) from error
+        if max_tokens is not None and self.min_tokens(text) > max_tokens:
+            found = f"at least {self.min_tokens(text)} tokens, for {len(text)} characters"
+            hint = "shorten it, or raise --max-model-len or --kv-cache-memory if the model and the memory allow"
+            raise ContextLengthError("the prompt is too long", expected=f"at most {max_tokens} tokens", found=found, hint=hint)
+        return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Ids outside the vocabulary (a model's padding) decode to ""."""
-        try:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        except (TypeError, OverflowError) as error:
-            raise InputError(f"not token ids: {error}", expected="integers from 0 to 2**32 - 1") from error
+        return self._backend.decode(ids, skip_special_tokens)
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
         return self._chat_template.render(messages, self._special)
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that a model need not have; {} without it."""
+    return read_json(path, limit=MAX_SMALL_FILE, error=TokenizerError) if present(path) else {}
+
+
+def _special_tokens(path: Path, values: Mapping[str, Any]) -> dict[str, str | None]:
+    """Name → text of the special tokens (bos_token, …) that a file sets, possibly to null."""
+    texts: dict[str, str | None] = {}
+    for name in filter(values.__contains__, _SPECIAL_NAMES):
+        value = values[name]
+        texts[name] = value.get("content", 0) if isinstance(value, dict) else value  # an AddedToken or its text
+        if not isinstance(texts[name], str | None):
+            raise TokenizerError(f"{name} is neither a string nor an AddedToken", where=path, found=shortened(repr(value), 80))
+    return texts
+
+
+def _check_added_tokens(added: Any, backend: Backend, path: Path) -> None:
+    """Warn of tokens that tokenizer_config.json adds, id → token, and tokenizer.json has not, or with other ids."""
+    tokens = added.items() if isinstance(added, dict) else ()
+    texts = {key: token.get("content") for key, token in tokens if isinstance(token, dict)}
+    other = [text for key, text in texts.items() if isinstance(text, str) and str(backend.token_to_id(text)) != key]
+    if other:
+        _warn(f"{path}: added_tokens_decoder is ignored; tokenizer.json lacks these tokens, or has other ids: {other[:8]}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
 
 
 def eos_token_ids(

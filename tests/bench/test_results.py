@@ -33,7 +33,8 @@ BENCHMARKS = sorted(tables.BENCHMARKS.glob("*.md"))
 # The pages whose prose is not about measurements, but might hold one. docs/design and docs/decisions have rules of their own.
 OTHERS = [*sorted(DOCS.glob("*.md")), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "examples" / "README.md"]
 # What README.md says of versions and hardware: Python, PyTorch, Triton, compute capabilities, model families, bytes and bits.
-NOT_MEASURED = {"1", "2", "3", "4", "16", "32", "3.1", "3.2", "2.11", "3.6", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
+NOT_MEASURED = {"1", "2", "3", "4", "16", "32", "3.1", "3.2"}
+NOT_MEASURED |= {"2.11", "2.13", "3.6", "3.9", "3.11", "3.12", "8.0", "8.9", "10.0", "12.0"}
 
 
 def without_blocks(text):

@@ -48,7 +48,7 @@ def test_decode_prints_a_table(run, folder):
     assert first.startswith("**CPU figures, no GPU:** CPU ")
     for word in (f"torch {torch.__version__}", "triton", "minirt"):
         assert word in first
-    assert second.startswith("Read ceiling, same run: ")
+    assert second.startswith("Memory bandwidth, same run: ")
     assert "torch.sum" in second
     assert "datasheet" not in second
     assert products.startswith("Matrix product, same run: ")
@@ -64,7 +64,7 @@ def test_decode_prints_a_table(run, folder):
         assert plus == "±"
         assert float(spread.replace(",", "")) >= 0
         assert float(row["step ms"].split()[0]) >= float(row["min ms"]) > 0
-        assert row["of ceiling"].endswith(" %")
+        assert row["of bandwidth"].endswith(" %")
         assert row["of the limit"].endswith(" %")
     assert err.count(" ms a step") == 2
     assert run("bench", "decode", "-m", folder, *CACHE, "-q", "-c", 1, "--repeats", 1)[2] == ""

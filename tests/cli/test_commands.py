@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import termios
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.cli import CACHE, caller, refused, start
 from support.tiny import add_tokenizer
@@ -63,9 +65,18 @@ def test_text_goes_to_stdout_and_figures_to_stderr(run, folder, expected):
     words = ("load ", "first token", "decode 9 tokens", "tokens/s", "GB/s of weights", "peak memory", "greedy (default)")
     for word in words:
         assert err.count(word) >= 2, word
-    for word in ("prompt 5 tokens", "prompt 4 tokens", "finished: length"):
+    for word in ("prompt 5 tokens", "prompt 4 tokens", "finished: length", f" · {torch.get_num_threads()} thread"):
         assert word in err
     assert run("generate", "-m", folder, *CACHE, "--max-tokens", 9, "-q", "hello", "the fox") == (0, out, "")
+
+
+def test_threads(run, folder, monkeypatch):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    assert run("generate", "-m", folder, *CACHE, "--threads", 1, "-q", "--max-tokens", 1, "hello")[0] == 0
+    assert counts == [1]
+    refused(run("generate", "-m", folder, "--threads", 10**9, "hello"), "threads", "the CPUs here")
+    refused(run("generate", "-m", folder, "--threads", 0, "hello"), "--threads", code=2)
 
 
 def test_effective_sampling_is_shown_with_its_sources(run, copy):
@@ -123,6 +134,19 @@ def test_prompt_files_are_verbatim(run, folder, expected, tmp_path, monkeypatch)
     _, out, _ = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, *files, "first")
     prompts = [json.loads(line)["prompt_token_ids"] for line in out.splitlines()]
     assert prompts == [expected(p, 1).prompt_token_ids for p in ("first", text, " from stdin \n")]
+
+
+@pytest.mark.parametrize(("prompts", "texts"), [((), ["a\n b "]), (("-",), ["a\n b "]), (("hello", "-"), ["hello", "a\n b "])])
+def test_a_pipe_is_a_prompt(prompts, texts, run, folder, expected, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n b \r\n")))
+    code, out, _ = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 1, *prompts)
+    assert code == 0
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == texts
+
+
+def test_a_terminal_is_no_prompt(run, folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Keyboard("hello\n"))
+    refused(run("generate", "-m", folder, *CACHE), "no prompt", code=2)
 
 
 def test_chat_template(run, folder, expected):
@@ -211,7 +235,7 @@ def ids(folder, text):
 @pytest.mark.parametrize(("options", "opening"), [((), ""), (("--system", "be brief"), "[system]be brief\n"),
                                                   (("--system", ""), "[system]\n")])  # fmt: skip
 def test_conversation(options, opening, run, folder, monkeypatch, seen):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n  \nthe fox \n/clear\na\n/exit\nnever\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n  \nthe fox \n/reset\na\n/exit\nnever\n"))
     code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q", *options)
     assert (code, err) == (0, "")
     first, second, third = out.removesuffix("\n").split("\n")
@@ -231,7 +255,7 @@ def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
     assert code == 0
     assert out.count("\n") == 2
     assert "at most 255 tokens" in err
-    assert "/clear" in err
+    assert "/reset starts over" in err
     assert len(seen) == 3, "the refused message is not part of the conversation"
     assert len(seen[2]) < 100
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -239,7 +263,7 @@ def test_a_conversation_that_grows_too_long(run, folder, monkeypatch, seen):
     assert code == 1, "a script must see the failure"
 
 
-def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
+def test_control_c_stops_an_answer_only(run, folder, monkeypatch, seen):
     original, calls = chat.write, []
 
     def interrupted(text):
@@ -249,11 +273,88 @@ def test_control_c_stops_an_answer_only(run, folder, monkeypatch):
         original(text)
 
     monkeypatch.setattr(chat, "write", interrupted)
-    monkeypatch.setattr(sys, "stdin", Keyboard("hello\nthe fox\n"))
-    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5, "-q")
+    monkeypatch.setattr(sys, "stdin", Keyboard("hello\n/stats\nthe fox\n"))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 5)
     assert code == 0
-    assert "(stopped)" in err
+    assert "(stopped; Ctrl-C again ends" in err
     assert out.count("\n") == 2
+    short, rest = re.findall(r"^3 tokens, .*|^decode 3 tokens.*", err, flags=re.MULTILINE)
+    assert short.endswith(" tokens/s, abort")
+    assert rest.endswith("finished: abort")
+    assert not re.search(r"\b0 B|None", err)
+    stopped = "".join(calls[:3])
+    assert seen[1] == ids(folder, f"<s>[user]hello\n[assistant]{stopped}\n[user]the fox\n[assistant]")
+
+
+def test_control_c_before_the_first_token_takes_the_message_back(run, folder, monkeypatch, seen):
+    original, calls = Loaded.stream_completion, []
+
+    def interrupted(self, prompt, params=None):
+        calls.append(prompt)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return original(self, prompt, params)
+
+    monkeypatch.setattr(Loaded, "stream_completion", interrupted)
+    monkeypatch.setattr(sys, "stdin", Keyboard("hello\n/stats\nthe fox\n"))
+    code, _, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 2)
+    assert code == 0
+    assert "no answer yet" in err
+    assert calls[1] == ids(folder, "<s>[user]the fox\n[assistant]")
+
+
+def test_chat_commands(run, folder, tmp_path, monkeypatch, seen):
+    saved = tmp_path / "saved.jsonl"
+    lines = ["/system", "/system be\x1b[31m brief", "hello", f"/save {saved}", "/system", "/help", "/stats", "/reset", "a",
+             " /not a command", f"/save {saved}", "/save", "/wobble 5", "/", "/exit", "never"]  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", Keyboard("\n".join(lines)))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 4, "--ignore-eos")
+    assert code == 0
+    first, second, third = out.removesuffix("\n").split("\n")
+    begin = "<s>[system]be\x1b[31m brief\n"
+    assert seen == [ids(folder, begin + text) for text in (
+        "[user]hello\n[assistant]", "[user]a\n[assistant]", f"[user]a\n[assistant]{second}\n[user] /not a command\n[assistant]",
+    )]  # fmt: skip
+    assert third
+    messages = [("system", "be\x1b[31m brief"), ("user", "hello"), ("assistant", first)]
+    assert json.loads(saved.read_text()) == {"messages": [{"role": r, "content": c} for r, c in messages]}
+    assert saved.read_text().count("\n") == 1
+    for words in ("no system message\n", "system message: be\\x1b[31m brief\n", "/save FILE ", "/exit ", "3 messages in",
+                  "saved.jsonl: cannot be written: File exists", "/save: no file", "minirt: /wobble: unknown command",
+                  "minirt: /: unknown command", "decode 4 tokens"):  # fmt: skip
+        assert words in err, words
+    assert len(re.findall(r"^4 tokens, [0-9.]+ tokens/s, cut at 4 tokens", err, flags=re.MULTILINE)) == 3
+    for command in ("/wobble", "/save", f"/save {saved}"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{command}\nhello\n"))
+        refused(run("chat", "-m", folder, *CACHE), command.split()[-1])
+
+
+def test_a_saved_conversation_is_a_request(run, folder, tmp_path, monkeypatch):
+    saved = tmp_path / "s"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n/save {saved}\n"))
+    assert run("chat", "-m", folder, *CACHE, "--max-tokens", 3, "-q", "--system", "é\udce9")[0] == 1, "half a surrogate pair"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n/save {saved}2\n"))
+    assert run("chat", "-m", folder, *CACHE, "--max-tokens", 3, "-q", "--system", "é")[0] == 0
+    assert run("generate", "-m", folder, *CACHE, "--max-tokens", 1, "-q", "--prompts", f"{saved}2")[0] == 0
+
+
+def test_a_template_without_a_system_message(run, hf_folder, monkeypatch):
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = f"{{% for m in messages %}}{refusal}{{{{ m.content }}}}{{% endfor %}}"
+    folder = add_tokenizer(hf_folder("Llama"), template=template)
+    monkeypatch.setattr(sys, "stdin", Keyboard("/system be brief\n/system\nhello\n"))
+    code, out, err = run("chat", "-m", folder, *CACHE, "--max-tokens", 2)
+    assert code == 0
+    assert out
+    assert "no system\n" in err or "no system (" in err
+    assert "no system message" in err
+
+
+def test_chat_with_the_embedded_model_is_refused_before_it_is_loaded(run, monkeypatch):
+    monkeypatch.setattr(Loaded, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    words = ("embedded model", "no chat template", "--model SmolLM2-135M-Instruct", "minirt generate")
+    for model in ((), ("-m", "embedded")):
+        refused(run("chat", *model, *CACHE), *words)
 
 
 def test_a_conversation_in_latin_1(run, folder, monkeypatch):
@@ -332,15 +433,6 @@ def test_help_is_light():
     assert not heavy & set(done.stdout.split("\n")[-2].split())
 
 
-def test_control_c_ends_a_generation(endless):
-    with start("generate", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
-        assert process.stdout.read(8)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.strip() == b""
-
-
 def test_a_reader_that_goes_away(endless):
     with start("generate", "-m", endless, *CACHE, "--ignore-eos", "--max-tokens", 10**6, "hello") as process:
         assert process.stdout.read(5)
@@ -358,7 +450,7 @@ def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
         shown = b""
         while not shown.endswith(b"> "):
             shown += os.read(terminal, 100)
-        os.write(terminal, b"/clear\n")
+        os.write(terminal, b"/reset\n")
         while shown.count(b"> ") < 2:
             shown += os.read(terminal, 100)
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
@@ -375,14 +467,6 @@ def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
     assert process.returncode == 130
     assert shown.endswith(b"> \r\n")
     assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h"), "the cursor is hidden"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk():
-    with open("/dev/full", "wb") as full, start("env", stdout=full) as process:
-        err = process.stderr.read()
-    assert process.returncode == 1
-    assert err == b"minirt: stdout: cannot write the output: No space left on device\n"
 
 
 def test_closed_streams():

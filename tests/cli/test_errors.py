@@ -1,9 +1,12 @@
 """Bad input on the command line: an exit code, no output on stdout, and one clear line on stderr."""
 
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import click
 import pytest
@@ -13,6 +16,7 @@ from support.cli import CACHE, caller, refused
 from support.tiny import add_tokenizer
 
 from minirt.cli import app as cli
+from minirt.cli import files
 from minirt.cli.options import parse_size
 from minirt.generator import Generator
 
@@ -32,13 +36,20 @@ def run(capfd, monkeypatch):
     return caller(capfd, monkeypatch)
 
 
-def test_usage(run, folder):
+def test_usage(run, folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     for arguments in (
         ["generate", "-m", folder], ["generate", "-m", folder, "x", "--max-tokens", "many"], ["no-such-command"],
         ["generate", "x", "--kv-cache-memory", "x"], ["generate", "x", "--no-such-flag"], ["plan", "extra"],
         ["generate", "x", "-m", folder, "--random-weights", "--check-weights"],
     ):  # fmt: skip
         refused(run(*arguments), "Usage: ", code=2)
+
+
+def test_an_abbreviated_command_is_suggested(run):
+    refused(run("gen"), "No such command 'gen'", "Did you mean 'generate'?", code=2)
+    refused(run("e", "x"), "'env' or 'eval'", code=2)
+    refused(run(""), "No such command ''", code=2)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +104,40 @@ def test_bad_prompts(run, folder, tmp_path):
     refused(run(*base, ""), "empty")
     refused(run(*base, "--prompt-file", tmp_path / "empty"), f"{tmp_path / 'empty'}: the prompt is empty")
     refused(run(*base, "--prompt-file", tmp_path / "latin"), "UTF-8", "0xe9 at offset 3")
-    refused(run(*base, "--prompt-file", tmp_path), "directory")
+    refused(run(*base, "--prompt-file", tmp_path), "found a folder")
+    refused(run(*base, "--prompt-file", "nul\0"), "cannot be read")
     refused(run(*base, "lone \udce9 surrogate"), "surrogate")
     refused(run(*base, "a" * 1_000_000), "at most 255 tokens", "--max-model-len")
     refused(run(*base, "a", ""), "PROMPT 2: the prompt is empty")
     refused(run(*base, "a", "--prompt-file", tmp_path / "empty"), f"{tmp_path / 'empty'}: the prompt is empty")
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/tty"])
+@pytest.mark.parametrize("flag", ["--prompt-file", "--prompts"])
+def test_devices_are_not_read(device, flag, run, folder):
+    refused(run("generate", "-m", folder, *CACHE, flag, device), f"{device}: cannot be read", "a file or a pipe")
+
+
+def test_input_files_have_a_bound(run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_BYTES", 3 << 14)
+    monkeypatch.setattr(files, "_BLOCK", 1 << 14)
+    path = tmp_path / "large"
+    for size, words in (((3 << 14) + 1, ["too large", "1 GiB"]), (3 << 14, ["at most 255 tokens"])):
+        path.write_bytes(b"a" * size)
+        refused(run("generate", "-m", folder, *CACHE, "--prompt-file", path), *words)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+        refused(run("generate", "-m", folder, *CACHE, "--prompt-file", "-"), *words)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(open("/dev/zero", "rb")))  # noqa: SIM115
+    refused(run("generate", "-m", folder, *CACHE, "--prompts", "-"), "stdin: is too large")
+
+
+def test_a_pipe_is_read(run, folder, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[b"caf\xe9"])
+    writer.start()
+    refused(run("generate", "-m", folder, *CACHE, "--prompt-file", pipe), "UTF-8", "0xe9 at offset 3")
+    writer.join()
 
 
 @pytest.mark.parametrize("value", [10**24, 2 << 20])
@@ -209,6 +249,7 @@ def test_nan_logits(run, copy):
 FAILED = """
 import atexit
 from minirt.cli import app as cli
+from minirt.cli import files
 from minirt.engine import engine
 from minirt.errors import DeviceFailedError
 

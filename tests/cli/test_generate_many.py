@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import sys
@@ -196,7 +197,7 @@ def test_no_requests_and_misuse(run, folder, file, tmp_path):
     for content in ([], [b""], [b"  ", b"\r"]):
         refused(run(*base, file(*content)), "p.jsonl", "no request")
     refused(run(*base, tmp_path / "none"), "none", "No such file")
-    refused(run(*base, tmp_path), "directory")
+    refused(run(*base, tmp_path), "found a folder")
     refused(run(*base, file("a"), "b"), "Usage: ", "--prompt-file", code=2)
     refused(run(*base, file("a"), "--prompt-file", "c"), "Usage: ", code=2)
     refused(run(*base, file("a"), "--max-num-seqs", 0), "Usage: ", code=2)
@@ -250,7 +251,7 @@ def test_a_failure_does_not_take_the_others_along(run, folder, file, tmp_path):
     assert "NaN" in records[1]["error"]
     assert err.startswith("minirt: ")
     assert err.count("\n") == 1
-    assert "p.jsonl line 2, 4: 2 of 5 requests failed: the logits are NaN" in err
+    assert "p.jsonl lines 2, 4: 2 of 5 requests failed: the logits are NaN" in err
     code, out, _ = run(*(word for word in base if word != "--json"), file(*prompts))
     assert code == 1
     assert out.count("\n") == 5, "a failed request has an empty line, so that lines still match"
@@ -276,23 +277,60 @@ def test_an_error_that_ends_the_run_leaves_what_is_finished(run, folder, file, m
     assert "unfinished: line 1\nleft out: line 3" in err
 
 
-def test_control_c_prints_what_there_is(hf_folder, file):
-    endless = add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
+@pytest.fixture(scope="module")
+def endless(hf_folder):
+    """A model with so many positions that generation does not end during a test."""
+    return add_tokenizer(hf_folder("Llama", max_position_embeddings=1 << 18))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_prints_what_there_is(number, endless, file):
     path = file({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "id": "long"}, {"prompt": "c", "max_tokens": 3}, "d")
     options = ("--ignore-eos", "--max-tokens", 10**6, "--max-num-seqs", 2, "--json", "--prompts", path)
     with start("generate", "-m", endless, *CACHE, *options) as process:
         first = json.loads(process.stdout.readline())  # afterwards b and c run, and d after c has ended
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     records = [first, *map(json.loads, out.splitlines())]
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert records[0]["finish_reason"] == "length"
     assert (records[1]["line"], records[1]["finish_reason"], records[1]["id"]) == (2, "abort", "long")
     assert records[1]["token_ids"]
     assert records[1]["text"]
     assert [record["line"] for record in records] == sorted(record["line"] for record in records)
-    assert b"unfinished: line 2" in err
+    assert re.search(rb"^unfinished: lines? 2", err, flags=re.MULTILINE)
     assert b"Traceback" not in err
+
+
+def test_a_second_signal_does_not_cut_the_last_output(run, folder, file, monkeypatch):
+    """A terminal that closes sends SIGHUP more than once."""
+    original, texts = generate_many.write, []
+
+    def write(text):
+        texts.append(text)
+        os.kill(os.getpid(), signal.SIGHUP)
+        original(text)
+
+    monkeypatch.setattr(generate_many, "write", write)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        path = file(*({"prompt": "a", "max_tokens": n} for n in (3, 9, 9)))
+        code, out, err = run("generate", "-m", folder, *CACHE, "--ignore-eos", "--json", "--prompts", path)
+    finally:
+        assert signal.signal(signal.SIGHUP, before) is signal.SIG_DFL, "the handler is restored"
+    assert code == 129
+    assert [json.loads(line)["finish_reason"] for line in out.splitlines()] == ["abort", "abort"]
+    assert len(texts) == 3, "the first write, during the run, ended the run"
+    assert "3 prompts" in err
+
+
+def test_messages_name_a_few_lines_only(run, folder, file, monkeypatch):
+    from minirt.generator import Completions
+
+    monkeypatch.setattr(Completions, "__next__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    code, out, err = run("generate", "-m", folder, *CACHE, "--prompts", file(b"", *["hello"] * 3000))
+    assert (code, out) == (130, "")
+    assert "left out: lines 2, 3, 4, 5, 6 and 2995 more\n" in err
 
 
 def test_the_bar_is_on_a_terminal_and_results_are_not_in_it(folder, file):

@@ -28,7 +28,7 @@ def prompt(length):
 
 
 def make_engine(model, *, pages, seqs, budget, device, page_size=64):
-    cache = KVCache(model.kv_shapes, pages, device, model.dtype, page_size)
+    cache = KVCache(model.cache_specs, pages, device, model.dtype, page_size)
     for layer in cache.layers:
         layer.k.fill_(float("nan")), layer.v.fill_(float("nan"))
     return Engine(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.test_engine import PAGE, DraftingRunner, add, engine, run, undisturbed
+from engine.test_engine import DraftingRunner, add, engine, run, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +87,7 @@ def test_what_is_found(lookahead):
     assert (answer, cached) == (undisturbed(prompt, 9), 0)
     assert complete(it, prompt, 9) == (answer, 12)
     assert complete(it, prompt[:12], 1)[1] == 8, "at least one token is computed"
-    assert complete(it, prompt[:11] + [50, 51], 1)[1] == 8
+    assert complete(it, [*prompt[:11], 50, 51], 1)[1] == 8
     assert complete(it, [50, *prompt[1:]], 1)[1] == 0, "a page counts with its prefix only"
     second = [*prompt, *answer, 60, 61]
     assert complete(it, second, 1) == (undisturbed(second, 1), 20), "generated tokens count; the last one was never computed"

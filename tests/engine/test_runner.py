@@ -119,7 +119,7 @@ def test_one_layer_of_each_compile_key_runs_in_a_dry_run(monkeypatch):
 
     for layer in model.layers:
         layer._forward = forward(layer)
-    cache = KVCache(model.kv_shapes, 4, page_size=4)
+    cache = KVCache(model.cache_specs, 4, page_size=4)
     model.dry_run(Batch.build([Chunk([1, 2], 0, [0])], 4), cache)
     attention = [f"layers.{i}.attention" for i in (0, 2)]
     mlp = [f"layers.{i}.mlp" for i in (0, 3, 4, 5, 6, 7)]

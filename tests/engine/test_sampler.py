@@ -207,7 +207,7 @@ ROWS = {  # logits, the greedy token, the tokens that may be drawn
     "nan": ([1.0, NAN, 3.0, 0.0, 0.0], -1, {-1}),
     "nan and inf": ([INF, 0.0, 1.0, -NAN, INF], -1, {-1}),
     "all -inf": ([-INF] * 5, -1, {-1}),
-    "two infs": ([0.0, INF, 1.0, INF, -INF], 1, {1, 3}),
+    "two infs": ([0.0, INF, 1.0, INF, -INF], -1, {-1}),
     "ties": ([1.0, 7.0, 7.0, 0.0, 7.0], 1, {1, 2, 4}),
 }
 

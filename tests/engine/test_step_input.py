@@ -16,7 +16,7 @@ from minirt.errors import InputError
 
 PAGE = 16
 NAMES = ("tokens", "positions", "slots", "logits_indices", "query_starts", "seq_lens", "split_starts", "logits_needed",
-         "page_starts", "pages")  # fmt: skip
+         "seq_slots", "page_starts", "pages")  # fmt: skip
 
 
 def decode_chunks(lengths):
@@ -26,7 +26,8 @@ def decode_chunks(lengths):
 @pytest.mark.parametrize("layout", [Layout(5, 2, 3, 7), Layout(1, 1, 1, 1), Layout(8, 8, 8, 3), Layout(0, 0, 0, 0)], ids=str)
 def test_views_are_aligned_and_apart(layout):
     flat = torch.zeros(layout.words, dtype=torch.int32)
-    sizes = [layout.tokens] * 3 + [layout.logits, layout.seqs + 1, layout.seqs, layout.seqs + 1, 1, layout.seqs + 1, layout.pages]
+    seqs = layout.seqs
+    sizes = [layout.tokens] * 3 + [layout.logits, seqs + 1, seqs, seqs + 1, 1, seqs, seqs + 1, layout.pages]
     for value, (view, size) in enumerate(zip(layout.views(flat), sizes, strict=True), 1):
         assert view.numel() == size
         assert view.storage_offset() * view.element_size() % 16 == 0
@@ -36,8 +37,9 @@ def test_views_are_aligned_and_apart(layout):
 
 
 def test_a_mixed_batch():
-    chunks = [Chunk([7, 8, 9], 14, [3, 5]), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], num_logits=0)]
+    chunks = [Chunk([7, 8, 9], 14, [3, 5], slot=6), Chunk([~4], 300, list(range(20, 40))), Chunk([1, 2], 0, [9], 0, 2)]
     batch = Batch.build(chunks, PAGE)
+    assert batch.seq_slots.tolist() == [6, -1, 2]
     assert batch.tokens.tolist() == [7, 8, 9, ~4, 1, 2]
     assert batch.positions.tolist() == [14, 15, 16, 300, 0, 1]
     assert batch.slots.tolist() == [3 * 16 + 14, 3 * 16 + 15, 5 * 16, 38 * 16 + 12, 9 * 16, 9 * 16 + 1]
@@ -113,6 +115,7 @@ def test_a_mixed_batch_in_a_static_buffer():
     for name in ("tokens", "positions", "slots"):
         assert torch.equal(views[name][:6], getattr(built, name)), name
     assert views["slots"][6:].tolist() == [-1] * 10
+    assert views["seq_slots"].tolist() == [-1, -1, -1, -1, -1]
     assert views["query_starts"].tolist() == [0, 3, 4, 6, 6, 6]
     assert views["seq_lens"].tolist() == [17, 301, 2, 0, 0]
     assert views["split_starts"].tolist() == [0, 1, 3, 4, 4, 4]

@@ -144,7 +144,7 @@ def steps(model):
     The steps: a prompt; an unfinished prompt (no logits); a mixed step of a prompt, an unfinished prompt, a single token and a
     prompt with all logits; one single token; two single tokens.
     """
-    cache = KVCache(model.kv_shapes, 6, DEVICE)
+    cache = KVCache(model.cache_specs, 6, DEVICE)
     for layer in cache.layers:
         layer.k.fill_(torch.nan), layer.v.fill_(torch.nan)
 
@@ -170,7 +170,7 @@ def expected():
     model = build()
 
     def rows(tokens, *wanted):
-        cache = KVCache(model.kv_shapes, 1, DEVICE)
+        cache = KVCache(model.cache_specs, 1, DEVICE)
         out = model(Batch.build([Chunk(tokens, 0, [0], num_logits=len(tokens))], PAGE_SIZE), cache).cpu()
         return out[list(wanted)]
 
@@ -195,7 +195,7 @@ def test_a_step_without_logits(impl, quantization):
     model = build(impl, quantization=quantization and Quantization(quantization, head=True))
     results = []
     for sizes in ((30,), (12, 18)):
-        cache, start = KVCache(model.kv_shapes, 1, DEVICE), 0
+        cache, start = KVCache(model.cache_specs, 1, DEVICE), 0
         for size in sizes:
             last = start + size == 30
             out = model(Batch.build([Chunk(TOKENS[start : start + size], start, [0], num_logits=int(last))], PAGE_SIZE), cache)
@@ -209,7 +209,7 @@ def test_what_comes_behind_computes_the_rows_that_are_wanted():
     model = build()
     rows = {layer.name: watch(layer) for layer in model.layers}
     chunks = [Chunk([1] * 9, 0, [0]), Chunk([2] * 5, 0, [1], num_logits=0), Chunk([3] * 2, 0, [2])]
-    model(Batch.build(chunks, PAGE_SIZE), KVCache(model.kv_shapes, 3, DEVICE))
+    model(Batch.build(chunks, PAGE_SIZE), KVCache(model.cache_specs, 3, DEVICE))
     before, behind = ("layers.0.attention", "layers.0.mlp", "layers.1.attention", "select"), ("layers.1.mlp", "head")
     assert [rows[name] for name in before] == [[16]] * 4
     assert [rows[name] for name in behind] == [[2]] * 2
@@ -221,7 +221,7 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
     for budget in (64, 7):
         model = build()
         rows = watch(model.layers[-1])
-        cache = KVCache(model.kv_shapes, 4, DEVICE)
+        cache = KVCache(model.cache_specs, 4, DEVICE)
         engine = Engine(model, cache, vocab_size=211, max_model_len=128, max_num_batched_tokens=budget, device=DEVICE)
         sampling = resolve(SamplingParams(max_tokens=6, temperature=0.0), None)
         for number, prompt in enumerate((TOKENS[:30], TOKENS[30:55])):
@@ -249,7 +249,7 @@ def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
     embedding, attention, mlp, *_, head = models.build(CONFIG)
     model = build(layers=[embedding, attention, mlp, attention, kind(CONFIG, name="gather"), mlp, mlp, head])
     rows = {layer.kind: watch(layer) for layer in model.unique_layers()}
-    model.dry_run(Batch.build([Chunk(TOKENS[:5], 0, [0])], PAGE_SIZE), KVCache(model.kv_shapes, 1, DEVICE))
+    model.dry_run(Batch.build([Chunk(TOKENS[:5], 0, [0])], PAGE_SIZE), KVCache(model.cache_specs, 1, DEVICE))
     assert rows == {"embedding": [0], "attention": [5], "mlp": [5, 1], "select": [5], "head": [1]}
 
 

@@ -46,7 +46,7 @@ def build(family, impl, quantization=None, **sizes):
 
 def run(model):
     """The logits of three steps for three sequences: the prompts, then one more token each, then a chunk of two tokens each."""
-    cache = KVCache(model.kv_shapes, 9, DEVICE, model.kv_dtype)
+    cache = KVCache(model.cache_specs, 9, DEVICE, model.kv_dtype)
     for layer in cache.layers:
         for x in layer:
             if x is not None and x.dtype == FP8:
@@ -93,7 +93,7 @@ def test_chunks_of_a_prompt_agree(sizes):
 
     def logits(impl, sizes):
         model = build("qwen2", impl)
-        cache = KVCache(model.kv_shapes, 5, DEVICE, model.kv_dtype)
+        cache = KVCache(model.cache_specs, 5, DEVICE, model.kv_dtype)
         for layer in cache.layers:
             for x in layer:
                 if x is not None:
@@ -156,7 +156,7 @@ def test_a_padded_batch(tokens, seqs):
     sampled = torch.tensor([5, 77] + [0] * (seqs - 1), device=DEVICE)
     results = []
     for padded in (False, True):
-        cache = KVCache(model.kv_shapes, 9, DEVICE, model.kv_dtype)
+        cache = KVCache(model.cache_specs, 9, DEVICE, model.kv_dtype)
         for layer in cache.layers:
             layer.k.fill_(float("nan")), layer.v.fill_(float("nan"))
         model(Batch.build(cached, cache.page_size), cache)

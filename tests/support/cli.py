@@ -42,9 +42,13 @@ def refused(result, *words, code=1):
 
 
 def start(*arguments, **options):
-    """Start `python -m minirt …` with the default handling of Ctrl-C, even if this process ignores Ctrl-C (as under nohup)."""
+    """Start `python -m minirt …` with the default handling of signals, even if this process ignores some (as under nohup)."""
     command = [sys.executable, "-P", "-m", "minirt", *map(str, arguments)]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+
+    def default():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     return subprocess.Popen(command, preexec_fn=default, env=environment, **{**streams, **options})

@@ -31,7 +31,7 @@ def decode64(q, k, v, scale):
 
 
 def plan(lens, split, Nq, D, device, spare=0):
-    """split_starts, max_splits and a workspace of NaN, which shows values that were not written."""
+    """split_starts, max_splits, and a workspace filled with NaN, so that a read of an unwritten value is noticed."""
     starts = kernel.splits_before(lens, split)
     most = starts[-1] + spare
     workspace = Workspace(device, num_floats=kernel.workspace_floats(most, Nq, D))

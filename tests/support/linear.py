@@ -1,5 +1,4 @@
-"""The linear kernels as functions that return their output, with a configuration of the kernel that is meant, or the
-dispatch's."""
+"""The linear kernels as functions that return their output. A `config` selects its kernel; without one, dispatch chooses."""
 
 import torch
 
@@ -12,7 +11,7 @@ from minirt.kernels.linear.product import Product
 
 
 def gemm(x, weight, bias=None, residual=None, out=None, *, activation=None, scale=None, x_scale=None, config=None, **options):
-    """`dispatch.gemm`; with a `config` the kernel that it is for."""
+    """`dispatch.gemm` or, with a `config`, the kernel of this configuration."""
     operands = (x, weight, bias, residual, out)
     if config is None:
         return dispatch.gemm(*operands, activation=activation, scale=scale, x_scale=x_scale, **options)

@@ -1,11 +1,11 @@
-"""The examples of a Markdown page: which there are, and a process that runs them.
+"""Finds the examples of Markdown pages, and runs them in a separate process.
 
 Fences by their info string:
     python          runs; the blocks of a page share one namespace. A `text` block right below is what the block prints.
-    console         `$ minirt …`, `$ python examples/…`, `$ cat FILE`, each maybe behind `$ echo TEXT |`, with what it prints to
-                    stdout. The exit code must be 0.
-    console error   the same, with what it prints to stderr. The exit code must be 1.
-    python WHY, console WHY    not run, for a reason of `REASONS`. Python must compile, and options of `minirt` must exist.
+    console         commands, each with its expected stdout: `$ minirt …`, `$ python examples/…` or `$ cat FILE`, optionally after
+                    `$ echo TEXT |`. The exit code must be 0.
+    console error   the same, with the expected stderr. The exit code must be 1.
+    python WHY, console WHY    not run; WHY is a key of `REASONS`. Python must compile, and options of `minirt` must exist.
     text and others            shown, not run.
 In expected output, `…` stands for any text.
 
@@ -43,7 +43,8 @@ class Fence(NamedTuple):
 
 
 class Example(NamedTuple):
-    """`source`: Python, or a command line; `expected`: None where nothing is said of the output; `why`: a key of `REASONS`."""
+    """`source`: Python code or a command line. `expected`: its output; None if the page shows none. `why`: a key of `REASONS`, if
+    the example is not run."""
 
     line: int
     kind: str  # python, console or error
@@ -58,7 +59,7 @@ def fences(text: str) -> list[Fence]:
 
 
 def examples(text: str) -> list[Example]:
-    """Those of a page, in order; ValueError for an info string or a command that is not known."""
+    """The examples of a page, in order. Raises ValueError for an unknown info string or command."""
     found: list[Example] = []
     previous: Fence | None = None
     for fence in fences(text):
@@ -84,7 +85,7 @@ def _reason(fence: Fence, why: str) -> str | None:
 
 
 def _follows(text: str, first: Fence, second: Fence) -> bool:
-    """Whether nothing but empty lines stands between the two."""
+    """Whether there are only empty lines between the two fences."""
     lines = text.splitlines()[first.line + first.text.count("\n") + 1 : second.line - 1]
     return not any(line.strip() for line in lines)
 
@@ -102,14 +103,14 @@ def _commands(fence: Fence, kind: str, why: str | None) -> Iterator[Example]:
 
 
 def matches(expected: str, found: str) -> bool:
-    """Whether `found` is what was expected, where `…` is any text; spaces at the ends of lines do not count."""
+    """Whether `found` matches `expected`, in which `…` stands for any text. Ignores spaces at the ends of lines."""
     expected, found = ("\n".join(line.rstrip() for line in text.strip("\n").split("\n")) for text in (expected, found))
     pattern = ".*".join(re.escape(part) for part in expected.split("…"))
     return re.fullmatch(pattern, found, flags=re.DOTALL) is not None
 
 
 def parses(command: str) -> str | None:
-    """Why the options of a `minirt` command line are not acceptable, or None. Nothing runs."""
+    """The reason why click refuses the options of a `minirt` command line, or None. Does not run the command."""
     import click
 
     from minirt.cli.app import cli
@@ -133,7 +134,7 @@ def parses(command: str) -> str | None:
 
 
 def skipped_fault(example: Example) -> str | None:
-    """What is wrong with an example that does not run here, as far as can be seen."""
+    """What is wrong with an example that is not run, as far as this can be found without running it."""
     if example.kind == "python":
         try:
             compile(example.source, "example", "exec")
@@ -148,7 +149,7 @@ def skipped_fault(example: Example) -> str | None:
 
 @contextmanager
 def _redirected() -> Iterator[Callable[[], tuple[str, str]]]:
-    """Catches what the process writes; the function gives stdout and stderr so far."""
+    """Captures what the process writes. Yields a function that returns stdout and stderr so far."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         kept = os.dup(1), os.dup(2)
 
@@ -172,7 +173,7 @@ def _redirected() -> Iterator[Callable[[], tuple[str, str]]]:
 
 
 def _run_command(source: str) -> int:
-    """The exit code of a command line, which runs in this process."""
+    """Run a command line in this process and return its exit code."""
     words = shlex.split(source, comments=True)
     if words[0] == "echo":
         bar = words.index("|")

@@ -300,7 +300,7 @@ def test_wrong_inputs(run, folder, tmp_path):
     refused(run(*BASE, "o", "-t", "0"), "whole numbers above 0", code=2)
     refused(run(*BASE, "o", "--pictures", tmp_path / "none"), "does not exist", code=2)
     refused(run(*BASE, "o", "--output-file", tmp_path / "none" / "a.md"), "does not exist", code=2)
-    refused(run(*BASE, "o", "--baseline", tmp_path / "none.json"), "cannot read the baseline")
+    refused(run(*BASE, "o", "--baseline", tmp_path / "none.json"), "--baseline", "none.json: cannot be read")
     bad = tmp_path / "bad.json"
     for text in ("", "[]", "{}", '{"benchmark": "decode", "results": []}', '{"benchmark": "kernels", "results": [{}]}'):
         bad.write_text(text)

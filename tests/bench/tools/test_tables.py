@@ -91,7 +91,7 @@ def test_losses_are_told_and_a_tie_is_none():
         "fp8, batch 1 at context 8000: +38.5%; fp8, a prompt of 8192 tokens: +0.7%."
     )
     best = {"a": STEPS["a"] | {"results": [step(1, 128, 0.001)]}}
-    assert tables.losses_table(best) == "minirt is slower than vLLM at none of these 1 points."
+    assert tables.losses_table(best) == "minirt is not slower than vLLM at any of these 1 points."
 
 
 def test_other_shapes():
@@ -106,7 +106,7 @@ def test_other_shapes():
 def test_checks():
     own = [{"checked": True, "against": "the truth"}, {"checked": False, "why": "no time"}, {"checked": False, "why": "no time"}]
     text = tables.checks_table({name: {"correctness": one} for name, one in zip("abc", own, strict=True)})
-    assert text == "Checks before timing. `a`: compared with the truth; `b`, `c`: no time."
+    assert text == "Checks before timing:\n\n- `a`: compared with the truth.\n- `b`, `c`: no time."
 
 
 def test_about_tells_every_machine_and_the_range_of_ceilings():

@@ -12,9 +12,9 @@ import warnings
 import torch
 import triton
 import triton.language as tl
-from ahead_of_time_probe import GPU, Counting, current, loaded
+from ahead_of_time_probe import GPU, Counting, current, launched, loaded
 from triton.compiler.compiler import ASTSource
-from triton.runtime import driver
+from triton.runtime import cache, driver
 
 from minirt.kernels.compile import ahead_of_time
 from minirt.kernels.compile.processes import CompileProcesses
@@ -76,7 +76,19 @@ def main() -> None:
     found["none"] = ahead(norm(6000), norm(12000))
     servers.clear()
     found["cached"] = ahead(norm(1100))
-    print(json.dumps(found | {"servers": len(servers)}))
+    count = len(servers)
+    manager = cache.get_cache_manager
+    del cache.get_cache_manager
+    found["missing"] = ahead(norm(100), norm(300))
+    cache.get_cache_manager = lambda: "other arguments"
+    found["changed"] = ahead(norm(20))
+    cache.get_cache_manager = manager
+    launched.clear()
+    del triton.AsyncCompileMode
+    found["no mode"] = ahead(norm(10))
+    triton.AsyncCompileMode = lambda pool: None
+    found["another mode"] = ahead(norm(16400))
+    print(json.dumps(found | {"servers": count, "launched": launched}))
 
 
 if __name__ == "__main__":

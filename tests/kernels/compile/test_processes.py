@@ -29,3 +29,21 @@ def test_without_its_process_a_kernel_is_compiled_all_the_same(found):
 def test_what_is_cached_needs_no_process(found):
     assert found["servers"] == 0
     assert found["cached"]["made"] == []
+
+
+def test_another_triton_compiles_in_this_process(found):
+    """Private parts of Triton that are missing, or take other arguments: one warning, and the kernels are there."""
+    for case, word in (("missing", "ImportError"), ("changed", "TypeError")):
+        assert len(found[case]["said"]) == 1
+        assert "in this process only" in found[case]["said"][0]
+        assert word in found[case]["said"][0]
+    assert found["missing"]["made"] == found["missing"]["loaded"] == ["_rms_norm_kernel"] * 2
+    assert found["changed"]["made"] == found["changed"]["loaded"] == ["_rms_norm_kernel"]
+
+
+def test_another_triton_compiles_at_the_launch(found):
+    """Without its asynchronous mode, launches run and compile as they come."""
+    for case in ("no mode", "another mode"):
+        assert len(found[case]["said"]) == 1
+        assert "one after the other" in found[case]["said"][0]
+    assert found["launched"] == ["_rms_norm_kernel"] * 2

@@ -126,6 +126,55 @@ def test_who_stores_at_once_loses_nothing(tunable, file):
     assert file.stat().st_mode & 0o777 == 0o644
 
 
+def test_nothing_is_written_through_a_link(tunable, file, tmp_path):
+    """Others may have put links into a shared folder, under the names that are written there."""
+    file.parent.mkdir()
+    theirs = {name: tmp_path / name for name in ("stored", "temporary", "older")}
+    for target in theirs.values():
+        target.write_text("theirs")
+    file.symlink_to(theirs["stored"])
+    file.with_suffix(".tmp").symlink_to(theirs["temporary"])
+    file.with_name(f"{file.name}.tmp").symlink_to(theirs["older"])
+    with pytest.warns(RuntimeWarning, match="no usable tuned configurations"):
+        tuning.store(tunable, file, {"a": Config(64)})
+    assert {target.read_text() for target in theirs.values()} == {"theirs"}
+    assert not file.is_symlink()
+    assert tuning.load(tunable, file) == {"a": Config(64)}
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "folder", "loop", "large", "deep", "shape"])
+def test_what_is_no_file_of_configurations(kind, tunable, file):
+    """Ignored at once, with a warning: no wait for a FIFO's writer, no end of memory."""
+    file.parent.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "loop":
+        file.symlink_to(file)
+    elif kind == "large":
+        with file.open("wb") as sparse:
+            sparse.truncate(1 << 36)
+    elif kind == "deep":
+        file.write_text("[" * 200_000)
+    elif kind == "shape":
+        own = {"source": tuning.source_hash(tunable.sources), "configs": [1]}
+        file.write_text(json.dumps({"schema": tuning.SCHEMA, "kernels": {"mine": own}}))
+    with pytest.warns(RuntimeWarning, match="no usable tuned configurations"):
+        assert tuning.load(tunable, file) == {}
+    if kind == "folder":
+        with pytest.raises(MinirtError, match="cannot store tuned configurations"), pytest.warns(RuntimeWarning):
+            tuning.store(tunable, file, {"a": Config(64)})
+        assert [found.name for found in file.parent.iterdir()] == [file.name], "a temporary file was left"
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tuning.store(tunable, file, {"a": Config(64)})
+        assert tuning.load(tunable, file) == {"a": Config(64)}
+
+
 def test_a_folder_that_cannot_be_written(tunable, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(MinirtError, match="cannot store tuned configurations"):

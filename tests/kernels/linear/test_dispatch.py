@@ -112,11 +112,12 @@ def test_any_split_of_k(split, tma, dtype, make, nan, agrees, device):
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize(("T", "N", "block_n"), [(2, 203, 32), (9, 40, 16), (40, 100, 64)])
 def test_row_maxima(T, N, block_n, split, fp8, make, nan, device):
-    """Of each row the argmax of its own values, of equals the first, and those values only if they are needed; a NaN."""
+    """Of each row the argmax of its own values, of equals the first, and those values only if needed; NaN and infinities."""
     K, tiles = 208, -(-N // block_n)
     x, _, weight, _ = inputs(make, T, N, K, torch.float16)
     x[-1], weight[N // 2 :] = -x[0].abs(), weight[: N - N // 2].clone()
     x[1, 7] = 0 if fp8 else float("nan")
+    x[T // 2 + 1 : T - 1, 5] = float("inf") if not fp8 else 0  # logits of +inf and -inf
     (x, x_scale), (weight, scale) = (quantize(x), reference.quantize_fp8(weight)) if fp8 else ((x, None), (weight, None))
     config = GemmSmallConfig(block_n=block_n, block_k=32, num_warps=2, split=split)
     run = partial(gemm_small, x, weight, None, None, scale=scale, x_scale=x_scale, workspace=Workspace(device), config=config)

@@ -1,0 +1,72 @@
+"""The files that a command reads and writes: prompts, texts, requests and results. "-" is stdin."""
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from minirt.errors import InputError
+
+MAX_BYTES = 1 << 30  # of one input file
+_BLOCK = 1 << 20
+
+
+def shown_name(name: str) -> str:
+    """A file's name in messages."""
+    return "stdin" if name == "-" else name
+
+
+def read_file(name: str) -> bytes:
+    """The bytes of a regular file or a pipe (such as `<(command)`) of at most 1 GiB; "-" is stdin.
+
+    Raises:
+        InputError: it cannot be read, is a folder or a device, or is larger.
+    """
+    where = shown_name(name)
+    try:
+        if name == "-":
+            data = _read(sys.stdin.buffer)
+        else:
+            mode = os.stat(name).st_mode  # before opening, which alone can have effects on a device
+            if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+                found = "a folder" if stat.S_ISDIR(mode) else "a device or a socket"
+                raise InputError("cannot be read as text", where=where, expected="a file or a pipe", found=found)
+            with open(name, "rb") as file:
+                data = _read(file)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
+    if len(data) > MAX_BYTES:
+        raise InputError("is too large", where=where, expected="at most 1 GiB")
+    return data
+
+
+def _read(file: BinaryIO) -> bytes:
+    """All that the file holds, or a little more than the bound. Reads in blocks, because `read(n)` allocates n bytes at once."""
+    data = bytearray()
+    while len(data) <= MAX_BYTES:
+        block = file.read(_BLOCK)
+        data += block
+        if len(block) < _BLOCK:  # the end; on a terminal, another read would wait for a second Ctrl-D
+            break
+    return bytes(data)
+
+
+def read_text(name: str) -> str:
+    """The UTF-8 text of a file, nothing stripped; "-" is stdin."""
+    data = read_file(name)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise InputError("not valid UTF-8", where=shown_name(name), found=byte) from error
+
+
+def check_target(target: str | None, flag: str) -> None:
+    """Refuse a file to write whose folder does not exist, before any work is done for it."""
+    if target is not None and not Path(target).absolute().parent.is_dir():
+        raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)

@@ -1,0 +1,88 @@
+"""`Backend`: the one door to the `tokenizers` library. Whatever fails behind it arrives as a `TokenizerError`."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from minirt.errors import InputError, TokenizerError, shortened
+
+_T = TypeVar("_T")
+_DAMAGED = "get the file again"
+_TEXT = "the tokenizer of this model cannot process this text, such as a very long run of one character"
+
+
+class Backend:
+    """A `tokenizers.Tokenizer`, loaded from the content of a tokenizer.json.
+
+    The library is written in Rust. Where it panics, it raises PanicException, which derives from BaseException and cannot be
+    imported, so no ordinary handler sees it. `_call` turns it, and every other exception, into a `TokenizerError`; each use of
+    the library goes through it.
+    """
+
+    def __init__(self, content: bytes, path: Path) -> None:
+        """Load `content`, which was read from `path`; `path` is what errors name."""
+        import tokenizers
+
+        self._path = path
+        self._library = self._call(lambda: tokenizers.Tokenizer.from_buffer(content), "cannot be loaded", _DAMAGED)
+        # Truncation set in tokenizer.json would silently cut prompts.
+        self._call(lambda: self._library.no_truncation(), "cannot be loaded", _DAMAGED)
+        self._call(lambda: self._library.no_padding(), "cannot be loaded", _DAMAGED)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; `add_special_tokens`: with those of the post-processor."""
+        try:
+            return self._call(lambda: self._library.encode(text, add_special_tokens=add_special_tokens).ids, "failed", _TEXT)
+        except TokenizerError as error:
+            if isinstance(error.__cause__, TypeError | UnicodeError):
+                what = "the text is not valid Unicode (a lone surrogate)"
+                raise InputError(what, found=ascii(text[:80])) from error.__cause__
+            raise
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of `ids`. Ids that no token has decode to ""."""
+        try:
+            return self._call(lambda: self._library.decode(ids, skip_special_tokens=skip_special_tokens), "failed", _DAMAGED)
+        except TokenizerError as error:
+            if isinstance(error.__cause__, TypeError | OverflowError):
+                what, expected = f"not token ids: {error.__cause__}", "integers from 0 to 2**32 - 1"
+                raise InputError(what, expected=expected) from error.__cause__
+            raise
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token of an id, as the vocabulary spells it."""
+        try:
+            return self._call(lambda: self._library.id_to_token(token_id), "failed", _DAMAGED)
+        except TokenizerError as error:
+            if isinstance(error.__cause__, TypeError | OverflowError):
+                raise InputError("not a token id", found=repr(token_id)[:80]) from error.__cause__
+            raise
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._call(lambda: self._library.token_to_id(token), "failed", _DAMAGED)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token → id, added tokens included."""
+        return self._call(lambda: self._library.get_vocab(with_added_tokens=True), "failed", _DAMAGED)
+
+    def special_tokens(self) -> frozenset[str]:
+        """The added tokens that are flagged as special."""
+        added = self._call(lambda: self._library.get_added_tokens_decoder(), "failed", _DAMAGED)
+        return frozenset(token.content for token in added.values() if token.special)
+
+    def add_special_tokens(self, tokens: list[str]) -> None:
+        self._call(lambda: self._library.add_special_tokens(tokens), "failed", _DAMAGED)
+
+    def decoder(self) -> dict[str, Any] | None:
+        """The decoder in the library's own serialization; None without one."""
+        state = self._call(lambda: self._library.decoder and self._library.decoder.__getstate__(), "failed", _DAMAGED)
+        return None if state is None else json.loads(state)
+
+    def _call(self, function: Callable[[], _T], what: str, hint: str) -> _T:
+        try:
+            return function()
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise  # Ctrl-C
+            raise TokenizerError(f"{what}: {shortened(error)}", where=self._path, hint=hint) from error

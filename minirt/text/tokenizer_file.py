@@ -1,0 +1,193 @@
+"""What tokenizer.json says: contradictions that the library would accept, the decoder, and how few tokens a text can have.
+
+The library has loaded the file, so its parts are well-formed; what it leaves open is read with care.
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minirt.errors import TokenizerError, shortened
+from minirt.text.backend import Backend
+
+# Decoders that work token by token, except for byte runs and the start of the text. With them, a window decodes exactly.
+_WINDOW_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
+# Unicode's White_Space, which an added token with lstrip or rstrip removes.
+_WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_NOT_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))  # bytes that no UTF-8 text has
+_COMPOSED = 4  # characters that NFC or NFKC combine into one, at most
+
+
+@functools.cache
+def byte_alphabet() -> dict[str, int]:
+    """Character → byte of byte-level tokens (GPT-2). Printable Latin-1 bytes map to themselves, the others to U+0100 and up."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def decoder_steps(backend: Backend, path: Path) -> list[str]:
+    """The types of the decoder's steps, in order; [] without a decoder.
+
+    Raises:
+        TokenizerError: the decoder cannot be streamed exactly.
+    """
+    steps = list(_steps(backend.decoder(), "decoders"))
+    names = [step["type"] for step in steps]
+    # A strip of several characters needs more than one token of context. A strip at the end takes back emitted text.
+    bad = any(step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0) for step in steps)
+    bad |= "Fuse" in names and not {"Strip"}.issuperset(names[names.index("Fuse") + 1 :])  # steps after Fuse see the whole text
+    if names != ["ByteLevel"] and (bad or not _WINDOW_DECODERS.issuperset(names)):
+        found = shortened(json.dumps(steps))
+        raise TokenizerError("this decoder cannot be streamed exactly", where=path, found=found)
+    return names
+
+
+def check(content: Mapping[str, Any], backend: Backend, path: Path) -> None:
+    """Refuse a tokenizer.json that contradicts itself, or whose results vary.
+
+    Raises:
+        TokenizerError: BPE dropout is on, two tokens have one id, an added token has another id than the vocabulary says, or
+            the model needs an unknown token that is not in its vocabulary.
+    """
+    model = _object(content.get("model"))
+    if model.get("dropout"):
+        hint = 'set "dropout" to null in tokenizer.json: it is for training, and the same text would give other tokens each time'
+        raise TokenizerError("BPE dropout is on", where=path, expected="null", found=model["dropout"], hint=hint)
+    vocabulary = _vocabulary(model)
+    by_id = {token_id: token for token, token_id in vocabulary.items()}
+    if len(by_id) != len(vocabulary):
+        token = next(token for token, token_id in vocabulary.items() if by_id[token_id] != token)
+        found = shortened(f"{vocabulary[token]} of {token!r} and {by_id[vocabulary[token]]!r}")
+        raise TokenizerError("two tokens have one id", where=path, found=found)
+    for added in map(_object, content.get("added_tokens") or ()):
+        text, expected = str(added.get("content")), added.get("id")
+        given = backend.token_to_id(text)
+        if given is None or given != expected or backend.id_to_token(given) != text:
+            # The library gives a text of the vocabulary the vocabulary's id, and any other text the next free id.
+            what = f"the added token {shortened(repr(text))} cannot have its id"
+            hint = "the vocabulary has the text with another id, or the id is taken, or ids before it are missing"
+            raise TokenizerError(what, where=path, expected=expected, found=given, hint=hint)
+    unknown = model.get("unk_token")
+    if isinstance(unknown, str) and unknown not in vocabulary and _missing_bytes(content, model) != b"":
+        raise TokenizerError(f"unk_token {shortened(repr(unknown))} is not in the vocabulary", where=path)
+
+
+@dataclass(frozen=True)
+class TokenBound:
+    """How few tokens a text can have, from its number of characters or bytes.
+
+    Attributes:
+        longest: characters of the longest token, or bytes with a byte-level tokenizer; None where nothing can be told.
+        composed: characters that the normalizer combines into one at most, in a text that is not ASCII.
+        strips: whether added tokens remove whitespace around them.
+        dropped: bytes that a byte-level vocabulary lacks, so that they give no token.
+    """
+
+    longest: int | None = None
+    composed: int = 1
+    strips: bool = False
+    dropped: bytes = b""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], vocabulary: Mapping[str, int]) -> "TokenBound":
+        """The bound for a tokenizer.json. `vocabulary`: all tokens, added ones included.
+
+        Only for BPE, and only if no step can drop characters or merge any number of them into one token: every normalizer and
+        pre-tokenizer is one of those below, and each unknown character is a token of its own, or a byte that is not counted.
+        """
+        model, composed, same = _object(content.get("model")), 1, True
+        for step in _steps(content.get("normalizer"), "normalizers"):
+            same = same and step["type"] in ("NFC", "NFKC")  # no other one leaves ASCII as it is
+            match step:
+                case {"type": "NFC" | "NFKC"}:
+                    composed *= _COMPOSED
+                case {"type": "NFD" | "NFKD" | "Lowercase" | "Prepend" | "ByteLevel"}:
+                    pass
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if 0 < len(old) <= len(new):
+                    pass
+                case _:
+                    return cls()
+        changes = 0
+        for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
+            match step:
+                case {"type": "ByteLevel" | "Metaspace"}:
+                    changes += 1
+                case {"type": "Digits"}:
+                    pass
+                case {"type": "Split" | "Punctuation", "behavior": str(behavior)} if behavior != "Removed":
+                    pass
+                case _:
+                    return cls()
+        for step in _steps(content.get("post_processor"), "processors"):
+            match step:
+                case {"type": "ByteLevel"}:
+                    pass
+                case {"type": "TemplateProcessing", "single": list(parts)} if any(
+                    _object(_object(part).get("Sequence")).get("id") == "A" for part in parts
+                ):
+                    pass
+                case _:
+                    return cls()
+        bare = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
+        if model.get("type") != "BPE" or not bare or not vocabulary:
+            return cls()
+        dropped = b""
+        if (missing := _missing_bytes(content, model)) != b"" and (model.get("unk_token") is None or model.get("fuse_unk")):
+            if missing is None or not same or changes != 1:  # other bytes than those of the text reach the model
+                return cls()
+            dropped = missing
+        longest = max(1, *map(len, vocabulary))
+        added = [_object(token) for token in content.get("added_tokens") or ()]
+        if dropped:  # then bytes are counted; a byte-level token has a letter for each, an added token is plain text
+            longest = max(longest, *(len(str(token.get("content")).encode()) for token in added), 1)
+        strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
+        return cls(longest, composed, strips, dropped)
+
+    def __call__(self, text: str) -> int:
+        """A number of tokens that `text` has at least. Takes milliseconds for a million characters."""
+        plain = self.composed == 1 or text.isascii()
+        if self.longest is None or (self.dropped and not plain):
+            return 0
+        counted: str | bytes = text
+        if self.dropped:
+            counted = text.encode("utf-8", "surrogatepass").translate(None, self.dropped)
+        length = len(counted)
+        if self.strips:
+            length -= sum(text.count(space) * (len(space.encode()) if self.dropped else 1) for space in _WHITESPACE)
+        return max(0, -(-length // (self.longest * (1 if plain else self.composed))))
+
+
+def _missing_bytes(content: Mapping[str, Any], model: Mapping[str, Any]) -> bytes | None:
+    """The bytes of UTF-8 text that the vocabulary lacks; b"" if it covers any text, None if it does not work on bytes."""
+    vocabulary = _vocabulary(model)
+    if model.get("type") != "BPE":
+        return None
+    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return b""
+    last = [step["type"] for step in _steps(content.get("pre_tokenizer"), "pretokenizers")][-1:]
+    if last != ["ByteLevel"]:
+        return None
+    return bytes(sorted(byte for letter, byte in byte_alphabet().items() if letter not in vocabulary and byte not in _NOT_UTF8))
+
+
+def _vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Token → id of the model itself; empty for Unigram, whose ids are positions in a list."""
+    return _object(model.get("vocab"))
+
+
+def _steps(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
+    """The steps of a part of tokenizer.json, in order. A "Sequence" has them in `inner`, possibly one in another."""
+    part = _object(part)
+    if part.get("type") == "Sequence":
+        for step in part.get(inner) or ():
+            yield from _steps(step, inner)
+    elif part:
+        yield {"type": None} | dict(part)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,88 @@
+"""CPU threads: how many PyTorch computes with, and how long idle ones spin. Imports no torch.
+
+Two threads that spin on one busy core keep each other from working: on a shared machine PyTorch can be many times slower than
+with one thread. So idle threads spin for a short time only, and cgroup limits count. What the user set by OMP_* or GOMP_*
+variables stays. `bench/tools/threads.py` measures both.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from minirt.errors import ConfigError
+
+# Turns that an idle thread of GCC's OpenMP spins before it sleeps. GCC's default is 300,000, nominally 3 ms.
+SPIN_COUNT = 10_000
+
+
+def limit_spinning() -> None:
+    """Set GOMP_SPINCOUNT for this process, unless the user chose a wait policy. Without effect after PyTorch is imported.
+
+    GCC's OpenMP, which PyTorch uses on Linux, reads it once, when it is loaded.
+    """
+    if "torch" not in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+def set_threads(threads: int | None) -> None:
+    """Set how many threads PyTorch's CPU operations use, in the whole process.
+
+    Args:
+        threads: a number; it takes precedence over OMP_NUM_THREADS. None: what OMP_NUM_THREADS or MKL_NUM_THREADS says, else
+            what PyTorch is set to, but at most `usable_cpus`.
+    Raises:
+        ConfigError: not an integer from 1 to the CPUs of this machine.
+    """
+    import torch
+
+    if threads is not None:
+        most = os.cpu_count() or 1
+        if type(threads) is not int or not 1 <= threads <= most:
+            raise ConfigError("not a number of threads", where="threads", expected=f"1 to {most}, the CPUs here", found=threads)
+        torch.set_num_threads(threads)
+    elif not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ) and torch.get_num_threads() > usable_cpus():
+        torch.set_num_threads(usable_cpus())
+
+
+def usable_cpus() -> int:
+    """The CPUs that this process may use: its affinity, and the quota of its cgroup rounded down, at least 1."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_quota(Path("/"))
+    return cpus if quota is None else max(1, min(cpus, int(quota)))
+
+
+def cgroup_quota(root: Path) -> float | None:
+    """CPUs that the cgroup of this process, or one above it, limits it to. None: no limit, or none that can be read.
+
+    Args:
+        root: the root of the file system.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    found = []
+    for line in groups:
+        number, names, path = [*line.split(":", 2), "", ""][:3]
+        controllers = names.split(",")
+        if number == "0" and names == "":
+            mount, files = root / "sys/fs/cgroup", ["cpu.max"]
+        elif "cpu" in controllers:
+            mount, files = root / "sys/fs/cgroup" / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        own = mount / path.lstrip("/")
+        # In a container, the path may be that of the host, which does not exist here: the mount itself is read in any case.
+        for folder in (own, *own.parents):
+            if folder == mount or mount in folder.parents:
+                found.append(_limit(folder, files))
+    limits = [limit for limit in found if limit is not None]
+    return min(limits, default=None)
+
+
+def _limit(folder: Path, files: list[str]) -> float | None:
+    try:
+        quota, period = " ".join((folder / name).read_text() for name in files).split()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # "max", or not as expected: no limit
+        return None

@@ -1,0 +1,138 @@
+"""The door to the tokenizers library: nothing fails behind it with another exception than minirt's, and nothing goes past it."""
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.package import ROOT
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from minirt.errors import TokenizerError
+from minirt.text.backend import Backend
+from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.tokenizer import Tokenizer as Loaded
+
+LETTERS = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+
+
+def byte_level(**parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(LETTERS, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+def load(tokenizer: Tokenizer, folder: Path) -> Loaded:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Loaded.load(folder) or pytest.fail("no tokenizer")
+
+
+def test_a_panic_of_the_split_regex(tmp_path: Path) -> None:
+    """Catastrophic backtracking: the library panics with an exception that is no `Exception`."""
+    split = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    tokenizer = load(byte_level(pre_tokenizer=split), tmp_path)
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match=r"failed: .*retry-limit") as caught:
+            tokenizer.encode("a" * 60 + "b")
+        assert caught.value.where == tmp_path / "tokenizer.json"
+        assert caught.value.hint
+    assert tokenizer.encode("ab") == [LETTERS["a"], LETTERS["b"]]  # and it works on
+
+
+class PanicException(BaseException):
+    """As pyo3's, which cannot be imported or raised at will."""
+
+
+CALLS: dict[str, Callable[[Backend], Any]] = {
+    "encode": lambda backend: backend.encode("a", True),
+    "decode": lambda backend: backend.decode([1], False),
+    "id_to_token": lambda backend: backend.id_to_token(1),
+    "token_to_id": lambda backend: backend.token_to_id("a"),
+    "get_vocab": lambda backend: backend.vocabulary(),
+    "get_added_tokens_decoder": lambda backend: backend.special_tokens(),
+    "add_special_tokens": lambda backend: backend.add_special_tokens(["a"]),
+    "decoder": lambda backend: backend.decoder(),
+}
+
+
+class Failing:
+    """A library in which everything raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_turns_panics_and_exceptions_into_errors(name: str, tmp_path: Path) -> None:
+    backend = Backend(byte_level().to_str().encode(), tmp_path / "tokenizer.json")
+    for error in (PanicException("p\x1b"), Exception("e"), ValueError("v" * 1000), MemoryError()):
+        backend._library = Failing(error)  # type: ignore[assignment]
+        with pytest.raises(TokenizerError) as caught:
+            CALLS[name](backend)
+        assert caught.value.__cause__ is error
+        assert len(str(caught.value)) < 800
+    for stop in (KeyboardInterrupt(), SystemExit()):  # are the caller's, not the library's
+        backend._library = Failing(stop)  # type: ignore[assignment]
+        with pytest.raises(type(stop)):
+            CALLS[name](backend)
+
+
+def test_loading_is_behind_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tokenizers
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", Failing(PanicException("p")))
+    with pytest.raises(TokenizerError, match="cannot be loaded: p"):
+        Backend(b"{}", tmp_path)
+
+
+def test_no_use_of_the_library_goes_past_the_door() -> None:
+    """Only backend.py imports the library, and there every use is inside a lambda that `_call` gets."""
+    for path in (ROOT / "minirt").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        }
+        assert ("tokenizers" in imported) == (path.name == "backend.py" and path.parent.name == "text"), path
+    tree = ast.parse((ROOT / "minirt" / "text" / "backend.py").read_text())
+    behind = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._call"
+        for inner in ast.walk(node.args[0])
+    }
+    uses = [
+        node
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self._library", "tokenizers"))
+        or (isinstance(node, ast.Name) and node.id == "tokenizers")
+    ]
+    assert len(uses) > 8
+    assert not [ast.unparse(node) for node in uses if id(node) not in behind]
+    assert {node.attr for node in uses if isinstance(node, ast.Attribute)} >= CALLS.keys()  # the test above calls them all
+
+
+@pytest.mark.parametrize("pattern", ["", Regex(""), Regex("(?=a)")])
+def test_an_empty_pattern_is_no_crash(pattern: Any, tmp_path: Path) -> None:
+    """The library may accept it or not; it must not get past the errors."""
+    text = byte_level(normalizer=normalizers.Replace("a", "b")).to_str()
+    content = json.loads(text)
+    content["normalizer"]["pattern"] = {"String": pattern} if isinstance(pattern, str) else {"Regex": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    try:
+        tokenizer = Loaded.load(tmp_path)
+        assert tokenizer is not None
+        ids = tokenizer.encode("banana")
+        assert "".join(map(IncrementalDecoder(tokenizer).push, ids)) == tokenizer.decode(ids)
+    except TokenizerError:
+        pass
