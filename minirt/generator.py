@@ -61,6 +61,7 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
@@ -69,9 +70,9 @@ class Generator:
         Args:
             kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
                 free memory at most, and never more than `max_num_seqs` sequences of full length need.
-            prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
+            max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
-        check_limits(max_num_seqs, max_num_batched_tokens)
+        check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -87,7 +88,7 @@ class Generator:
         engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
-            prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
+            max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
         )
         self._engine = EngineThread(engine)
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
@@ -108,8 +109,8 @@ class Generator:
                 "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
             progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
-                kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, revision, random_weights,
-                seed, check_weights, layers, warmup, cuda_graphs.
+                kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache,
+                threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -120,8 +121,8 @@ class Generator:
         generator = cls(
             loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
             eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens, prefix_cache=settings.prefix_cache,
-            cuda_graphs=settings.cuda_graphs,
+            max_num_batched_tokens=settings.max_num_batched_tokens, max_waiting=settings.max_waiting,
+            prefix_cache=settings.prefix_cache, cuda_graphs=settings.cuda_graphs,
         )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
@@ -240,6 +241,11 @@ class Generator:
     def max_num_batched_tokens(self) -> int:
         """Tokens that one step computes at most."""
         return self._live.max_num_batched_tokens
+
+    @property
+    def max_waiting(self) -> int | None:
+        """Requests that may wait behind those of a step; more are refused. None: any number."""
+        return self._live.max_waiting
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:

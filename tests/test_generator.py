@@ -23,6 +23,7 @@ from minirt.errors import (
     InputError,
     MinirtError,
     NumericsError,
+    QueueFullError,
     TokenizerError,
 )
 
@@ -123,6 +124,19 @@ def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(generator):
 def test_an_error_names_its_prompt(prompts, generator):
     with pytest.raises(InputError, match=r"^prompts\[1\]"):
         generator.generate(prompts, params())
+
+
+def test_max_waiting(folder):
+    with load(folder, max_num_seqs=1, max_waiting=1) as small:
+        assert small.max_waiting == 1
+        done = dict(small.completions(["hello", "a", "b"], params(2)))
+        assert [type(done[i].error) for i in range(3)] == [type(None), type(None), QueueFullError]
+        with pytest.raises(QueueFullError, match=r"^prompts\[2\]: too many requests wait"):
+            small.generate(["hello", "a", "b"], params(2))
+        assert idle(small)
+    for wrong in (-1, True, 1.5, "2"):
+        with pytest.raises(InputError, match="max_waiting"):
+            load(folder, max_waiting=wrong)
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2.0}, {"max_num_seqs": -1}, {"max_num_batched_tokens": "8"}], ids=str)

@@ -28,6 +28,7 @@ from minirt.errors import (
     MinirtError,
     NumericsError,
     OutOfMemoryError,
+    QueueFullError,
 )
 from minirt.sampling_params import EffectiveSampling
 
@@ -86,6 +87,7 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
+        max_waiting: how many requests may wait behind those of a step. None: any number.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
@@ -101,13 +103,14 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         device: torch.device | str = "cpu",
+        max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
     ) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
-        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
+        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache, max_waiting)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
             max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
@@ -129,6 +132,10 @@ class Engine:
     @property
     def max_num_batched_tokens(self) -> int:
         return self._scheduler.max_num_batched_tokens
+
+    @property
+    def max_waiting(self) -> int | None:
+        return self._scheduler.max_waiting
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
@@ -205,7 +212,8 @@ class Engine:
         """
         with self._device_errors():
             work = self._scheduler.schedule()
-            outputs = self._start(work) if work else []
+            outputs = [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
+            outputs += self._start(work) if work else []
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
                 outputs += self._collect(self._in_flight.popleft())
             return outputs
@@ -281,6 +289,11 @@ class Engine:
             if ends is not None:
                 break
         return TokenOutput(sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached)
+
+    def _queue_full(self) -> QueueFullError:
+        limit = self._scheduler.max_waiting
+        what, found = "too many requests wait", f"{limit} that came before"
+        return QueueFullError(what, expected=f"at most {limit}", found=found, hint="try again later, or raise --max-waiting")
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)

@@ -53,11 +53,14 @@ class Sequence:
         return len(self.pages) > 0 or self.num_generated > 0
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int | None = None) -> None:
+    """Raise InputError unless the limits are in range. Kernels count a step's sequences and tokens in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if type(value) is not int or not 1 <= value <= MOST:
             raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
+    if max_waiting is not None and (type(max_waiting) is not int or max_waiting < 0):
+        expected, found = "an integer >= 0, or None", repr(max_waiting)[:80]
+        raise InputError("not an acceptable value", where="max_waiting", expected=expected, found=found)
 
 
 class Scheduler:
@@ -69,16 +72,24 @@ class Scheduler:
         max_model_len: number of positions that the model serves.
         prefix_cache: whether sequences share pages that hold the same beginning. Not with recurrent layers, whose state at the
             end of a shared beginning is not kept.
+        max_waiting: how many sequences may wait behind those of a step. None: any number.
     """
 
     def __init__(
-        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, prefix_cache: bool = True
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_cache: bool = True,
+        max_waiting: int | None = None,
     ) -> None:
         self._cache = cache
         self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
         self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
         self._free_slots = list(range(max_num_seqs))[::-1]
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting = max_num_seqs, max_num_batched_tokens, max_waiting
+        self._added: list[Sequence] = []  # since the last step, if they may be refused
         self.max_len = min(max_model_len, cache.capacity)
         self._limit = "--max-model-len" if max_model_len <= cache.capacity else "--kv-cache-memory"
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id, the next one first
@@ -97,6 +108,20 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
         self.waiting[sequence.id] = sequence
+        if self.max_waiting is not None:
+            self._added.append(sequence)
+
+    def refused(self) -> list[Sequence]:
+        """Of the sequences added since the last step, the latest that do not fit into `max_waiting`. Call it after `schedule`.
+
+        So nothing is refused that the step computes. The caller removes them.
+        """
+        if self.max_waiting is None or not self._added:
+            return []
+        added, self._added = self._added, []
+        excess = len(self.waiting) - self.max_waiting
+        still = [sequence for sequence in added if sequence.id in self.waiting] if excess > 0 else []
+        return still[max(0, len(still) - excess) :]
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its pages.
@@ -111,6 +136,7 @@ class Scheduler:
         """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
         self.running.clear()
         self._blocked = (-1, -1)
+        self._added.clear()
         self._free_slots = list(range(self.max_num_seqs))[::-1]
         self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
         for sequence in self.waiting.values():

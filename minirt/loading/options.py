@@ -37,6 +37,7 @@ class LoadOptions:
             get a token in each of these steps.
         threads: how many threads PyTorch's CPU operations use, in the whole process. None: what OMP_NUM_THREADS says, else what
             PyTorch is set to, but at most the CPUs that this process may use (affinity and cgroup quota).
+        max_waiting: requests that may wait while a step computes others; one more ends with a `QueueFullError`. None: any number.
         prefix_cache: keep the KV pages of finished requests until their room is needed, so that a request with the same beginning
             does not compute it again.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
@@ -64,6 +65,7 @@ class LoadOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     threads: int | None = None
+    max_waiting: int | None = None
     prefix_cache: bool = True
     random_weights: bool = False
     seed: int = 0
@@ -78,7 +80,7 @@ class LoadOptions:
             raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=self.quantization)
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
-        check_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
 
     @property
     def formats(self) -> Quantization | None:

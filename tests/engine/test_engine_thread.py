@@ -11,14 +11,14 @@ import sys
 import threading
 
 import pytest
-from engine.test_engine import engine, undisturbed
+from engine.test_engine import PAGE, engine, undisturbed
 from support.native import native_error
 
 from minirt.engine import engine as engine_module
 from minirt.engine import engine_thread, kv_cache, scheduler
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread
-from minirt.errors import DeviceFailedError, EngineError, MinirtError
+from minirt.errors import DeviceFailedError, EngineError, MinirtError, QueueFullError
 from minirt.sampling_params import SamplingParams, resolve
 
 EOS = 5
@@ -345,6 +345,43 @@ def test_a_call_waits_until_it_can_run(thread):
     assert at_rest(it, cache)
 
 
+def test_exactly_max_waiting_requests_wait(thread):
+    """Twenty threads submit during one step. Two run, three wait, and the others are told at once."""
+    it, cache = thread(seqs=2, max_waiting=3)
+    model, entered, gate = it.engine._runner._model, threading.Event(), threading.Event()
+
+    def held(batch, cache):
+        entered.set()
+        assert gate.wait(60)
+        return model(batch, cache)
+
+    it.engine._runner._model = held
+    results, submitted = [], threading.Barrier(21)
+
+    def work(i):
+        with it.connect() as client:
+            client.submit([request(it, [40 + i], 6)])
+            if i < 20:
+                submitted.wait(20)
+            outputs = client.receive()
+            while outputs[-1].finish_reason is None:
+                outputs += client.receive()
+        results.append(outputs[-1].error)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in (20, *range(20))]
+    threads[0].start()
+    assert entered.wait(20)
+    for each in threads[1:]:
+        each.start()
+    submitted.wait(20)
+    gate.set()
+    for each in threads:
+        each.join(20)
+    assert sum(error is None for error in results) == 5
+    assert [type(error) for error in results if error is not None] == [QueueFullError] * 16
+    assert at_rest(it, cache)
+
+
 def test_a_forked_process_is_told(thread):
     it, _ = thread()
     complete(it, [[1]])
@@ -355,7 +392,7 @@ def test_a_forked_process_is_told(thread):
 
 
 def test_a_step_costs_nothing_for_requests_that_wait(thread):
-    """Lines of Python run in a step, with 2 and with 5,000 requests behind the two that run."""
+    """Lines of Python in the steps of one page, with 2 and with 5,000 requests behind the two that run."""
 
     def lines(waiting):
         it, _ = thread(seqs=2)
@@ -370,14 +407,15 @@ def test_a_step_costs_nothing_for_requests_that_wait(thread):
             count += event == "line"
             return trace if "minirt" in frame.f_code.co_filename else None
 
-        def step(engine):
+        def steps(engine):
             sys.settrace(trace)
             try:
-                it._deliver(engine.step())
+                for _ in range(PAGE):  # one of them fills a page
+                    it._deliver(engine.step())
             finally:
                 sys.settrace(None)
 
-        it.call(step)
+        it.call(steps)
         client.close()
         return count
 
