@@ -64,35 +64,41 @@ class AsyncGenerator:
         return cls(await asyncio.to_thread(load, model, progress=progress, **options), max_unread=max_unread)
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> Any:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`), as `Generator.generate` does."""
-        call = await self._prepare(prompts, params, single=is_single(prompts))
+        call = await self._prepare(prompts, params, priority, single=is_single(prompts))
         async with aclosing(self._run(call)) as pieces:
             async for _ in pieces:
                 pass
         return call.result()
 
-    async def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
+    async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        return await self.generate(await self.encode_chat(messages), params)
+        return await self.generate(await self.encode_chat(messages), params, priority=priority)
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
 
         Raises:
             SlowReaderError: more than `max_unread` pieces were not read. The pieces before them come first.
             MinirtError: the request failed.
         """
-        async with aclosing(self.stream_completion(prompt, params)) as pieces:
+        async with aclosing(self.stream_completion(prompt, params, priority=priority)) as pieces:
             async for piece, _ in pieces:
                 yield piece
 
     async def stream_completion(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGeneration[tuple[Piece, Completion], None]:
         """As `stream`, with the completion as it stands after each piece."""
-        call = await self._prepare(prompt, params, single=True)
+        call = await self._prepare(prompt, params, priority, single=True)
         async with aclosing(self._run(call, self._max_unread)) as pieces:
             async for stream, piece in pieces:
                 if stream.completion.error is not None:
@@ -113,10 +119,10 @@ class AsyncGenerator:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _prepare(self, prompts: Any, params: Any, *, single: bool) -> Call:
+    async def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> Call:
         if _size([prompts] if single else prompts) < _LONG:
-            return self.generator._prepare(prompts, params, single=single)
-        return await asyncio.to_thread(self.generator._prepare, prompts, params, single=single)
+            return self.generator._prepare(prompts, params, priority, single=single)
+        return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single=single)
 
     async def _run(self, call: Call, limit: int | None = None) -> AsyncGeneration[tuple[CompletionStream, Piece], None]:
         """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts.

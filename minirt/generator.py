@@ -138,6 +138,7 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> Any:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
@@ -145,11 +146,12 @@ class Generator:
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: one for all, or one for each prompt; None takes the model's own defaults.
+            priority: one for all, or one for each prompt. Requests with lower values run first.
             progress: draw a bar on stderr, if that is a terminal.
         Raises:
             MinirtError: a request failed. `completions` keeps the others.
         """
-        call = self._prepare(prompts, params, single=is_single(prompts))
+        call = self._prepare(prompts, params, priority, single=is_single(prompts))
         with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
             for stream, piece in pieces:
                 if piece.finish_reason is not None:
@@ -157,30 +159,35 @@ class Generator:
         return call.result()
 
     def completions(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams | None] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> "Completions":
         """Complete many prompts at once: an iterator of (index of the prompt, its `Completion`) in the order of finishing."""
-        call = self._prepare(prompts, params, single=False)
+        call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
+    def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self.max_len - 1), params)
+        return self.generate(self.encode_chat(messages, self.max_len - 1), params, priority=priority)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
 
         Several streams may be open at once: they share the engine's steps.
         """
-        with closing(self.stream_completion(prompt, params)) as pieces:  # with this iterator, not when it is collected
+        own = self.stream_completion(prompt, params, priority=priority)
+        with closing(own) as pieces:  # with this iterator, not when it is collected
             for piece, _ in pieces:
                 yield piece
 
     def stream_completion(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """As `stream`, with the completion as it stands after each piece."""
-        with closing(self._run(self._prepare(prompt, params, single=True))) as pieces:
+        with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
             for stream, piece in pieces:
                 if stream.completion.error is not None:
                     raise stream.completion.error
@@ -302,9 +309,10 @@ class Generator:
             raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
         self._live.check(tokens)
 
-    def _prepare(self, prompts: Any, params: Any, *, single: bool) -> "Call":
+    def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> "Call":
         """Encode and check the requests of one call. `single`: `prompts` is one prompt. Any thread may do it."""
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
+        priorities = _priorities(priority, len(prompts))
         call = Call([], [], single)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
@@ -313,7 +321,8 @@ class Generator:
             decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
             completion = Completion(tokens, [], "", None, sampling)
             call.streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
-            call.requests.append(Request(self._engine.new_id(), tokens, sampling, self.eos_token_ids))
+            request = Request(self._engine.new_id(), tokens, sampling, self.eos_token_ids, priority=priorities[i])
+            call.requests.append(request)
         return call
 
     def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
@@ -423,3 +432,12 @@ def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[An
         what, found = "one SamplingParams for each prompt", repr(params)[:80]
         raise InputError(what, where="params", expected=len(prompts), found=found)
     return prompts, params
+
+
+def _priorities(priority: Any, count: int) -> list[int]:
+    """A priority for each of `count` prompts."""
+    own = list(priority) if isinstance(priority, list | tuple) else [priority] * count
+    if len(own) != count or any(type(value) is not int for value in own):
+        expected, found = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
+        raise InputError("not an acceptable value", where="priority", expected=expected, found=found)
+    return own

@@ -126,6 +126,17 @@ def test_an_error_names_its_prompt(prompts, generator):
         generator.generate(prompts, params())
 
 
+def test_priorities(folder):
+    with load(folder, max_num_seqs=1) as small:
+        order = [i for i, _ in small.completions(["hello", "a", "b", "c"], params(2), priority=[1, 0, -3, 0])]
+        assert order == [2, 1, 3, 0]
+        assert small.generate("hello", params(2), priority=7).token_ids == small.generate("hello", params(2)).token_ids
+        assert len(list(small.stream("hello", params(2), priority=-1))) == 2
+        for wrong in (None, 1.0, True, "1", [0], [0, None]):
+            with pytest.raises(InputError, match="priority"):
+                small.generate(["hello", "a"], params(2), priority=wrong)
+
+
 def test_max_waiting(folder):
     with load(folder, max_num_seqs=1, max_waiting=1) as small:
         assert small.max_waiting == 1

@@ -45,6 +45,7 @@ class Request:
         sampling: how tokens are drawn, and how many at most.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
+        priority: requests with lower values run first.
     """
 
     id: int
@@ -52,6 +53,7 @@ class Request:
     sampling: EffectiveSampling
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
+    priority: int = 0
 
 
 class TokenOutput(NamedTuple):
@@ -175,7 +177,7 @@ class Engine:
         """Queue a request whose prompt has passed `check`."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len, salt=request.cache_salt)
+        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len, request.priority, salt=request.cache_salt)
         eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
         self._requests[request.id] = _RequestState(sequence, sampling, eos)
         self._scheduler.add(sequence)

@@ -6,13 +6,13 @@ before the tokens of the previous step are known: a token that is still on the d
 """
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.step_input import Chunk
+from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, InputError
 
 MAX_NUM_BATCHED_TOKENS = 8192  # the default token budget of a step
@@ -27,6 +27,8 @@ class Sequence:
     tokens: array  # of int64
     prompt_len: int
     final_len: int
+    priority: int = 0  # the lowest runs first
+    rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals: the order of admission
     num_computed: int = 0
     pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
     row: int = 0  # the row of the pending token among the last step's sampled tokens
@@ -64,7 +66,10 @@ def check_limits(max_num_seqs: int, max_num_batched_tokens: int, max_waiting: in
 
 
 class Scheduler:
-    """First come, first served, running sequences before waiting ones. Preempts the youngest when pages run out.
+    """Running sequences before waiting ones; of these the lowest priority value first, then first come, first served.
+
+    When pages run out, the running sequence with the highest priority value is preempted, the youngest of several. A waiting
+    sequence preempts none.
 
     Args:
         max_num_seqs: maximum number of sequences in one step.
@@ -92,8 +97,9 @@ class Scheduler:
         self._added: list[Sequence] = []  # since the last step, if they may be refused
         self.max_len = min(max_model_len, cache.capacity)
         self._limit = "--max-model-len" if max_model_len <= cache.capacity else "--kv-cache-memory"
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id, the next one first
-        self.running: OrderedDict[int, Sequence] = OrderedDict()  # by id, the youngest last
+        self.waiting = WaitingQueue()
+        self.running: dict[int, Sequence] = {}  # by id, in the order of admission
+        self._num_arrivals = 0
 
     def check_length(self, tokens: int) -> None:
         """Raise ContextLengthError if a prompt of this many tokens and one new token can never fit."""
@@ -107,7 +113,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
-        self.waiting[sequence.id] = sequence
+        sequence.rank = sequence.priority, self._num_arrivals
+        self._num_arrivals += 1
+        self.waiting.add(sequence)
         if self.max_waiting is not None:
             self._added.append(sequence)
 
@@ -120,7 +128,7 @@ class Scheduler:
             return []
         added, self._added = self._added, []
         excess = len(self.waiting) - self.max_waiting
-        still = [sequence for sequence in added if sequence.id in self.waiting] if excess > 0 else []
+        still = [sequence for sequence in added if sequence in self.waiting] if excess > 0 else []
         return still[max(0, len(still) - excess) :]
 
     def remove(self, sequence: Sequence) -> None:
@@ -129,50 +137,53 @@ class Scheduler:
         A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
         self.running.pop(sequence.id, None)
-        self.waiting.pop(sequence.id, None)
+        self.waiting.remove(sequence)
         self._free(sequence)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
-        """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
+        """Start anew with these sequences, none of which has started, in this order. All pages become free, whoever held them."""
         self.running.clear()
         self._blocked = (-1, -1)
-        self._added.clear()
         self._free_slots = list(range(self.max_num_seqs))[::-1]
-        self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
-        for sequence in self.waiting.values():
+        self.waiting = WaitingQueue()
+        for sequence in waiting:
             sequence.slot, sequence.num_computed = -1, 0
+            self.add(sequence)
+        self._added.clear()
         self._cache.allocator.reset()
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self.max_num_batched_tokens
-        chosen: list[tuple[Sequence, Chunk]] = []
+        chosen: dict[int, tuple[Sequence, Chunk]] = {}
         preempted = False
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
-            if sequence.id not in self.running:  # preempted for an older one, as all behind it are
-                break
+            if sequence.id not in self.running:  # preempted for an earlier one
+                continue
             if sequence.length >= sequence.final_len:  # its last token is pending
                 continue
             del sequence.drafts[sequence.final_len - sequence.length - 1 :]  # a step gives one token more than it verifies
             count = min(sequence.length + len(sequence.drafts) - sequence.num_computed, budget)
             while sequence.id in self.running and not self._reserve(sequence, count):
-                self._preempt_youngest()  # possibly `sequence` itself
+                last = self._preempt_last()  # possibly `sequence` itself
                 preempted = True
+                if last.id in chosen:
+                    budget += len(chosen.pop(last.id)[1].tokens)
             if sequence.id in self.running:
-                chosen.append((sequence, _chunk(sequence, count)))
+                chosen[sequence.id] = sequence, _chunk(sequence, count)
                 budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
-            sequence = next(iter(self.waiting.values()))
+            sequence = self.waiting.first()
             if not self._admit(sequence):
                 break
             count = min(sequence.length - sequence.num_computed, budget)
             self._reserve(sequence, count)
-            self.running[sequence.id] = self.waiting.pop(sequence.id)
-            chosen.append((sequence, _chunk(sequence, count)))
+            self.running[sequence.id] = self.waiting.pop()
+            chosen[sequence.id] = sequence, _chunk(sequence, count)
             budget -= count
-        return chosen
+        return list(chosen.values())
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence the cached pages of its prefix, if all of it fits: otherwise it would be preempted."""
@@ -206,12 +217,16 @@ class Scheduler:
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
 
-    def _preempt_youngest(self) -> None:
-        """Take the pages of the youngest running sequence, which is computed again from its start later."""
-        _, sequence = self.running.popitem()
-        self._free(sequence)
-        self.waiting[sequence.id] = sequence
-        self.waiting.move_to_end(sequence.id, last=False)
+    def _preempt_last(self) -> Sequence:
+        """Take the pages of the last running sequence by rank, which is computed again from its start later.
+
+        It keeps its rank, so that it is admitted before those that arrived later.
+        """
+        last = max(self.running.values(), key=lambda sequence: sequence.rank)
+        del self.running[last.id]
+        self._free(last)
+        self.waiting.add(last)
+        return last
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         needed = self._cache.pages_for(sequence.num_computed + count) - len(sequence.pages)
