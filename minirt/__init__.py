@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from minirt.errors import MinirtError
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
-    from minirt.outputs import Completion, Piece
+    from minirt.outputs import Completion, Piece, Samples
     from minirt.sampling_params import SamplingParams
 
-__all__ = ["AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "SamplingParams"]
+__all__ = ["AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams"]
 
 _HOMES = {
     "AsyncGenerator": "minirt.async_generator",
@@ -24,6 +24,7 @@ _HOMES = {
     "LoadOptions": "minirt.loading.options",
     "MinirtError": "minirt.errors",
     "Piece": "minirt.outputs",
+    "Samples": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",
 }
 

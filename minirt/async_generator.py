@@ -77,14 +77,14 @@ class AsyncGenerator:
                 pass
         return call.result()
 
-    async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
+    async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Any:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
         return await self.generate(await self.encode_chat(messages), params, priority=priority)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[Piece]:
-        """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
+        """Yield the completion piece by piece, as `Generator.stream` does. Closing the iterator aborts.
 
         Raises:
             SlowReaderError: more than `max_unread` pieces were not read. The pieces before them come first.
@@ -97,7 +97,7 @@ class AsyncGenerator:
     async def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGeneration[tuple[Piece, Completion], None]:
-        """As `stream`, with the completion as it stands after each piece."""
+        """As `stream`, with the completion that the piece belongs to, as it stands then."""
         call = await self._prepare(prompt, params, priority, single=True)
         async with aclosing(self._run(call, self._max_unread)) as pieces:
             async for stream, piece in pieces:

@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
@@ -26,7 +27,7 @@ from minirt.loading.load import load
 from minirt.loading.memory import page_count
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
-from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.outputs import Completion, CompletionStream, Piece, Samples
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
@@ -143,6 +144,8 @@ class Generator:
     ) -> Any:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
+        A prompt whose `SamplingParams.n` is above 1 has `Samples` in place of a `Completion`.
+
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: one for all, or one for each prompt; None takes the model's own defaults.
@@ -165,18 +168,19 @@ class Generator:
         *,
         priority: int | Sequence[int] = 0,
     ) -> "Completions":
-        """Complete many prompts at once: an iterator of (index of the prompt, its `Completion`) in the order of finishing."""
+        """Complete many prompts at once: an iterator of (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
+    def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Any:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
         return self.generate(self.encode_chat(messages, self.max_len - 1), params, priority=priority)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
 
-        Several streams may be open at once: they share the engine's steps.
+        With `n` > 1, the pieces of all samples come as they are generated; `Piece.sample` tells them apart. Several streams may
+        be open at once: they share the engine's steps.
         """
         own = self.stream_completion(prompt, params, priority=priority)
         with closing(own) as pieces:  # with this iterator, not when it is collected
@@ -186,7 +190,7 @@ class Generator:
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
-        """As `stream`, with the completion as it stands after each piece."""
+        """As `stream`, with the completion that the piece belongs to, as it stands then."""
         with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
             for stream, piece in pieces:
                 if stream.completion.error is not None:
@@ -313,16 +317,23 @@ class Generator:
         """Encode and check the requests of one call. `single`: `prompts` is one prompt. Any thread may do it."""
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
         priorities = _priorities(priority, len(prompts))
-        call = Call([], [], single)
+        call = Call([], [], [], single)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 tokens, sampling = self.encode(prompt, self.max_len - 1), self.effective_sampling(own)
                 self._check(tokens, sampling)
-            decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
-            completion = Completion(tokens, [], "", None, sampling)
-            call.streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
-            request = Request(self._engine.new_id(), tokens, sampling, self.eos_token_ids, priority=priorities[i])
-            call.requests.append(request)
+            count = 1 if own is None else own.n
+            ids = [self._engine.new_id() for _ in range(count)]
+            group = ids[0] if count > 1 else None
+            for sample, request_id in enumerate(ids):
+                seeded = replace(sampling, seed=(sampling.seed + sample) % 2**64) if sample else sampling
+                decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
+                completion, stops = Completion(tokens, [], "", None, seeded), StopStrings(sampling.stop)
+                call.streams.append(CompletionStream(completion, decoder, stops, self.device, prompt=i, sample=sample))
+                request = Request(request_id, tokens, seeded, self.eos_token_ids, priority=priorities[i], group=group)
+                call.requests.append(request)
+            outputs = [stream.completion for stream in call.streams[-count:]]
+            call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
         return call
 
     def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
@@ -344,13 +355,15 @@ class Call:
     """The requests of one call of the API: the engine's outputs go in, pieces come out.
 
     Attributes:
-        streams, requests: one of each for every prompt.
+        streams, requests: one of each for every sample of every prompt.
+        results: one for each prompt, as it stands.
         single: whether the call is about one prompt, not a list.
         open: the streams of the requests that run, by their ids.
     """
 
     streams: list[CompletionStream]
     requests: list[Request]
+    results: list[Completion | Samples]
     single: bool
     open: dict[int, CompletionStream] = field(default_factory=dict)
 
@@ -376,32 +389,34 @@ class Call:
         Raises:
             MinirtError: one of them failed.
         """
-        done = [stream.completion for stream in self.streams]
-        for i, completion in enumerate(done):
-            if completion.error is not None:
-                raise completion.error if self.single else completion.error.within(f"prompts[{i}]")
-        return done[0] if self.single else done
+        for i, result in enumerate(self.results):
+            if (error := result.error) is not None:
+                raise error if self.single else error.within(f"prompts[{i}]")
+        return self.results[0] if self.single else self.results
 
 
 class Completions:
-    """Many prompts on their way: iterate for (index of the prompt, `Completion`) in the order of finishing.
+    """Many prompts on their way: iterate for (index of the prompt, its result) in the order of finishing.
 
-    `all` holds every completion as it stands, in the order of the prompts: what was generated so far, with a `finish_reason` of
-    None where it is not over. `close` aborts the rest. One that fails has `error` set and does not stop the others.
+    A result is a `Completion`, or `Samples` where `n` is above 1. `all` holds every result as it stands, in the order of the
+    prompts: what was generated so far, with a `finish_reason` of None where it is not over. `close` aborts the rest. One that
+    fails has `error` set and does not stop the others.
     """
 
     def __init__(self, call: Call, pieces: Generation[tuple[CompletionStream, Piece], None, None]) -> None:
-        self.all = [stream.completion for stream in call.streams]
-        self._indices = {id(stream): index for index, stream in enumerate(call.streams)}
+        self.all = call.results
+        self._open = Counter(stream.prompt for stream in call.streams)  # samples of each prompt that are not over
         self._pieces = pieces
 
-    def __iter__(self) -> Iterator[tuple[int, Completion]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self
 
-    def __next__(self) -> tuple[int, Completion]:
+    def __next__(self) -> tuple[int, Any]:
         for stream, piece in self._pieces:
             if piece.finish_reason is not None:
-                return self._indices[id(stream)], stream.completion
+                self._open[stream.prompt] -= 1
+                if self._open[stream.prompt] == 0:
+                    return stream.prompt, self.all[stream.prompt]
         raise StopIteration
 
     def close(self) -> None:

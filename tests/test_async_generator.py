@@ -89,7 +89,7 @@ def test_five_hundred_streams_with_cancellations(generator):
         prompt, count = draw_prompt(draw), draw.randrange(1, 12)
         leave = draw.randrange(1, count + 1) if draw.random() < 0.2 else None
         if draw.random() < 0.3:
-            done = await agen.generate([prompt, prompt[::-1]], params(count))
+            done = await agen.generate([prompt, prompt[::-1]], params(count), priority=[0, draw.randrange(-1, 3)])
             assert [c.token_ids for c in done] == [undisturbed(p, count, EOS) for p in (prompt, prompt[::-1])]
         else:
             tokens = await read(agen, prompt, count, leave)
@@ -152,6 +152,12 @@ def test_it_gives_what_a_generator_gives(folder):
             prompts, own = ["hello", [1, 2, 3], "x" * 150], [short, stopped, None]
             assert [c.text for c in await agen.generate(prompts, own)] == [c.text for c in plain.generate(prompts, own)]
             assert await agen.generate([]) == []
+            drawn = SamplingParams(max_tokens=7, ignore_eos=True, seed=3, n=3)
+            samples, texts = (await agen.generate("hello", drawn)).outputs, ["", "", ""]
+            assert [c.text for c in samples] == [c.text for c in plain.generate("hello", drawn).outputs]
+            async for piece in agen.stream("hello", drawn):
+                texts[piece.sample] += piece.text
+            assert texts == [c.text for c in samples]
             messages = [{"role": "user", "content": "hello"}]
             assert (await agen.chat(messages, short)).text == plain.chat(messages, short).text
             for wrong in (None, [1.5], [5] * 3000, ["a", ""]):
@@ -306,7 +312,7 @@ def test_what_is_dropped_is_freed():
 
 def test_priorities():
     async def scenario():
-        with mock_generator(seqs=1) as generator:
+        with mock_generator(pages=4, seqs=1) as generator:
             agen, order = AsyncGenerator(generator), []
             permits = gated(generator)
 

@@ -46,6 +46,7 @@ class Request:
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
         priority: requests with lower values run first.
+        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
     """
 
     id: int
@@ -54,6 +55,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
+    group: int | None = None
 
 
 class TokenOutput(NamedTuple):
@@ -177,7 +179,9 @@ class Engine:
         """Queue a request whose prompt has passed `check`."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len, request.priority, salt=request.cache_salt)
+        sequence = Sequence(
+            request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt
+        )  # fmt: skip
         eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
         self._requests[request.id] = _RequestState(sequence, sampling, eos)
         self._scheduler.add(sequence)

@@ -6,6 +6,7 @@ before the tokens of the previous step are known: a token that is still on the d
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ class Sequence:
     prompt_len: int
     final_len: int
     priority: int = 0  # the lowest runs first
+    group: int | None = None  # the sequences of one group have the same prompt
+    leads: bool = False  # whether the others of its group wait until its prompt is computed
     rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals: the order of admission
     num_computed: int = 0
     pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
@@ -100,6 +103,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by id, in the order of admission
         self._num_arrivals = 0
+        self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
 
     def check_length(self, tokens: int) -> None:
         """Raise ContextLengthError if a prompt of this many tokens and one new token can never fit."""
@@ -115,6 +119,11 @@ class Scheduler:
         """Queue a sequence whose length has been checked."""
         sequence.rank = sequence.priority, self._num_arrivals
         self._num_arrivals += 1
+        if sequence.group in self._followers:
+            self._followers[sequence.group][sequence.id] = sequence
+            return
+        if sequence.group is not None:
+            self._followers[sequence.group], sequence.leads = OrderedDict(), True
         self.waiting.add(sequence)
         if self.max_waiting is not None:
             self._added.append(sequence)
@@ -122,14 +131,16 @@ class Scheduler:
     def refused(self) -> list[Sequence]:
         """Of the sequences added since the last step, the latest that do not fit into `max_waiting`. Call it after `schedule`.
 
-        So nothing is refused that the step computes. The caller removes them.
+        So nothing is refused that the step computes. A group counts as one sequence until its prompt is computed. The caller
+        removes them.
         """
         if self.max_waiting is None or not self._added:
             return []
         added, self._added = self._added, []
         excess = len(self.waiting) - self.max_waiting
         still = [sequence for sequence in added if sequence in self.waiting] if excess > 0 else []
-        return still[max(0, len(still) - excess) :]
+        refused = still[max(0, len(still) - excess) :]
+        return [member for sequence in refused for member in (sequence, *self._followers.get(sequence.group, {}).values())]
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its pages.
@@ -138,7 +149,30 @@ class Scheduler:
         """
         self.running.pop(sequence.id, None)
         self.waiting.remove(sequence)
+        if sequence.group is not None:
+            self._leave_group(sequence)
         self._free(sequence)
+
+    def _leave_group(self, sequence: Sequence) -> None:
+        """If it led its group, the next one does."""
+        followers = self._followers.get(sequence.group, OrderedDict())
+        if not sequence.leads:
+            followers.pop(sequence.id, None)
+        elif followers:
+            _, following = followers.popitem(last=False)
+            sequence.leads, following.leads = False, True
+            self.waiting.add(following)
+        else:
+            sequence.leads = False
+            del self._followers[sequence.group]
+
+    def _release_followers(self, sequence: Sequence) -> None:
+        """If it leads its group, and the others can share the full pages of its prompt by now, or never: let them run."""
+        full = (sequence.prompt_len - 1) // self._cache.page_size
+        if sequence.leads and (self.prefix_cache is None or sequence.num_registered >= full):
+            sequence.leads = False
+            for following in self._followers.pop(sequence.group).values():
+                self.waiting.add(following)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
         """Start anew with these sequences, none of which has started, in this order. All pages become free, whoever held them."""
@@ -146,8 +180,9 @@ class Scheduler:
         self._blocked = (-1, -1)
         self._free_slots = list(range(self.max_num_seqs))[::-1]
         self.waiting = WaitingQueue()
+        self._followers.clear()
         for sequence in waiting:
-            sequence.slot, sequence.num_computed = -1, 0
+            sequence.slot, sequence.num_computed, sequence.leads = -1, 0, False
             self.add(sequence)
         self._added.clear()
         self._cache.allocator.reset()
@@ -181,6 +216,7 @@ class Scheduler:
             count = min(sequence.length - sequence.num_computed, budget)
             self._reserve(sequence, count)
             self.running[sequence.id] = self.waiting.pop()
+            self._release_followers(sequence)
             chosen[sequence.id] = sequence, _chunk(sequence, count)
             budget -= count
         return list(chosen.values())
@@ -216,6 +252,7 @@ class Scheduler:
         for i in range(sequence.num_registered, full):
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
+        self._release_followers(sequence)
 
     def _preempt_last(self) -> Sequence:
         """Take the pages of the last running sequence by rank, which is computed again from its start later.

@@ -70,7 +70,8 @@ class Watched:
 
     def waiting(self):
         """Requests that could have been admitted."""
-        return set(self.it._requests) - set(self.it._scheduler.running)
+        held = {i for followers in self.it._scheduler._followers.values() for i in followers}
+        return set(self.it._requests) - set(self.it._scheduler.running) - held
 
 
 PROMPTS = st.builds(
@@ -82,35 +83,41 @@ PROMPTS = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(
     requests=st.lists(
-        st.tuples(st.integers(0, 15), PROMPTS, st.integers(1, 14), st.sampled_from([0, 0, -1, 3, 10**30])),
+        st.tuples(
+            st.integers(0, 15), PROMPTS, st.integers(1, 14), st.sampled_from([0, 0, -1, 3, 10**30]), st.sampled_from([1, 1, 2, 5])
+        ),
         min_size=2,
-        max_size=14,
+        max_size=12,
     ),
     pages=st.integers(9, 30),
     seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
-    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 13)), max_size=4),
+    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11), st.integers(0, 4)), max_size=6),
     lookahead=st.integers(0, 1),
     prefix_cache=st.booleans(),
 )
-def test_any_priorities(requests, pages, seqs, budget, aborts, lookahead, prefix_cache):
+def test_any_priorities_and_samples(requests, pages, seqs, budget, aborts, lookahead, prefix_cache):
+    """The mock model's tokens do not depend on the seed, so all samples of a prompt have the same."""
     it, cache = engine(pages, seqs, budget, length=36, lookahead=lookahead, prefix_cache=prefix_cache)
     watched, ids = Watched(it), {}
     for step in range(3000):
-        for i, (arrival, prompt, count, priority) in enumerate(requests):
+        for i, (arrival, prompt, count, priority, n) in enumerate(requests):
             if arrival == step:
-                ids[i] = watched.add(prompt, count, priority)
-        for when, i in aborts:
+                group = len(watched.order) if n > 1 else None
+                ids[i] = [watched.add(prompt, count, priority, group=group) for _ in range(n)]
+        for when, i, sample in aborts:
             if when == step and i in ids:
-                watched.abort(ids[i])
+                watched.abort(ids[i][sample % len(ids[i])])
         watched.step()
         if not it.has_work and step >= 15:
             break
-    for i, (_, prompt, count, _) in enumerate(requests):
-        tokens, wanted = watched.tokens[ids[i]], undisturbed(prompt, min(count, 36 - len(prompt)), EOS)
-        assert tokens == (wanted[: len(tokens)] if watched.reasons[ids[i]] == "abort" else wanted)
+    for i, (_, prompt, count, _, _) in enumerate(requests):
+        wanted = undisturbed(prompt, min(count, 36 - len(prompt)), EOS)
+        for sample in ids[i]:
+            tokens = watched.tokens[sample]
+            assert tokens == (wanted[: len(tokens)] if watched.reasons[sample] == "abort" else wanted)
     assert cache.allocator.num_free == pages, "pages leaked"
-    assert len(it._scheduler.waiting) == 0
+    assert len(it._scheduler.waiting) == len(it._scheduler._followers) == 0
     assert sorted(it._scheduler._free_slots) == list(range(seqs))
 
 
@@ -155,6 +162,67 @@ def test_a_preempted_request_goes_back_before_others_of_its_priority():
     assert watched.preemptions > 0
     ends = list(watched.reasons)
     assert ends.index(urgent) < ends.index(2) < ends.index(later)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("length", "computed"), [(3, [3] * 5), (4, [4] * 5), (5, [5, 1, 1, 1, 1]), (17, [17, 1, 1, 1, 1])])
+def test_samples_compute_their_prompt_once(length, computed, lookahead):
+    """The others wait for its full pages, and compute the rest. A request that comes later does not overtake them."""
+    it, cache = engine(seqs=4, lookahead=lookahead)
+    watched, prompt = Watched(it), list(range(30, 30 + length))
+    for _ in range(5):
+        watched.add(prompt, 6, group=0)
+    later = watched.add([70] * 9, 2)
+    first = {}
+    inner = it._runner.start
+
+    def start(chunks, sampled):
+        for chunk, sequence in zip(chunks, it._scheduler.running.values(), strict=False):
+            first.setdefault(sequence.id, len(chunk.tokens))
+        return inner(chunks, sampled)
+
+    it._runner.start = start
+    while it.has_work:
+        watched.step()
+    assert [first[i] for i in range(5)] == computed
+    assert all(watched.tokens[i] == undisturbed(prompt, 6, EOS) for i in range(5))
+    assert watched.tokens[later] == undisturbed([70] * 9, 2, EOS)
+    assert cache.allocator.num_free == cache.num_pages
+
+
+def test_without_the_prefix_cache_samples_do_not_wait():
+    it, _ = engine(seqs=4, lookahead=0, prefix_cache=False)
+    watched = Watched(it)
+    for _ in range(4):
+        watched.add([30] * 9, 3, group=0)
+    watched.step()
+    assert it._model.tokens_per_step == [36]
+
+
+def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
+    it, cache = engine(seqs=4, budget=8, lookahead=0)
+    watched, prompt = Watched(it), list(range(30, 50))
+    for _ in range(4):
+        watched.add(prompt, 3, group=0)
+    watched.abort(2)
+    watched.step()
+    watched.abort(0)  # in the middle of the prompt
+    while it.has_work:
+        watched.step()
+    steps = it._model.tokens_per_step[:3]
+    assert steps == [8, 8, 4 + 4], "the second goes on from the pages of the first, and the fourth from those of both"
+    assert watched.tokens[1] == watched.tokens[3] == undisturbed(prompt, 3, EOS)
+    assert cache.allocator.num_free == cache.num_pages
+
+
+def test_a_group_counts_once_and_is_refused_as_a_whole():
+    it, _ = engine(seqs=1, lookahead=0, max_waiting=1)
+    watched = Watched(it)
+    groups = [[watched.add([30 + g] * 9, 3, group=3 * g) for _ in range(3)] for g in range(4)]
+    while it.has_work:
+        watched.step()
+    for g, group in enumerate(groups):
+        assert {watched.reasons[i] for i in group} == ({"error"} if g > 1 else {"length"})
 
 
 def test_the_queue_of_waiting_sequences():
