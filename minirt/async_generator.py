@@ -41,7 +41,7 @@ class AsyncGenerator:
         """Wrap a `Generator`, which may have other callers, too.
 
         Args:
-            max_unread: pieces of a stream that may wait for their reader. A stream with more ends with a `SlowReaderError`.
+            max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
         """
         if type(max_unread) is not int or max_unread < 1:
             expected, found = "an integer >= 1", repr(max_unread)[:80]
@@ -156,16 +156,20 @@ class AsyncGenerator:
 
 
 class _Reader:
-    """The outputs that a call has not read yet, at most `limit` of them."""
+    """The outputs that a call has not read yet. With `limit` of them it is full: it takes no more, and `get` raises at its end.
+
+    What arrives together goes in together, so that no reader is called slow because the event loop was busy.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._queue: asyncio.Queue[TokenOutput | MinirtError] = asyncio.Queue()
 
-    def put(self, output: TokenOutput) -> bool:
-        """→ whether there was room. If not, `get` raises once it has returned the others."""
+    def put(self, outputs: Sequence[TokenOutput]) -> bool:
+        """Returns False if it was full before."""
         if self._limit is None or self._queue.qsize() < self._limit:
-            self._queue.put_nowait(output)
+            for output in outputs:
+                self._queue.put_nowait(output)
             return True
         expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
         self._queue.put_nowait(SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint))
@@ -185,7 +189,7 @@ class _LoopClient:
         self._loop = loop
         self._arrived: deque[list[TokenOutput]] = deque()  # outputs that have not been sorted yet
         self._woken = False  # whether the loop is to sort them
-        self._readers: dict[int, tuple[Call, _Reader]] = {}  # by request; the loop's thread alone reads and writes this
+        self._calls: dict[int, tuple[Call, _Reader]] = {}  # by request; the loop's thread alone reads and writes this
         method = WeakMethod(self._deliver)  # the thread must not keep this object alive
 
         def deliver(outputs: list[TokenOutput]) -> None:
@@ -198,13 +202,13 @@ class _LoopClient:
         """Queue a call's requests, whose outputs go to `reader`."""
         requests = call.start()
         if requests:
-            self._readers |= {request.id: (call, reader) for request in requests}
+            self._calls |= {request.id: (call, reader) for request in requests}
             self._client.submit(requests)
 
     def end(self, request_ids: Sequence[int], abort: bool) -> None:
         """Deliver nothing more of these requests. `abort`: the engine still has them."""
         for request_id in request_ids:
-            self._readers.pop(request_id, None)
+            self._calls.pop(request_id, None)
         if abort and request_ids:
             with suppress(MinirtError):  # the engine has ended, and its requests with it
                 self._client.abort(request_ids)
@@ -223,11 +227,15 @@ class _LoopClient:
     def _sort(self) -> None:
         """Called in the loop's thread. Outputs go to the readers of their calls."""
         self._woken = False  # from here on, what arrives wakes the loop again
+        mail: dict[_Reader, tuple[Call, list[TokenOutput]]] = {}
         while self._arrived:
             for output in self._arrived.popleft():
-                call, reader = self._readers.get(output.request_id, (None, None))
-                if call is not None and reader is not None and not reader.put(output):
-                    self.end(list(call.open), abort=True)
+                if output.request_id in self._calls:
+                    call, reader = self._calls[output.request_id]
+                    mail.setdefault(reader, (call, []))[1].append(output)
+        for reader, (call, outputs) in mail.items():
+            if not reader.put(outputs):
+                self.end(list(call.open), abort=True)
 
 
 def _size(prompts: Any) -> int:

@@ -21,8 +21,8 @@ from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
-from minirt.errors import EngineError, InputError, TokenizerError, inside
+from minirt.engine.scheduler import check_limits
+from minirt.errors import EngineError, InputError, TokenizerError, UnsupportedError, inside
 from minirt.loading.load import load
 from minirt.loading.memory import page_count
 from minirt.loading.options import LoadOptions
@@ -40,15 +40,15 @@ Messages = Sequence[dict[str, str]]
 
 
 class Generator:
-    """A loaded model that generates. Make one with `from_pretrained`; use it as a context manager to free the device.
+    """A loaded model that generates text. Create it with `from_pretrained`, and use it as a context manager to free the device.
 
-    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in a thread
-    of its own. An iterator (`stream`, `completions`) belongs to the thread that made it.
+    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in its own
+    thread. An iterator (`stream`, `completions`) belongs to the thread that created it.
 
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
-        decode_read_bytes, kv_bytes_per_token: what a decode step reads of the weights, and for each cached token.
+        decode_read_bytes, kv_bytes_per_token: bytes of weights that a decode step reads; bytes of KV per cached token.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class Generator:
         eos_token_ids: Sequence[int] = (),
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
-        """Wrap a `Model` whose weights are allocated, filled and resolved.
+        """Wrap a `Model` with weights and chosen implementations.
 
         Args:
-            kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
-                free memory at most, and never more than `max_num_seqs` sequences of full length need.
+            kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but
+                never more than `max_num_seqs` sequences of full length need.
             max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
@@ -130,7 +130,7 @@ class Generator:
         if settings.warmup:
             generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
-        if generator.device.type == "cuda":  # where a garbage collection would keep the GPU waiting
+        if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)
         return generator
 
@@ -148,11 +148,11 @@ class Generator:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: one for all, or one for each prompt; None takes the model's own defaults.
+            params: one for all, or one for each prompt; None: the model's defaults.
             priority: one for all, or one for each prompt. Requests with lower values run first.
             progress: draw a bar on stderr, if that is a terminal.
         Raises:
-            MinirtError: a request failed. `completions` keeps the others.
+            MinirtError: a request failed. Use `completions` to get the others.
         """
         call = self._prepare(prompts, params, priority, single=is_single(prompts))
         with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
@@ -168,12 +168,12 @@ class Generator:
         *,
         priority: int | Sequence[int] = 0,
     ) -> "Completions":
-        """Complete many prompts at once: an iterator of (index of the prompt, its result) in the order of finishing."""
+        """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Any:
-        """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
+        """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
         return self.generate(self.encode_chat(messages, self.max_len - 1), params, priority=priority)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
@@ -182,37 +182,53 @@ class Generator:
         With `n` > 1, the pieces of all samples come as they are generated; `Piece.sample` tells them apart. Several streams may
         be open at once: they share the engine's steps.
         """
-        own = self.stream_completion(prompt, params, priority=priority)
-        with closing(own) as pieces:  # with this iterator, not when it is collected
+        # Closing this iterator must close the inner one now, not at garbage collection.
+        with closing(self.stream_completion(prompt, params, priority=priority)) as pieces:
             for piece, _ in pieces:
                 yield piece
 
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
-        """As `stream`, with the completion that the piece belongs to, as it stands then."""
+        """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
         with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
             for stream, piece in pieces:
                 if stream.completion.error is not None:
                     raise stream.completion.error
                 yield piece, stream.completion
 
+    def warm_prompt(self, prompt: Prompt) -> int:
+        """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
+
+        Returns:
+            The number of its first tokens that are kept: a multiple of the page size (64).
+        Raises:
+            UnsupportedError: there is no prefix cache.
+            ContextLengthError: pinned prompts would take more than half of the KV pages.
+        """
+        if self.prefix_cache_stats is None:
+            raise UnsupportedError("there is no prefix cache to keep a prompt in", where=self.name)
+        tokens = self.encode(prompt, self.max_len - 1)
+        self.generate(tokens, SamplingParams(max_tokens=1, temperature=0.0))
+        return self._engine.call(lambda engine: engine.pin(tokens))
+
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
-        Waits until the KV cache has room beside the requests that run.
+        Waits until the KV cache has room for them beside the running requests.
         """
         tokens = self.encode(token_ids)
         self._live.check_logits(tokens)
         return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through.
+        """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
 
-        `max_tokens`: refuse a text that surely has more, because it has so many characters, without tokenizing it.
+        `max_tokens`: raise, without tokenizing, if the number of characters shows that the text has more tokens.
         """
         if isinstance(prompt, list | tuple):
-            if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches
+            # Checking a long prompt's tokens one by one would take as long as launching its kernels.
+            if set(map(type, prompt)) == {int}:
                 return list(prompt)
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if not isinstance(prompt, str):
@@ -223,13 +239,17 @@ class Generator:
         return self._text().encode(prompt, max_tokens)
 
     def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to where the answer begins. `max_tokens`: as for `encode`."""
+        """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
         if not isinstance(messages, list | tuple):
             raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
         return self._text().encode_chat(list(messages), max_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
-        """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
+        """Raise the error with which this request would be refused.
+
+        Raises:
+            InputError, ContextLengthError, ConfigError, TokenizerError.
+        """
         self._check(self.encode(token_ids, self.max_len - 1), self.effective_sampling(params))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
@@ -240,17 +260,17 @@ class Generator:
 
     @property
     def max_len(self) -> int:
-        """Tokens, prompt and completion together, that one request can have."""
+        """Maximum number of tokens of a request, prompt and completion together."""
         return self._live.max_len
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that one step computes at most."""
+        """Maximum number of requests in one step."""
         return self._live.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens that one step computes at most."""
+        """Maximum number of tokens in one step."""
         return self._live.max_num_batched_tokens
 
     @property
@@ -260,14 +280,16 @@ class Generator:
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Tokens looked up and found in the prefix cache, and pages evicted, since loading; None without the cache."""
+        """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
         return self._live.prefix_cache_stats
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
-        """Seconds of `repeats` bare replays of a decode step's CUDA graph, each sequence having `context_len` cached tokens.
+        """Seconds of `repeats` replays of a decode step's CUDA graph, without the rest of the step.
+
+        Each sequence has `context_len` cached tokens.
 
         Raises:
-            UnsupportedError: there is no graph: on a CPU, or with a layer that is not on Triton.
+            UnsupportedError: there is no CUDA graph: on a CPU, or with a layer that is not on Triton.
             ContextLengthError: the cache has no room for that many tokens.
         """
         return self._engine.call(lambda engine: engine.replay_times(batch_size, context_len, repeats))
@@ -293,14 +315,14 @@ class Generator:
 
     @property
     def model(self) -> Model:
-        """The layers with their weights, as the plan says they run."""
+        """The model: layers, weights and chosen implementations."""
         if self._model is None:
             raise EngineError("the generator is closed", where=self.name)
         return self._model
 
     @property
     def _live(self) -> Engine:
-        """The engine, for what any thread may ask it: limits and checks."""
+        """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
 
     def _text(self) -> Tokenizer:
@@ -314,7 +336,7 @@ class Generator:
         self._live.check(tokens)
 
     def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> "Call":
-        """Encode and check the requests of one call. `single`: `prompts` is one prompt. Any thread may do it."""
+        """Encode and check the requests of one call, without adding them to the engine. `single`: `prompts` is one prompt."""
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
         priorities = _priorities(priority, len(prompts))
         call = Call([], [], [], single)
@@ -337,13 +359,13 @@ class Generator:
         return call
 
     def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
-        """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts."""
+        """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them."""
         with self._engine.connect() as client:
             if call.requests:
                 client.submit(call.start())
             while call.open:
                 for output in client.receive():
-                    if output.request_id in call.open:  # else it ended at a stop string; the engine was ahead
+                    if output.request_id in call.open:  # else it ended at a stop string; the engine had computed one more token
                         stream, piece = call.push(output)
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
@@ -396,11 +418,11 @@ class Call:
 
 
 class Completions:
-    """Many prompts on their way: iterate for (index of the prompt, its result) in the order of finishing.
+    """Running requests of many prompts. Iterating yields (index of the prompt, its result) in the order of finishing.
 
-    A result is a `Completion`, or `Samples` where `n` is above 1. `all` holds every result as it stands, in the order of the
-    prompts: what was generated so far, with a `finish_reason` of None where it is not over. `close` aborts the rest. One that
-    fails has `error` set and does not stop the others.
+    A result is a `Completion`, or `Samples` if `n` is above 1. `all` lists every result so far, in the order of the prompts;
+    `finish_reason` is None while a completion runs. `close` aborts the unfinished requests. A failed request has `error` set; the
+    others continue.
     """
 
     def __init__(self, call: Call, pieces: Generation[tuple[CompletionStream, Piece], None, None]) -> None:
@@ -424,7 +446,7 @@ class Completions:
 
 
 def is_single(prompts: Any) -> bool:
-    """Whether it is one prompt: a text, or a list of what can only be token ids."""
+    """Whether `prompts` is a single prompt: a text, or a list that can only be token ids."""
     if isinstance(prompts, str):
         return True
     types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()

@@ -213,7 +213,7 @@ def call(capfd, monkeypatch):
 
 
 def test_no_gpu_is_an_error(call):
-    refused(call("tune", "--device", "cpu"), "nothing to tune without a GPU")
+    refused(call("tune", "--device", "cpu"), "tuning needs a GPU")
 
 
 @pytest.mark.parametrize("option", [("-o", "json"), ("--output-file", "x")])
