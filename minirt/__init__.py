@@ -8,22 +8,28 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minirt.async_generator import AsyncGenerator
     from minirt.errors import MinirtError
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
-    from minirt.outputs import Completion, Piece
+    from minirt.outputs import Completion, Piece, Samples
     from minirt.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "SamplingParams", "__version__"]
+__all__ = [
+    "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams",
+    "__version__",
+]  # fmt: skip
 
 _HOMES = {
+    "AsyncGenerator": "minirt.async_generator",
     "Completion": "minirt.outputs",
     "Generator": "minirt.generator",
     "LoadOptions": "minirt.loading.options",
     "MinirtError": "minirt.errors",
     "Piece": "minirt.outputs",
+    "Samples": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",
 }
 
