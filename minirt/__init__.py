@@ -3,6 +3,7 @@
 The public names are imported on first use, so that `import minirt` and `minirt --help` stay fast.
 """
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -49,4 +50,7 @@ def __getattr__(name: str) -> Any:
     from minirt.threads import limit_spinning
 
     limit_spinning()  # before PyTorch is imported, which has an effect only then
-    return getattr(import_module(_HOMES[name]), name)
+    with warnings.catch_warnings():
+        # PyTorch's, while it is imported without NumPy, which nothing here needs.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        return getattr(import_module(_HOMES[name]), name)

@@ -276,7 +276,7 @@ def test_max_waiting(folder):
             small.generate(["hello", "a", "b"], params(2))
         assert idle(small)
     for wrong in (-1, True, 1.5, "2"):
-        with pytest.raises(InputError, match="max_waiting"):
+        with pytest.raises(InputError, match="--max-waiting"):
             load(folder, max_waiting=wrong)
 
 

@@ -187,3 +187,10 @@ def test_modules_that_only_unix_has_are_not_needed():
     )
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert out.stdout.strip() == "True", out.stderr
+
+
+def test_pytorch_does_not_complain_of_a_missing_numpy():
+    """Nothing here needs NumPy, so the warning would only puzzle a new user."""
+    script = "import sys; sys.modules['numpy'] = None; import minirt; minirt.Generator; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (out.stdout, out.stderr) == ("True\n", "")

@@ -1,10 +1,11 @@
 """A new user's first minutes: installs a clone in a fresh environment, runs what README.md shows, and writes a transcript.
 
-python tests/tools/first_minutes.py TRANSCRIPT.md [--page README.md] [--make]
+python tests/tools/first_minutes.py TRANSCRIPT.md [--page README.md] [--first COMMAND] [--make]
 
 Each step is what the page shows, in a shell: `pip install .`, then every command and Python block that needs neither a GPU nor a
-download. `--make` adds `make demo`, which installs a second time. Home, caches and the virtual environment are new folders. pip's
-configuration stays, since it names the package index. Takes minutes, and needs that index.
+download. `--first` is a command before them, such as the installation of a CPU build of PyTorch. `--make` adds `make demo`, which
+installs a second time. Home, caches and the virtual environment are new folders. pip's configuration stays, since it names the
+package index. Takes minutes, and needs that index.
 """
 
 import argparse
@@ -86,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("--page", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--first", metavar="COMMAND")
     parser.add_argument("--make", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -100,7 +102,8 @@ def main() -> None:
             run(Step(f"{sys.executable} -m venv {venv}"), Path(scratch), environment),
         ]
         environment |= {"PATH": f"{venv / 'bin'}:{environment['PATH']}", "VIRTUAL_ENV": str(venv)}
-        for step in steps(asked.page.read_text(encoding="utf-8"), asked.make):
+        first = [Step(asked.first)] if asked.first else []
+        for step in [*first, *steps(asked.page.read_text(encoding="utf-8"), asked.make)]:
             done.append(run(step, clone, environment))
             print(f"{done[-1].seconds:6.1f} s  exit code {done[-1].code}  {_name(done[-1])}", flush=True)
         commit = run(Step("git rev-parse --short=10 HEAD"), clone, environment).output.strip()
