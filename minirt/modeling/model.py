@@ -20,7 +20,7 @@ from minirt.layers import (
     implementation,
 )
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import Quantization
+from minirt.modeling.formats import FormatChoice, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 
@@ -30,21 +30,20 @@ class Model:
 
     A layer object may stand in the list more than once: its weights exist once, its KV pages once for each place.
     Behind the last attention no token looks at another: unless the list has a `Select` from there on, one is put there.
-    `quantization` sets the format of the linears; a tied head that is quantized has a copy of its own.
+    `formats` sets the formats of the linears; a tied head that is quantized has a copy of its own.
     """
 
-    def __init__(
-        self, config: ModelConfig, layers: Sequence[Layer], quantization: Quantization | None = None
-    ) -> None:
-        self.config, self.layers = config, _in_order(config, layers)
-        if quantization is not None:
-            for layer in self.layers if quantization.covers_head(config.tie_word_embeddings) else self.layers[:-1]:
+    def __init__(self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None) -> None:
+        self.config, self.layers, self.formats = config, _in_order(config, layers), formats
+        if formats is not None:
+            for layer in self.layers:
                 for weights in layer.quantizable():
-                    weights.format = quantization.format
-        seen: dict[tuple[str, str | None], Parameter] = {}
+                    head, tied = layer is self.layers[-1], config.tie_word_embeddings
+                    weights.format = formats.format_of(weights.modules, head=head, tied=tied) or weights.format
+        seen: dict[tuple[str, LinearFormat | None], Parameter] = {}
         for layer in self.unique_layers():
             for parameter in list(layer.parameters()):
-                name = next(parameter.expected())[0]
+                name = next(iter(parameter.expected()))[0]
                 layer.share(seen.setdefault((name, parameter.format), parameter))
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
         self.plan = Plan((), "meta", "the layers have no implementation yet")
@@ -124,7 +123,7 @@ class Model:
             own = [p for p in layer.parameters() if id(p) not in counted]
             counted.update(map(id, own))
             size = sum(p.nbytes(self.dtype) for p in own)
-            formats = tuple(sorted({weights.format for weights in layer.parameters() if weights.format}))
+            formats = tuple(sorted({weights.format.name for weights in layer.parameters() if weights.format}))
             capturable = implementation(layer.kind, bound[id(layer)][0]).capturable
             rows.append(PlanRow(
                 layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size, capturable,
@@ -136,7 +135,11 @@ class Model:
                     expected="a name or glob such as 'layers.*.mlp'",
                     found=some_names(self.layers),
                 )
-        self.plan = Plan(tuple(rows), str(self.device), not_capturable(rows, str(self.device)))
+        chosen = self.formats
+        self.plan = Plan(
+            tuple(rows), str(self.device), not_capturable(rows, str(self.device)), chosen and chosen.checkpoint,
+            chosen.notes if chosen else (),
+        )  # fmt: skip
         return self.plan
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError
 from minirt.kernels.reference import FP8_MAX, linear, quantize_fp8
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import FP8, Quantization
+from minirt.modeling.formats import FP8, Quantization, QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear, Part
 
@@ -87,9 +87,9 @@ def test_chunks_make_no_difference(monkeypatch):
     w = weights(37, 24)
 
     def load(chunk):
-        monkeypatch.setattr("minirt.modeling.parameters.CHUNK", chunk)
+        monkeypatch.setattr("minirt.modeling.formats.CHUNK", chunk)
         linear = PackedLinear([Part("a", 20), Part("b", 17)], 24)
-        linear.format = "fp8"
+        linear.format = QuantizedToFp8()
         linear.allocate(torch.device("cpu"), torch.float32)
         linear.weight.view(torch.uint8).fill_(0x7F)  # NaN
         linear.load("b.weight", w[20:])
