@@ -8,7 +8,7 @@ import re
 import stat
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,10 @@ _INDEX = "model.safetensors.index.json"
 _CONFIG_LIMIT, _INDEX_LIMIT = 4 << 20, 32 << 20
 _MAX_NAME = 255  # bytes of a file's name, the limit of common file systems
 # The files to download besides weights: no .bin, no .pth, no original/ folder.
-_SMALL = ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja")
+_SMALL = (
+    "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
 _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or the name of a preset"
 
 
@@ -29,7 +32,8 @@ _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or 
 class ModelFiles:
     """A model's checked files.
 
-    `config` and `generation_config` are uninterpreted JSON objects; `generation_config` is None if the file is absent.
+    `config`, `generation_config` and `hf_quant_config` (of NVIDIA ModelOpt) are uninterpreted JSON objects. The last two are None if
+    the file is absent.
     `weight_files` holds model.safetensors, or the shards sorted by name; it is empty if no weights were requested.
     `weight_index` maps tensor → file name; None without shards. `revision` is the Hub commit of all files; None for a folder.
     `total_size` is the number of bytes that the index states for all tensors; None if it states none.
@@ -43,6 +47,7 @@ class ModelFiles:
     weight_index: dict[str, str] | None
     revision: str | None
     total_size: float | None = None
+    hf_quant_config: dict[str, Any] | None = None
 
 
 def resolve(
@@ -76,6 +81,20 @@ def resolve(
         raise ModelNotFoundError("is neither a folder nor a Hub id", where=repr(model), hint=_ACCEPTED)
     folder = _download(model, revision, token, weights, progress)
     return _check(model, folder, folder.name, weights)
+
+
+def with_present_weights(files: ModelFiles) -> ModelFiles:
+    """`files` with the weight files of its folder, if all of them are there; nothing is downloaded."""
+    if files.weight_files or not any(present(files.folder / name) for name in (_SINGLE, _INDEX)):
+        return files
+    try:
+        weights, index = _weight_files(files.folder)
+    except CheckpointError:
+        if files.revision is None:
+            raise
+        return files  # the cache of the Hub holds a part of them
+    tensors, total_size = index or (None, None)
+    return replace(files, weight_files=weights, weight_index=tensors, total_size=total_size)
 
 
 def _local_folder(model: str) -> Path | None:
@@ -115,7 +134,8 @@ def _check(name: str, folder: Path, revision: str | None, weights: bool) -> Mode
     generation_config = _read_object(folder / "generation_config.json")
     files, index = _weight_files(folder) if weights else ((), None)
     tensors, total_size = index or (None, None)
-    return ModelFiles(name, folder, config, generation_config, files, tensors, revision, total_size)
+    hf_quant_config = _read_object(folder / "hf_quant_config.json")
+    return ModelFiles(name, folder, config, generation_config, files, tensors, revision, total_size, hf_quant_config)
 
 
 def _read_object(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any] | None:

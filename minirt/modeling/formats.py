@@ -1,4 +1,4 @@
-"""The formats of quantized linear weights: tensors in a checkpoint, memory, loading, bytes. `FormatChoice`: which weights have one.
+"""`LinearFormat`: a format of quantized linear weights. `FormatChoice`: which weights of a model have one.
 
 A format belongs to a packed linear (`minirt.modeling.parameters.PackedLinear`). Kernels see only what it allocates: `weight`
 [N, K] and `scale`. A scale [N] is one for each row. A scale [⌈N / g⌉, ⌈K / 128⌉] is one for each block of g rows and 128 columns,
@@ -81,7 +81,7 @@ class LinearFormat(ABC):
         """Quantize `source` [n, K], all rows of `scale_rows`; writes their scales, returns the values."""
 
     def chunks(self, first: int, stop: int, rows: Sequence[int], K: int) -> Iterator[tuple[slice, slice]]:
-        """(rows of the weight, rows of the scale) in pieces of about CHUNK weights, which cover the rows from `first` to `stop`."""
+        """(rows of the weight, rows of the scale), in pieces of about CHUNK weights that cover the rows `first` to `stop`."""
         g = self.group_rows(rows)
         step = max(1, CHUNK // K // g) * g
         for start in range(first, stop, step):

@@ -137,7 +137,7 @@ class Model:
                 )
         chosen = self.formats
         self.plan = Plan(
-            tuple(rows), str(self.device), not_capturable(rows, str(self.device)), chosen and chosen.checkpoint,
+            tuple(rows), str(self.device), not_capturable(rows, str(self.device)), chosen.checkpoint if chosen else None,
             chosen.notes if chosen else (),
         )  # fmt: skip
         return self.plan

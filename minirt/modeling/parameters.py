@@ -74,8 +74,8 @@ class Parameter(ABC):
 class PackedLinear(Parameter):
     """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
 
-    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. With a `format`, the weights are quantized
-    and stand for weight · scale, see `minirt.modeling.formats`; else `scale` is None.
+    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. With a `format`, the weights are
+    quantized and stand for weight · scale, see `minirt.modeling.formats`; else `scale` is None.
     """
 
     quantizable = True
