@@ -73,13 +73,14 @@ def linear_fp8_blocks(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | N
 
 def dequantize_fp8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """values [N, K] e4m3 · scale in `dtype`. The scale is [N], or [⌈N / g⌉, ⌈K / 128⌉], see `block_rows`."""
-    scale = scale.to(dtype)
+    out, scale = values.to(dtype), scale.to(dtype)
     if scale.ndim == 1:
-        return values.to(dtype) * scale.unsqueeze(1)
+        return out.mul_(scale.unsqueeze(1))
     N, K = values.shape
-    out = F.pad(values.to(dtype), (0, -K % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
-    rows = scale.repeat_interleave(block_rows(N, scale.shape[0]), 0)[:N]
-    return (out * rows.unsqueeze(2)).flatten(1)[:, :K]
+    rows, whole = scale.repeat_interleave(block_rows(N, scale.shape[0]), 0)[:N], K - K % FP8_BLOCK
+    out[:, :whole].unflatten(1, (-1, FP8_BLOCK)).mul_(rows[:, : whole // FP8_BLOCK].unsqueeze(2))
+    out[:, whole:].mul_(rows[:, -1:])
+    return out
 
 
 def quantize_fp8_blocks(x: Tensor, blocks: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ class Written:
 
 
 def _round(weight: Tensor, scale: Tensor) -> Tensor:
-    return (weight.double() / scale.double()).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+    return (weight.float() / scale.float()).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
 
 
 def per_channel(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
