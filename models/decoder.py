@@ -119,7 +119,7 @@ def refuse_unserved(fields: Fields) -> None:
 
     A setting that only matters beyond the trained context is warned about.
     """
-    read_quantization(fields)
+    read_quantization(fields)  # refuses unknown formats
     for name in ("num_experts", "num_local_experts"):
         if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
             raise UnsupportedError("mixtures of experts are not supported", where=fields.place(name), found=experts)

@@ -32,8 +32,7 @@ _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or 
 class ModelFiles:
     """A model's checked files.
 
-    `config`, `generation_config` and `hf_quant_config` (of NVIDIA ModelOpt) are uninterpreted JSON objects. The last two are None if
-    the file is absent.
+    `config`, `generation_config` and `hf_quant_config` are uninterpreted JSON objects; None if the file is absent.
     `weight_files` holds model.safetensors, or the shards sorted by name; it is empty if no weights were requested.
     `weight_index` maps tensor → file name; None without shards. `revision` is the Hub commit of all files; None for a folder.
     `total_size` is the number of bytes that the index states for all tensors; None if it states none.
@@ -97,6 +96,31 @@ def with_present_weights(files: ModelFiles) -> ModelFiles:
     return replace(files, weight_files=weights, weight_index=tensors, total_size=total_size)
 
 
+class RemoteTensor(NamedTuple):
+    """One tensor of a Hub model, as the header of its file describes it. `dtype` is a name of safetensors, such as "BF16"."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def remote_headers(files: ModelFiles) -> list[RemoteTensor]:
+    """The headers of the weight files of a Hub model that are not downloaded: some kilobytes of each file.
+
+    Raises:
+        ModelNotFoundError: they cannot be read.
+    """
+    from huggingface_hub import get_safetensors_metadata
+
+    with _explained(files.name, files.revision):
+        found = get_safetensors_metadata(files.name, revision=files.revision).files_metadata
+        return [
+            RemoteTensor(str(name), str(file), tuple(map(int, tensor.shape)), str(tensor.dtype))
+            for file, header in found.items() for name, tensor in header.tensors.items()
+        ]  # fmt: skip
+
+
 def _local_folder(model: str) -> Path | None:
     """The folder of this name; None if nothing has this name.
 
@@ -116,7 +140,9 @@ def _local_folder(model: str) -> Path | None:
     except ValueError:  # a null character, or a lone surrogate that stands for no byte of a name
         return None
     if not is_folder:
-        raise ModelNotFoundError("is a file, not a folder", where=folder, hint="give the folder that holds config.json")
+        hint = "GGUF files are not read; a folder with config.json and safetensors is needed"
+        hint = hint if folder.suffix.lower() == ".gguf" else "give the folder that holds config.json"
+        raise ModelNotFoundError("is a file, not a folder", where=folder, hint=hint)
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
@@ -223,7 +249,8 @@ def _contents(folder: Path) -> str:
     if len(other) == 1:
         return f"; if {other[0]} is the whole model, rename it to {_SINGLE}"
     other = other or [name for name in files if name.endswith((".bin", ".pth", ".pt", ".gguf"))]
-    return f"; found {_some(other)}" if other else ""
+    unread = ", and GGUF files are not read" if any(name.endswith(".gguf") for name in other) else ""
+    return f"; found {_some(other)}{unread}" if other else ""
 
 
 def _download(repo: str, revision: str | None, token: str | None, weights: bool, progress: bool) -> Path:

@@ -1,6 +1,7 @@
 """`load`: from LoadOptions to a model with its weights. `plan_model`: the same without weights. `find`: files and config."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from minirt.errors import ConfigError, InputError, ModelNotFoundError, Tokenizer
 from minirt.layers import Layer
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
-from minirt.loading.hub import ModelFiles, resolve, with_present_weights
+from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
 from minirt.loading.memory import check_memory
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_formats import stored_formats
@@ -87,19 +88,31 @@ def choose_formats(
 def plan_model(options: LoadOptions) -> Model:
     """The model with its plan resolved. No weight is read or allocated.
 
-    If the weights are quantized, the headers of their files are read, if they are here.
+    If the weights are quantized, the headers of their files are read, also from the Hub. If that fails, the plan follows what
+    config.json states, and has a note.
     """
     target = pick_device(options.device)
     found = find(options.model, options.revision, need_weights=False)
     config = found.config
     layers = options.layers(config) if options.layers else models.build(config)
-    entries = None
-    if found.files and found.quantization and (files := with_present_weights(found.files)).weight_files:
-        entries = checkpoint.read_headers(files.weight_files, files.weight_index)
-    planned = Model(config, layers, choose_formats(options, layers, found, entries))
+    planned = Model(config, layers, choose_formats(options, layers, found, _headers(found)))
     planned.device, planned.dtype = target, pick_dtype(options.dtype, config, target)
     planned.resolve(options.impl)
     return planned
+
+
+def _headers(found: Found) -> Mapping[str, Entry] | None:
+    """The headers of quantized weights: of local files, else from the Hub. None if there are none."""
+    if found.files is None or found.quantization is None:
+        return None
+    files = with_present_weights(found.files)
+    if files.weight_files:
+        return checkpoint.read_headers(files.weight_files, files.weight_index)
+    if files.revision is None:
+        return None
+    with suppress(ModelNotFoundError):
+        return {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}
+    return None
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _format(scheme: Scheme) -> LinearFormat:
 def _notes(schemes: Iterable[Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> Iterable[str]:
     kinds = {scheme.activations for scheme in schemes}
     if unseen:
-        yield "no weight files are here: the formats are those that config.json states"
+        yield "the weight files could not be looked at: the formats are those that config.json states"
     if inputs or "static" in kinds:
         count = f"{len(inputs)} input scales are not used: " if inputs else ""
         yield f"{count}activations have a scale for each token, which is more exact than a stored one"
@@ -131,7 +131,9 @@ class _Search:
                 found = "no weight" if weight is None else f"a weight of dtype {weight.dtype}"
                 where = f"{self.entries[f'{module}.{scales[0]}'].file}: {module}.{scales[0]}"
                 raise CheckpointError("a scale without a quantized weight", where=where, expected=E4M3, found=found)
-            if weight is not None and said is not None and not silent:
+            if weight is None:
+                return said  # that a tensor is missing is found when the headers are compared with the model
+            if said is not None and not silent:
                 self.unlisted.append(module)
             return None
         where = f"{weight.file}: {weight.name}"
@@ -166,8 +168,8 @@ class _Search:
         """Warn of linears that are not quantized though config.json does not list them so; the tensors are believed."""
         if self.unlisted and self.stated:
             some = ", ".join(name[:MAX_SHOWN] for name in self.unlisted[:4]) + (", …" if len(self.unlisted) > 4 else "")
-            what = f"{len(self.unlisted)} linears are not quantized, though they are not listed so"
-            warnings.warn(f"{self.stated.where}: {what}: {some}", stacklevel=4)
+            what = f"not quantized, though not listed so: {some} ({len(self.unlisted)} in total)"
+            warnings.warn(f"{self.stated.where}: {what}", stacklevel=4)
 
     def unused_scales(self, modules: Sequence[str], quantized: Iterable[str]) -> tuple[list[str], list[str]]:
         """Names of tensors that are accepted and not used: scales of activations, and of the KV cache."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from minirt.errors import ConfigError, UnsupportedError, inside
 from minirt.modeling.config import Fields, shown
-from minirt.modeling.patterns import matches
+from minirt.modeling.patterns import check, matches
 
 BLOCK = 128
 METHODS = ("fp8", "compressed-tensors", "modelopt")
@@ -92,10 +92,9 @@ class QuantizationConfig:
 
     def scheme(self, module: str) -> Scheme | None:
         """The stated scheme of a linear, by its checkpoint prefix; None: not quantized."""
-        with inside(self.where):
-            if self.ignore.rank(module) is not None:
-                return None
-            ranked = [(rank, scheme) for modules, scheme in self.groups if (rank := modules.rank(module)) is not None]
+        if self.ignore.rank(module) is not None:
+            return None
+        ranked = [(rank, scheme) for modules, scheme in self.groups if (rank := modules.rank(module)) is not None]
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
 
 
@@ -149,6 +148,10 @@ def _modules(fields: Fields, *names: str) -> Modules:
     if len(patterns) > _MAX_PATTERNS:
         where, most = fields.place(names[0]), f"at most {_MAX_PATTERNS}"
         raise UnsupportedError("too many patterns", where=where, expected=most, found=len(patterns))
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            with inside(fields.place(names[0])):
+                check(pattern[3:])
     return Modules(frozenset(found) - frozenset(patterns), patterns, "Linear" in found)
 
 

@@ -304,7 +304,8 @@ def _classes(random: Random) -> tuple[Folder, str]:
 
 
 def _other_kind(random: Random) -> tuple[Folder, str]:
-    fields: list[dict[str, Any]] = [{"is_causal": False}, {"num_local_experts": 8}, {"quantization_config": {"bits": 4, "quant_method": "awq"}}]
+    fields: list[dict[str, Any]] = [{"is_causal": False}, {"num_local_experts": 8}]
+    fields += [{"quantization_config": {"quant_method": name}} for name in ("awq", "fp8")]
     fields += [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_hidden_layers": LAYERS - 1}]
     fields += [{"layer_types": None, "num_hidden_layers": LAYERS + 1}, {"rope_scaling": {"type": "linear", "factor": 2.0}}]
     return edited(CONFIG, **random.choice(fields)), "refused"
@@ -438,7 +439,8 @@ def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
     assert error <= 1e-4 * size, f"logits of norm {size:.1e} differ from transformers' by {error:.1e}"
 
 
-KINDS = [damaged_json] * 4 + [damaged_shard] * 2 + [damaged_file] * 2 + [damaged_quantized] * 3 + [contradiction] * 3 + [harmless] * 2
+KINDS = [damaged_json] * 4 + [damaged_shard] * 2 + [damaged_file] * 2 + [damaged_quantized] * 3
+KINDS += [contradiction] * 3 + [harmless] * 2
 
 
 def check(seed: int, folder: Path) -> str | None:

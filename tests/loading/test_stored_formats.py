@@ -7,11 +7,13 @@ import json
 import math
 import shutil
 import warnings
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.quantized import STYLES, save, write
 
 from minirt import Generator, LoadOptions, SamplingParams
@@ -22,6 +24,7 @@ from minirt.loading.load import plan_model
 from minirt.modeling.formats import StoredFp8Blocks
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(40)]
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}  # in safetensors files
 # Sizes that blocks of 128 do not divide: q, k and v begin at rows 0, 288 and 384; the last block of K has 16 columns.
 SIZES = {"hidden_size": 144, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48}
 
@@ -113,6 +116,8 @@ def test_a_file_of_the_numbers_of_fp8_loads_as_fp8_does(plain, tmp_path):
         assert [row.bytes for row in stored.plan.rows] == [row.bytes for row in own.plan.rows]
         assert stored.plan.rows == own.plan.rows
         assert stored.decode_read_bytes == own.decode_read_bytes
+        keys = [[parameter.compile_key() for parameter in each._model.parameters()] for each in (stored, own)]
+        assert keys[0] == keys[1], "the same kernels"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -129,7 +134,7 @@ def test_scales_of_any_float_dtype(dtype, plain, quantized):
 
 def test_mixed_models(plain, quantized):
     """Linears in 16 bits beside quantized ones, a quantized head, and ignore lists with regular expressions."""
-    written = quantized("compressed-tensors channel", skip=("0.self_attn.q_proj", "k_proj", "v_proj", "1.mlp.down_proj", "q_proj"))
+    written = quantized("compressed-tensors channel", skip=("q_proj", "k_proj", "v_proj", "1.mlp.down_proj"))
     config = json.loads((written.folder / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["re:.*self_attn.(q|k|v)_proj$", "model.layers.1.mlp.down_proj"]
     (written.folder / "config.json").write_text(json.dumps(config))
@@ -152,7 +157,7 @@ def test_what_is_not_listed(quantized):
         warnings.simplefilter("error")
         assert generator._model.layers[-1].lm_head.format is None
     written = quantized("compressed-tensors channel", listed=False, skip=("lm_head", "1.mlp.down_proj"))
-    with pytest.warns(UserWarning, match=r"2 linears are not quantized.*model\.layers\.1\.mlp\.down_proj, lm_head"):
+    with pytest.warns(UserWarning, match=r"not quantized, though not listed so: model\.layers\.1\.mlp\.down_proj, lm_head \(2"):
         load(written.folder).close()
 
 
@@ -201,6 +206,33 @@ def test_the_plan_reads_headers_only(quantized, monkeypatch):
     stated = plan_model(LoadOptions(model=written.folder, device="cpu", dtype="bfloat16")).plan
     assert stated.rows == plan.rows
     assert "the formats are those that config.json states" in stated.notes[0]
+
+
+def test_the_plan_of_a_hub_model(quantized, monkeypatch):
+    """Headers come from the Hub. If it cannot be reached, what config.json states is believed."""
+    written = quantized("fp8 block", skip=("lm_head", "1.mlp.down_proj"), listed=False)
+    with pytest.warns(UserWarning, match="down_proj"):
+        local = plan_model(LoadOptions(model=written.folder, device="cpu")).plan
+    header = SimpleNamespace(tensors={
+        name: SimpleNamespace(dtype=NAMES[tensor.dtype], shape=list(tensor.shape)) for name, tensor in written.tensors.items()
+    })  # fmt: skip
+    asked = []
+
+    def metadata(repo, *, revision):
+        asked.append((repo, revision))
+        return SimpleNamespace(files_metadata={"model.safetensors": header})
+
+    (written.folder / "model.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(written.folder))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)
+    options = LoadOptions(model="org/name", device="cpu")
+    with pytest.warns(UserWarning, match="down_proj"):
+        assert plan_model(options).plan == local
+    assert asked == [("org/name", written.folder.name)]
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: 1 / 0)
+    plan = plan_model(options).plan
+    assert plan.weight_bytes < local.weight_bytes
+    assert "config.json states" in plan.notes[0]
 
 
 def test_the_plan_says_why_blocks_are_eager_on_a_gpu(quantized, monkeypatch):
@@ -265,12 +297,18 @@ def _plain(module, scale):
 
 TENSORS = {  # what: style, change of the tensors, error, words
     "no scale": ("fp8 block", lambda t: t.pop(f"{DOWN}.weight_scale_inv"), CheckpointError, f"{DOWN}.weight: .* no scale"),
-    "no scale of a channel": ("compressed-tensors channel", lambda t: t.pop(f"{K}.weight_scale"), CheckpointError, f"{K}.*no scale"),
+    "no scale of a channel": (
+        "compressed-tensors channel", lambda t: t.pop(f"{K}.weight_scale"), CheckpointError, f"{K}.*no scale",
+    ),
     "a scale alone": (
         "fp8 block", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float()}), CheckpointError,
         f"{DOWN}.weight_scale_inv: a scale without a quantized weight",
     ),
     "no weight": ("fp8 block", lambda t: t.pop(f"{DOWN}.weight"), CheckpointError, f"{DOWN}.weight_scale_inv: a scale without"),
+    "neither weight nor scale": (
+        "fp8 block", lambda t: (t.pop(f"{K}.weight"), t.pop(f"{K}.weight_scale_inv")), CheckpointError,
+        rf"2 of .* missing; expected {K}\.weight, {K}\.weight_scale_inv",
+    ),
     "too few blocks": (
         "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale_inv": torch.ones(1, 2)}), CheckpointError,
         rf"{DOWN}.weight_scale_inv: wrong shape; expected \[2, 2\]; found \[1, 2\]",
@@ -287,7 +325,9 @@ TENSORS = {  # what: style, change of the tensors, error, words
         "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale": t.pop(f"{DOWN}.weight_scale_inv")}), CheckpointError,
         f"{DOWN}.weight: .*not that of the stated format; expected weight_scale_inv",
     ),
-    "two scales": ("fp8 block", lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(1)}), CheckpointError, f"{DOWN}.weight: .*scale"),
+    "two scales": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(1)}), CheckpointError, f"{DOWN}.weight: .*scale",
+    ),
     "a scale in e8m0": (
         "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale_inv": t[f"{DOWN}.weight_scale_inv"].to(torch.float8_e8m0fnu)}),
         CheckpointError, f"{DOWN}.weight_scale_inv: wrong dtype",
@@ -299,10 +339,16 @@ TENSORS = {  # what: style, change of the tensors, error, words
             (math.nan, f"{DOWN}.weight_scale.*found nan"), (math.inf, f"{DOWN}.weight_scale.*found inf"),
         )
     },
-    "an input scale of NaN": ("modelopt", lambda t: t[f"{DOWN}.input_scale"].fill_(math.nan), CheckpointError, f"{DOWN}.input_scale"),
+    "an input scale of NaN": (
+        "modelopt", lambda t: t[f"{DOWN}.input_scale"].fill_(math.nan), CheckpointError, f"{DOWN}.input_scale",
+    ),
     "a KV scale of zero": ("modelopt", lambda t: t[f"{K}.k_scale"].fill_(0), CheckpointError, rf"{K}\.k_scale: 1 of 1 scales"),
-    "a KV scale of integers": ("modelopt", lambda t: t.update({f"{K}.k_scale": torch.tensor(1)}), CheckpointError, "wrong dtype.*I64"),
-    "an input scale elsewhere": ("modelopt", lambda t: t.update({"lm_head.input_scale": torch.ones(())}), CheckpointError, "unexpected"),
+    "a KV scale of integers": (
+        "modelopt", lambda t: t.update({f"{K}.k_scale": torch.tensor(1)}), CheckpointError, "wrong dtype.*I64",
+    ),
+    "an input scale elsewhere": (
+        "modelopt", lambda t: t.update({"lm_head.input_scale": torch.ones(())}), CheckpointError, "unexpected",
+    ),
     "a part in 16 bits": (
         "fp8 block", _plain(K, "weight_scale_inv"), UnsupportedError,
         rf"layers\.0\.attention: .*one format.*q_proj\.weight: FP8.*{K}\.weight: not quantized",
@@ -315,7 +361,9 @@ TENSORS = {  # what: style, change of the tensors, error, words
         "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.int8)}),
         CheckpointError, f"{DOWN}.weight: wrong dtype.*I8",
     ),
-    "GPTQ": ("fp8 block", lambda t: t.update({f"{DOWN}.qweight": torch.ones(2, 2)}), UnsupportedError, f"{DOWN}.qweight: AWQ or GPTQ"),
+    "GPTQ": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.qweight": torch.ones(2, 2)}), UnsupportedError, f"{DOWN}.qweight: AWQ or GPTQ",
+    ),
     "bitsandbytes": ("fp8 block", lambda t: t.update({f"{DOWN}.weight.absmax": torch.ones(2)}), UnsupportedError, "bitsandbytes"),
     "int4": ("fp8 block", lambda t: t.update({f"{DOWN}.weight_packed": torch.ones(2)}), UnsupportedError, "4-bit"),
     "a quantized norm": (
@@ -376,7 +424,7 @@ def test_parts_with_two_schemes(quantized):
     groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
     groups["group_1"]["targets"], groups["group_1"]["weights"]["strategy"] = [r"re:.*self_attn\.v_proj"], "tensor"
     path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*k_proj\.weight: FP8.*channel.*v_proj\.weight: FP8.*tensor"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*k_proj\.weight: FP8.*channel.*v_proj\.weight: .*tensor"):
         load(written.folder)
 
 
@@ -390,7 +438,9 @@ def test_fp8_of_a_quantized_checkpoint_is_refused(quantized):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
-@pytest.mark.parametrize(("rows", "columns"), [((128,), 128), ((256, 128), 384), ((97,), 200), ((192, 64, 64), 129), ((1, 3), 5)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((128,), 128), ((256, 128), 384), ((97,), 200), ((192, 64, 64), 129), ((1, 3), 5)]
+)
 def test_a_product_with_blocks(rows, columns, tokens, dtype):
     """Compared with the formula in fp64, block by block. 448 · 448 overflows fp16."""
     generator = torch.Generator().manual_seed(sum(rows) + columns)
@@ -477,6 +527,6 @@ def test_smollm2(smollm2, tmp_path):
             warnings.simplefilter("error")
             assert generator.plan.weight_bytes < 0.45 * 538e6
             assert generator._model.layers[0].table is generator._model.layers[-1].lm_head
-            assert abs(mean_loss(generator, tokens) - before) < 0.15
+            assert abs(mean_loss(generator, tokens) - before) < 0.1
             assert generator.generate(TEXT, greedy).text == text
         shutil.rmtree(folder)

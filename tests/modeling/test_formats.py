@@ -4,6 +4,8 @@ Catches scales along the wrong axis, rounding to zero or beyond the largest code
 skipped or written twice, and an embedding that is quantized together with its tied head.
 """
 
+from hashlib import sha256
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -207,3 +209,13 @@ def test_fp8_heads_of_zeros_and_outliers():
     assert not values[1, 0].float().any()
     assert scale[2, 1] == pytest.approx(5000 / 448)
     assert scale[2, 0] < 0.02, "an outlier affects only its own head"
+
+
+def test_the_bits_of_fp8_do_not_change():
+    """The weights of the embedded model with `--fp8`. Another hash means other numbers for every user."""
+    with Generator.from_pretrained(device="cpu", quantization="fp8", kv_cache_memory=1 << 22) as generator:
+        digest = sha256()
+        for parameter in generator.model.parameters():
+            for tensor in (parameter.weight, getattr(parameter, "scale", None)):
+                digest.update(b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest() == "232e2458ae228f6d3c38161af5396f69dfa6db5ff46577ec43bf3bc06b61d60e"

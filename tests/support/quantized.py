@@ -1,4 +1,4 @@
-"""Writes a model folder in one of the quantized formats in the wild. Independent of minirt: formulas as the producers state them."""
+"""Writes a model folder in one of the quantized formats in the wild. Independent of minirt: the producers' formulas."""
 
 import json
 from collections.abc import Callable
@@ -83,7 +83,8 @@ class Style:
 
 
 def _modelopt(algorithm: str) -> Callable[[list[str]], dict[str, Any]]:
-    return lambda ignore: {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ignore, "producer": {"name": "modelopt"}}
+    own = {"quant_method": "modelopt", "quant_algo": algorithm, "producer": {"name": "modelopt"}}
+    return lambda ignore: own | {"ignore": ignore}
 
 
 def _nested(ignore: list[str]) -> dict[str, Any]:
@@ -106,7 +107,9 @@ STYLES: dict[str, Style] = {
     "modelopt": Style(per_tensor, lambda ignore: None, inputs=True, kv=True, hf=_nested),
     "modelopt channel": Style(per_channel, _modelopt("FP8_PER_CHANNEL_PER_TOKEN"), shape=lambda scale: scale[:, 0]),
     "modelopt block": Style(per_block, _modelopt("fp8_pb_wo"), shape=lambda scale: scale[:, None, :, None]),
-    "fp8 tensor": Style(per_tensor, lambda ignore: {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignore}),
+    "fp8 tensor": Style(
+        per_tensor, lambda ignore: {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignore}
+    ),
     "fp8 block": Style(
         per_block,
         lambda ignore: {
