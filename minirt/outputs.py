@@ -43,7 +43,7 @@ class Completion:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """0 before the first token."""
+        """Seconds from the start of the request to its first token; 0 before that."""
         return self.token_times_s[0] if self.token_times_s else 0.0
 
     @property
@@ -64,6 +64,7 @@ class CompletionStream:
     started: float = 0.0
 
     def push(self, output: TokenOutput) -> Piece:
+        """Add the tokens of one output, up to a stop string. Returns the new piece."""
         done = self.completion
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
@@ -76,7 +77,7 @@ class CompletionStream:
             last = i == len(output.token_ids) and output.finish_reason is not None
             new, stopped = self._decode(token, last)
             text += new
-            if stopped:  # tokens behind the stop string do not count
+            if stopped:  # tokens after the stop string do not count
                 done.finish_reason = "stop"
                 break
         else:
@@ -87,7 +88,7 @@ class CompletionStream:
         return Piece(text, output.token_ids[:i], done.finish_reason)
 
     def _decode(self, token: int, last: bool) -> tuple[str, bool]:
-        """The text that a token completes, and whether a stop string was found. `last`: nothing is held back."""
+        """The text that a token completes, and whether a stop string was found. `last`: also text that was held back."""
         if self.decoder is None:
             return "", False
         text, stopped = self.stops.push(self.decoder.push(token))

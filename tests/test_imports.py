@@ -25,7 +25,7 @@ TIERS = [
     ["minirt.bench", "minirt.bench.*"],
     ["minirt.cli", "minirt.cli.*", "minirt.__main__"],
 ]
-FORBIDDEN = {"transformers", "gguf", "scipy", "hypothesis", "pytest", "numpy", "accelerate"}
+FORBIDDEN = {"transformers", "compressed_tensors", "gguf", "scipy", "hypothesis", "pytest", "numpy", "accelerate"}
 
 
 def modules():

@@ -1,7 +1,7 @@
 """`Engine`: the main loop. Requests of token ids go in, sampled token ids come out, one step at a time.
 
 On a GPU the host runs one step ahead: it queues a step before the tokens of the previous step are known, so the GPU never waits
-for Python. The cost is one row computed in vain when a request ends at an EOS token or a stop string.
+for Python. The cost: when a request ends at an EOS token or a stop string, one row has been computed for nothing.
 """
 
 from array import array
@@ -36,12 +36,12 @@ EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
 
 @dataclass(frozen=True)
 class Request:
-    """A request for completion, in plain values, so that it can cross to another thread or process.
+    """A request for completion. It has plain values only, so it can be sent to another thread or process.
 
     Args:
         id: unique among the open requests of an engine.
         prompt_token_ids: the prompt, at least one token.
-        sampling: how tokens are drawn, and how many at most.
+        sampling: the sampling parameters, including the maximum number of tokens.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
     """
@@ -76,8 +76,8 @@ class _RequestState:
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
-    computed: list[tuple[Sequence, int]]  # of each sequence of the step, how many tokens are computed at its end
+    sampled: list[tuple[Sequence, int]]  # in row order: each sequence that gets tokens, and its number of rows
+    computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
 
 
 class Engine:
@@ -86,6 +86,7 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
+        max_num_batched_tokens: tokens of the largest step; None: 8,192 on a GPU, 512 on a CPU.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
@@ -99,7 +100,7 @@ class Engine:
         vocab_size: int,
         max_model_len: int,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         device: torch.device | str = "cpu",
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
@@ -107,6 +108,7 @@ class Engine:
     ) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
+        max_num_batched_tokens = max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[device.type]
         self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
@@ -130,6 +132,10 @@ class Engine:
     def max_num_batched_tokens(self) -> int:
         return self._scheduler.max_num_batched_tokens
 
+    def pin(self, prompt_token_ids: Seq[int]) -> int:
+        """Never evict the cached pages of a prompt. Returns the number of tokens in them. See `Generator.warm_prompt`."""
+        return self._scheduler.pin(array("q", prompt_token_ids))
+
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters of the prefix cache; None without one."""
@@ -138,7 +144,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether the GPU has failed. The engine cannot be used any more then."""
+        """Whether the GPU has failed. If so, the engine cannot be used any more."""
         return self._failure is not None
 
     @property
@@ -150,12 +156,12 @@ class Engine:
         self._runner.warm_up(progress)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Run the bare CUDA graph of a decode step `repeats` times; returns seconds. See `Generator.replay_times`."""
+        """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
         with self._device_errors():
             return self._runner.replay_times(batch_size, context_len, repeats)
 
     def check(self, prompt_token_ids: Seq[int]) -> None:
-        """Raise what a request would be refused for. Changes nothing, so any thread may call it.
+        """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
 
         Raises:
             InputError: the prompt is empty, or an id is outside the vocabulary.
@@ -184,7 +190,7 @@ class Engine:
             self._scheduler.remove(request.sequence)
 
     def recover(self) -> None:
-        """Make the engine consistent after any of its methods was left by an exception, at whatever line.
+        """Make the engine consistent again after an exception has left any of its methods, at any line.
 
         Requests that have started are dropped, and all pages are free again. Requests that were waiting for their first step
         stay.
@@ -196,8 +202,8 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
 
-        A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, its requests end with an error
-        in their outputs.
+        A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
+        many tokens. If a step of one token does not fit, its request ends with an error in its output.
 
         Raises:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
@@ -205,7 +211,15 @@ class Engine:
         """
         with self._device_errors():
             work = self._scheduler.schedule()
-            outputs = self._start(work) if work else []
+            outputs: list[TokenOutput] = []
+            while work and (problem := self._start(work)) is not None:
+                tokens = sum(len(chunk.tokens) for _, chunk in work)
+                if tokens == 1:
+                    failure = _out_of_memory("a step of one token", problem)
+                    outputs += [self._fail(sequence.id, failure) for sequence, _ in work]
+                    break
+                self._scheduler.limit_tokens(tokens // 2)
+                work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
                 outputs += self._collect(self._in_flight.popleft())
             return outputs
@@ -224,17 +238,16 @@ class Engine:
             self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
             raise self._failure from error
 
-    def _start(self, work: list[tuple[Sequence, Chunk]]) -> list[TokenOutput]:
+    def _start(self, work: list[tuple[Sequence, Chunk]]) -> str | None:
+        """Start a step. Returns None, or the allocator's message if memory runs out; in this case nothing has changed."""
         sampled = [(sequence, chunk.num_logits) for sequence, chunk in work if chunk.num_logits]
         settings = [(self._requests[s.id].sampling, s.num_generated) for s, _ in sampled]
         try:
             step = self._runner.start([chunk for _, chunk in work], settings)
-        except Exception as error:
+        except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not is_out_of_memory(error):
                 raise
-            tokens = sum(len(chunk.tokens) for _, chunk in work)
-            failure = _out_of_memory(f"a step of {len(work)} sequences and {tokens} tokens", error)
-            return [self._fail(sequence.id, failure) for sequence, _ in work]
+            return str(error)
         for sequence, chunk in work:
             sequence.num_computed += len(chunk.tokens)
         for row, (sequence, _) in enumerate(sampled):
@@ -242,10 +255,11 @@ class Engine:
             sequence.pending += 1
         computed = [(sequence, sequence.num_computed) for sequence, _ in work]
         self._in_flight.append(_InFlight(step, sampled, computed))
-        return []
+        self._scheduler.relax_limit()
+        return None
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        """The tokens of a step that has ended, or will soon. From now on others may use the pages that it has filled."""
+        """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
         outputs, ends, result = [], {}, ended.step.result()
         for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
             request = self._requests.get(sequence.id)
@@ -270,7 +284,7 @@ class Engine:
         """Append new tokens to a request, up to the one that ends it."""
         sequence, ends, count = request.sequence, None, 0
         for token in tokens:
-            if token < 0:  # the sampler returns −1 for logits that are no numbers
+            if token < 0:  # the sampler returns −1 for unusable logits
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
                 error = NumericsError("the logits are NaN or +inf, or only -inf", where=where, hint=hint)
@@ -302,20 +316,26 @@ class Engine:
         pages = allocator.allocate(needed)
         try:
             with self._device_errors():
-                return torch.cat(list(self._logits(tokens, pages)))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise _out_of_memory(f"the logits of {len(tokens)} tokens", error) from error
+                return self._logits(tokens, pages)
         finally:
             allocator.release(pages)
 
-    def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Iterator[Tensor]:
-        size = min(EVALUATION_CHUNK, self.max_num_batched_tokens)
-        for start in range(0, len(tokens), size):
+    def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Tensor:
+        """`logits` in chunks, which get smaller if memory runs out."""
+        size, rows = min(EVALUATION_CHUNK, self.max_num_batched_tokens), list[Tensor]()
+        while (start := sum(map(len, rows))) < len(tokens):
             part = tokens[start : start + size]
             chunk = Chunk(part, start, pages, num_logits=len(part))
-            yield self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu()
+            try:
+                rows.append(self._model(Batch.build([chunk], self._cache.page_size), self._cache).cpu())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = str(error)
+                if size == 1:
+                    raise _out_of_memory("the logits of one token", problem) from error
+                size //= 2
+        return torch.cat(rows)
 
     def check_logits(self, tokens: Seq[int]) -> None:
         """Raise InputError or ContextLengthError if `logits` can never compute these tokens. Any thread may call it."""
@@ -343,9 +363,9 @@ class Engine:
                 )
 
 
-def _out_of_memory(what: str, error: Exception) -> OutOfMemoryError:
+def _out_of_memory(what: str, problem: str) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"no memory left for {what}",
-        found=str(error).strip().partition("\n")[0],
+        found=problem.strip().partition("\n")[0],
         hint="lower --kv-cache-memory or --max-num-seqs, to leave more for activations",
     )

@@ -8,6 +8,7 @@ import torch
 from engine.test_engine import add, engine, run, undisturbed
 from support.native import native_error
 
+from minirt.engine.scheduler import STEPS_UNTIL_LARGER
 from minirt.errors import DeviceFailedError, NumericsError, OutOfMemoryError
 from minirt.sampling_params import SamplingParams, resolve
 
@@ -29,38 +30,100 @@ def steps(it):
         it.step()
 
 
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nmore"),
+    native_error("Triton Error [CUDA]: out of memory, 7.00 GiB"),  # when a kernel cannot be loaded
+]
+
+
+def limited(it, most, error):
+    """Make the model of an engine run out of memory in steps of more than `most` tokens. → the tokens of each try."""
+    model, tries = it._runner._model, []
+
+    def call(batch, cache):
+        tries.append(batch.num_tokens)
+        if batch.num_tokens > most:
+            raise error
+        return model(batch, cache)
+
+    it._runner._model = call
+    return tries
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("at", [0, 1, 4])
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.\nmore"),
-     native_error("Triton Error [CUDA]: out of memory, 7.00 GiB")],  # when a kernel cannot be loaded
-    ids=["allocator", "kernel"],
-)  # fmt: skip
-def test_out_of_memory_ends_the_requests_of_that_step(error, at, lookahead):
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["allocator", "kernel"])
+def test_out_of_memory_once_changes_no_token(error, at, lookahead):
     it, cache = engine(lookahead=lookahead)
     failing(it, error, at)
-    ids = [add(it, [50 + i] * 5) for i in range(3)]
-    errors = {}
-    while it.has_work:
-        for output in it.step():
-            if output.finish_reason == "error":
-                errors[output.request_id] = output.error
-                assert output.token_ids == ()
-    assert sorted(errors) == ids
-    assert all(isinstance(e, OutOfMemoryError) and "7.00 GiB" in str(e) and "--max-num-seqs" in str(e) for e in errors.values())
+    prompts = [[50 + i] * 5 for i in range(3)]
+    tokens, _ = run(it, [(0, prompt, 9) for prompt in prompts])
+    assert [tokens[i] for i in range(3)] == [undisturbed(prompt, 9, eos=5) for prompt in prompts]
     assert cache.allocator.num_free == 64
-    tokens, reasons = run(it, [(0, [60, 61], 6)])
-    assert tokens[0] == undisturbed([60, 61], 6, eos=5)
-    assert reasons[0] in ("length", "stop")
 
 
-def test_out_of_memory_spares_those_that_wait():
-    it, _ = engine(seqs=1)
-    failing(it, torch.OutOfMemoryError("CUDA out of memory."), 0)
-    tokens, reasons = run(it, [(0, [50, 51], 4), (0, [52, 53], 4)])
-    assert reasons[0] == "error"
-    assert tokens[1] == undisturbed([52, 53], 4, eos=5)
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_steps_shrink_until_they_fit(most, lookahead):
+    """Prompts and decode steps; the limit holds for a while, so that not every step is tried in vain."""
+    it, cache = engine(lookahead=lookahead, budget=32)
+    tries = limited(it, most, OUT_OF_MEMORY[0])
+    prompts = [[50 + i] * 9 for i in range(6)]
+    tokens, _ = run(it, [(0, prompt, 12) for prompt in prompts])
+    assert [tokens[i] for i in range(6)] == [undisturbed(prompt, 12, eos=5) for prompt in prompts]
+    assert cache.allocator.num_free == 64
+    assert 0 < sum(n > most for n in tries) <= 5 + len(tries) // STEPS_UNTIL_LARGER
+
+
+def test_the_limit_is_lifted():
+    it, _ = engine(budget=32)
+    failing(it, OUT_OF_MEMORY[0], 0)
+    run(it, [(0, [50] * 30, 1)])
+    it._model.tokens_per_step.clear()
+    run(it, [(0, [51 + i], STEPS_UNTIL_LARGER) for i in range(3)])
+    it._model.tokens_per_step.clear()
+    run(it, [(0, [60] * 30, 1)])
+    assert it._model.tokens_per_step[0] == 30
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_out_of_memory_for_one_token_ends_its_request(lookahead):
+    it, cache = engine(lookahead=lookahead)
+    model = it._runner._model
+
+    def call(batch, cache):
+        if 7 in batch.seq_lens:
+            raise OUT_OF_MEMORY[0]
+        return model(batch, cache)
+
+    it._runner._model = call
+    bad, good = add(it, [50, 51, 52, 53]), add(it, [60] * 9, resolve(SamplingParams(max_tokens=6), None), (5,))
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    error = next(output.error for output in outputs if output.request_id == bad and output.error)
+    assert isinstance(error, OutOfMemoryError)
+    assert "7.00 GiB" in str(error)
+    assert "--max-num-seqs" in str(error)
+    tokens = [token for o in outputs if o.request_id == good for token in o.token_ids]
+    assert tokens == undisturbed([60] * 9, 6, eos=5)
+    assert cache.allocator.num_free == 64
+
+
+def test_logits_take_smaller_chunks():
+    it, cache = engine()
+    tokens = list(range(40))
+    expected = it.logits(tokens)
+    it._model = lambda batch, cache, model=it._model: model(batch, cache) if batch.num_tokens <= 3 else raises(OUT_OF_MEMORY[0])
+    assert torch.equal(it.logits(tokens), expected)
+    it._model = lambda batch, cache: raises(OUT_OF_MEMORY[0])
+    with pytest.raises(OutOfMemoryError, match="logits"):
+        it.logits(tokens)
+    assert cache.allocator.num_free == 64
+
+
+def raises(error):
+    raise error
 
 
 def test_a_failed_gpu_is_the_end_with_its_cause():
