@@ -19,7 +19,7 @@ from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_
 from minirt.loading.stored_formats import stored_formats
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice
-from minirt.modeling.model import Model
+from minirt.modeling.model import Model, in_order
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
@@ -94,7 +94,7 @@ def plan_model(options: LoadOptions) -> Model:
     target = pick_device(options.device)
     found = find(options.model, options.revision, need_weights=False)
     config = found.config
-    layers = options.layers(config) if options.layers else models.build(config)
+    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
     planned = Model(config, layers, choose_formats(options, layers, found, _headers(found)))
     planned.device, planned.dtype = target, pick_dtype(options.dtype, config, target)
     planned.resolve(options.impl)
@@ -147,7 +147,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     found = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
     files, config = found.files, found.config
     length = pick_length(config, options.max_model_len)
-    layers = options.layers(config) if options.layers else models.build(config)
+    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
     weights = None if options.random_weights else files
     entries = checkpoint.read_headers(weights.weight_files, weights.weight_index) if weights else None
     model = Model(config, layers, choose_formats(options, layers, found, entries))

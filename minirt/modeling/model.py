@@ -34,7 +34,7 @@ class Model:
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None) -> None:
-        self.config, self.layers, self.formats = config, _in_order(config, layers), formats
+        self.config, self.layers, self.formats = config, in_order(config, layers), formats
         if formats is not None:
             for layer in self.layers:
                 for weights in layer.quantizable():
@@ -198,7 +198,7 @@ class Model:
         return x
 
 
-def _in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
+def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
     """The layers, checked, with a `Select` inserted after the last attention layer unless there is one."""
     if not isinstance(layers, Iterable):
         raise ConfigError("a model needs layers", expected="a sequence of layers", found=type(layers).__name__)
