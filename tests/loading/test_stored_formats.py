@@ -33,6 +33,13 @@ def load(folder, **options):
     return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": 1 << 22, **options})
 
 
+def quietly(folder):
+    """Load; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return load(folder)
+
+
 @pytest.fixture(scope="module")
 def plain(hf_folder):
     return hf_folder("Qwen2", seed=5, **{k: v for k, v in SIZES.items() if k != "head_dim"}, head_dim=48)
@@ -59,8 +66,7 @@ def test_each_format_computes_what_it_states(style, plain, quantized):
     """Steps of one token use activations that are not rounded, so they agree within the bounds of fp32."""
     written = quantized(style, shards=3)
     exact, theirs = truth(plain, written.exact, torch.float64), truth(plain, written.exact, torch.float32)
-    with warnings.catch_warnings(), load(written.folder) as generator:
-        warnings.simplefilter("error")
+    with quietly(written.folder) as generator:
         rows = {row.layer: row for row in generator.plan.rows}
         blocks = "block" in style
         for layer in ("layers.0.attention", "layers.2.mlp"):
@@ -138,8 +144,7 @@ def test_mixed_models(plain, quantized):
     config = json.loads((written.folder / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["re:.*self_attn.(q|k|v)_proj$", "model.layers.1.mlp.down_proj"]
     (written.folder / "config.json").write_text(json.dumps(config))
-    with warnings.catch_warnings(), load(written.folder) as generator:
-        warnings.simplefilter("error")
+    with quietly(written.folder) as generator:
         first, attention, mlp, head = (generator._model.layers[i] for i in (2, 1, 4, -1))
         assert first.down.format is not None
         assert attention.qkv.format is None
@@ -153,8 +158,7 @@ def test_mixed_models(plain, quantized):
 def test_what_is_not_listed(quantized):
     """An absent list is usual for the head of Qwen's files; other linears are warned about."""
     written = quantized("fp8 block", listed=False)
-    with warnings.catch_warnings(), load(written.folder) as generator:
-        warnings.simplefilter("error")
+    with quietly(written.folder) as generator:
         assert generator._model.layers[-1].lm_head.format is None
     written = quantized("compressed-tensors channel", listed=False, skip=("lm_head", "1.mlp.down_proj"))
     with pytest.warns(UserWarning, match=r"not quantized, though not listed so: model\.layers\.1\.mlp\.down_proj, lm_head \(2"):
@@ -165,8 +169,7 @@ def test_tied_heads(hf_folder, tmp_path):
     plain = hf_folder("Llama", seed=8, tie_word_embeddings=True)
     for style in ("compressed-tensors channel", "modelopt", "fp8 block"):
         written = write(plain, tmp_path / style, style, skip=())
-        with warnings.catch_warnings(), load(written.folder) as generator:
-            warnings.simplefilter("error")
+        with quietly(written.folder) as generator:
             assert generator._model.layers[0].table is generator._model.layers[-1].lm_head
     written.tensors["model.embed_tokens.weight"] = written.tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
     written.tensors["model.embed_tokens.weight_scale_inv"] = torch.ones(2, 1)
@@ -516,15 +519,14 @@ def mean_loss(generator, tokens):
 @pytest.mark.slow
 def test_smollm2(smollm2, tmp_path):
     """A trained model with a tied head in three formats, in shards: text as before, and hardly more loss."""
-    greedy = SamplingParams(max_tokens=4, temperature=0)
+    greedy = SamplingParams(max_tokens=2, temperature=0)
     with load(smollm2) as generator:
         tokens = generator.tokenizer.encode(TEXT)
         before, text = mean_loss(generator, tokens), generator.generate(TEXT, greedy).text
     assert text.startswith(" the Sun")
     for style in ("compressed-tensors channel", "modelopt", "fp8 block"):
         folder = write(smollm2, tmp_path / style, style, shards=2, listed=style != "fp8 block").folder
-        with warnings.catch_warnings(), load(folder) as generator:
-            warnings.simplefilter("error")
+        with quietly(folder) as generator:
             assert generator.plan.weight_bytes < 0.45 * 538e6
             assert generator._model.layers[0].table is generator._model.layers[-1].lm_head
             assert abs(mean_loss(generator, tokens) - before) < 0.1
