@@ -28,6 +28,7 @@ from minirt.errors import (
     MinirtError,
     NumericsError,
     OutOfMemoryError,
+    QueueFullError,
 )
 from minirt.sampling_params import EffectiveSampling
 
@@ -44,6 +45,8 @@ class Request:
         sampling: the sampling parameters, including the maximum number of tokens.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
+        priority: requests with lower values run first.
+        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
     """
 
     id: int
@@ -51,6 +54,8 @@ class Request:
     sampling: EffectiveSampling
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
+    priority: int = 0
+    group: int | None = None
 
 
 class TokenOutput(NamedTuple):
@@ -87,6 +92,7 @@ class Engine:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
         max_num_batched_tokens: tokens of the largest step; None: 8,192 on a GPU, 512 on a CPU.
+        max_waiting: how many requests may wait behind those of a step. None: any number.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
@@ -102,6 +108,7 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
         device: torch.device | str = "cpu",
+        max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
@@ -109,7 +116,7 @@ class Engine:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
         max_num_batched_tokens = max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[device.type]
-        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
+        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache, max_waiting)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
             max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
@@ -135,6 +142,10 @@ class Engine:
     def pin(self, prompt_token_ids: Seq[int]) -> int:
         """Never evict the cached pages of a prompt. Returns the number of tokens in them. See `Generator.warm_prompt`."""
         return self._scheduler.pin(array("q", prompt_token_ids))
+
+    @property
+    def max_waiting(self) -> int | None:
+        return self._scheduler.max_waiting
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
@@ -174,7 +185,9 @@ class Engine:
         """Queue a request whose prompt has passed `check`."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len, salt=request.cache_salt)
+        sequence = Sequence(
+            request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt
+        )  # fmt: skip
         eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
         self._requests[request.id] = _RequestState(sequence, sampling, eos)
         self._scheduler.add(sequence)
@@ -211,13 +224,15 @@ class Engine:
         """
         with self._device_errors():
             work = self._scheduler.schedule()
-            outputs: list[TokenOutput] = []
+            outputs = [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
             while work and (problem := self._start(work)) is not None:
                 tokens = sum(len(chunk.tokens) for _, chunk in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
                     outputs += [self._fail(sequence.id, failure) for sequence, _ in work]
                     break
+                while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
+                    outputs += self._collect(self._in_flight.popleft())
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
@@ -295,6 +310,11 @@ class Engine:
             if ends is not None:
                 break
         return TokenOutput(sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached)
+
+    def _queue_full(self) -> QueueFullError:
+        limit = self._scheduler.max_waiting
+        what, found = "too many requests wait", f"{limit} that came before"
+        return QueueFullError(what, expected=f"at most {limit}", found=found, hint="try again later, or raise --max-waiting")
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)
