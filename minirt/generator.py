@@ -175,7 +175,8 @@ class Generator:
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self.max_len - 1), params)
+        limit = None if params is not None and params.truncate_prompt_tokens is not None else self.max_len - 1
+        return self.generate(self.encode_chat(messages, limit), params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
@@ -230,7 +231,8 @@ class Generator:
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
-        self._check(self.encode(token_ids, self.max_len - 1), self.effective_sampling(params))
+        sampling = self.effective_sampling(params)
+        self._request(self._encode(token_ids, sampling), sampling)
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
@@ -303,20 +305,36 @@ class Generator:
             raise TokenizerError("the model has no tokenizer", where=self.name, hint="give token ids instead of text")
         return self.tokenizer
 
-    def _check(self, tokens: Sequence[int], sampling: EffectiveSampling) -> None:
-        if sampling.stop and self.tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
-        self._live.check(tokens)
+    def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
+        """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
+        if sampling.truncate_prompt_tokens is None:
+            return self.encode(prompt, self.max_len - 1)
+        kept = self.max_len - 1 if sampling.truncate_prompt_tokens < 0 else sampling.truncate_prompt_tokens
+        return self.encode(prompt)[-kept:]
+
+    def _request(self, tokens: Sequence[int], sampling: EffectiveSampling) -> Request:
+        """A request that has been checked."""
+        for name, what in (("stop", "stop strings need"), ("bad_words", "bad words need")):
+            if getattr(sampling, name) and self.tokenizer is None:
+                raise TokenizerError(f"{what} a tokenizer", where=self.name, found=f"from {sampling.sources[name]}")
+        words = [ids for word in sampling.bad_words for ids in self._text().spellings(word)]
+        request = Request(self._engine.new_id(), tokens, sampling, self.eos_token_ids, bad_words=tuple(words))
+        self._live.check(tokens, sampling, request.rules)
+        return request
 
     def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[CompletionStream]:
-        """Encoded and checked requests, not in the engine yet."""
+        """Encoded requests, not in the engine yet."""
         streams = []
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
-                tokens, sampling = self.encode(prompt, self.max_len - 1), self.effective_sampling(own)
-            decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
-            completion = Completion(tokens, [], "", None, sampling)
-            streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
+                sampling = self.effective_sampling(own)
+                tokens = self._encode(prompt, sampling)
+            decoder = None
+            if self.tokenizer is not None and sampling.detokenize:
+                decoder = IncrementalDecoder(self.tokenizer, sampling.skip_special_tokens)
+            completion = Completion(tokens, [], "", None, sampling, logprobs=None if sampling.logprobs is None else [])
+            stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+            streams.append(CompletionStream(completion, decoder, stops, self.device))
         return streams
 
     def _run(self, streams: Sequence[CompletionStream]) -> Generation[tuple[int, Piece], None, None]:
@@ -326,8 +344,7 @@ class Generator:
             stream.started = time.perf_counter()
             asked = stream.completion
             with inside(f"prompts[{index}]" if len(streams) > 1 else None):
-                self._check(asked.prompt_token_ids, asked.sampling)
-            requests.append(Request(self._engine.new_id(), asked.prompt_token_ids, asked.sampling, self.eos_token_ids))
+                requests.append(self._request(asked.prompt_token_ids, asked.sampling))
         running = {request.id: index for index, request in enumerate(requests)}
         with self._engine.connect() as client:
             if requests:

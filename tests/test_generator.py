@@ -271,12 +271,14 @@ def test_seeded_draws(generator):
 
 def test_generation_config_counts_and_says_so(copy):
     path = copy / "generation_config.json"
-    path.write_text(json.dumps({"do_sample": True, "top_k": 3, "repetition_penalty": 1.1, "stop_strings": ["Z"]}))
+    config = {"do_sample": True, "top_k": 3, "repetition_penalty": 1.1, "typical_p": 0.9, "stop_strings": ["Z"]}
+    path.write_text(json.dumps(config))
     with load(copy) as loaded:
         settled = loaded.generate("hello", SamplingParams(max_tokens=2, top_k=5)).sampling
         assert (settled.top_k, settled.sources["top_k"]) == (5, "user")
         assert settled.sources["temperature"] == settled.sources["stop"] == "generation_config.json"
-        assert settled.not_applied == ("repetition_penalty=1.1",)
+        assert settled.not_applied == ("typical_p=0.9",)
+        assert (settled.repetition_penalty, settled.sources["repetition_penalty"]) == (1.1, "generation_config.json")
 
 
 BAD_FIELDS = [{"top_p": 2}, {"do_sample": 1}, {"eos_token_id": "2"}, {"temperature": float("nan")}]

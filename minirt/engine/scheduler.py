@@ -17,6 +17,7 @@ from minirt.errors import ContextLengthError, InputError
 
 MAX_NUM_BATCHED_TOKENS = 8192  # the default token budget of a step
 STEPS_UNTIL_LARGER = 64  # after memory ran out, a step of twice the tokens is tried again after so many steps
+MAX_SCORED_TOKENS = 512  # prompt tokens that a step scores: each takes a row of logits
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -34,6 +35,9 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
     slot: int = -1  # where the device keeps what lives as long as it runs
+    admissions: int = 0  # how often it was admitted: in between, others may have had its slot
+    prompt_logprobs: int | None = None  # how many of the most probable tokens are listed for each prompt token; None: no scores
+    num_scored: int = 0  # of the prompt's tokens but the first, how many are scored, or are in a step that was started
     salt: str | None = None
     keys: list[bytes] = field(default_factory=list)  # of its first full pages, for the prefix cache
     num_registered: int = 0  # of its pages, how many the prefix cache knows
@@ -49,9 +53,14 @@ class Sequence:
         return self.length - self.prompt_len
 
     @property
+    def unscored(self) -> int:
+        """Number of prompt tokens that still are to be scored."""
+        return 0 if self.prompt_logprobs is None else self.prompt_len - 1 - self.num_scored
+
+    @property
     def has_started(self) -> bool:
-        """Whether it holds pages, or a token was sampled for it."""
-        return len(self.pages) > 0 or self.num_generated > 0
+        """Whether it holds pages, or a token was sampled or scored for it."""
+        return len(self.pages) > 0 or self.num_generated > 0 or self.num_scored > 0
 
 
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -123,7 +132,7 @@ class Scheduler:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self._limit_tokens
         chosen: list[tuple[Sequence, Chunk]] = []
-        preempted = False
+        preempted, scores = False, MAX_SCORED_TOKENS
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
@@ -133,21 +142,27 @@ class Scheduler:
                 continue
             del sequence.drafts[sequence.final_len - sequence.length - 1 :]  # a step gives one token more than it verifies
             count = min(sequence.length + len(sequence.drafts) - sequence.num_computed, budget)
+            count = min(count, scores) if sequence.unscored else count
+            if not count:
+                continue
             while sequence.id in self.running and not self._reserve(sequence, count):
                 self._preempt_youngest()  # possibly `sequence` itself
                 preempted = True
             if sequence.id in self.running:
                 chosen.append((sequence, _chunk(sequence, count)))
                 budget -= count
+                scores -= len(chosen[-1][1].targets)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
             sequence = next(iter(self.waiting.values()))
-            if not self._admit(sequence):
+            if (sequence.unscored and not scores) or not self._admit(sequence):
                 break
             count = min(sequence.length - sequence.num_computed, budget)
+            count = min(count, scores) if sequence.unscored else count
             self._reserve(sequence, count)
             self.running[sequence.id] = self.waiting.pop(sequence.id)
             chosen.append((sequence, _chunk(sequence, count)))
             budget -= count
+            scores -= len(chosen[-1][1].targets)
         return chosen
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -158,7 +173,8 @@ class Scheduler:
         pages: list[int] = []
         if self.prefix_cache is not None:
             self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
-            pages = self.prefix_cache.find(sequence.keys[: (sequence.length - 1) // size])  # at least one token is computed
+            known = 0 if sequence.unscored else (sequence.length - 1) // size  # at least one token is computed
+            pages = self.prefix_cache.find(sequence.keys[:known])
         needed = self._cache.pages_for(sequence.length + 1) - len(pages)
         if needed > allocator.num_free - allocator.count_free(pages):
             self._blocked = sequence.id, allocator.num_changes
@@ -166,6 +182,7 @@ class Scheduler:
         allocator.share(pages)
         sequence.pages, sequence.slot = array("i", pages), self._free_slots.pop()
         sequence.num_computed, sequence.num_registered = len(pages) * size, len(pages)
+        sequence.admissions += 1
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_computed
             if self.prefix_cache is not None:
@@ -217,7 +234,8 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits."""
+    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits, and
+    so do prompt tokens whose successors are to be scored."""
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]
@@ -225,4 +243,10 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         if sequence.pending:
             tokens.append(~sequence.row)
         tokens.extend(sequence.drafts[: stop - sequence.length])
-    return Chunk(tokens, start, sequence.pages, max(0, stop - sequence.length + 1), sequence.slot)
+    num_logits, targets = max(0, stop - sequence.length + 1), array("q")
+    if sequence.unscored:
+        first = max(start, sequence.num_scored)
+        targets = sequence.tokens[first + 1 : min(stop + 1, sequence.prompt_len)]
+    return Chunk(
+        tokens, start, sequence.pages, num_logits + len(targets), sequence.slot, targets, sequence.prompt_logprobs or 0
+    )

@@ -30,6 +30,13 @@ class Chunk(NamedTuple):
     pages: Sequence[int]
     num_logits: int = 1  # of its last tokens, how many need logits: 0 in the middle of a prompt, all for an evaluation
     slot: int = -1  # where the device keeps what lives as long as the sequence runs; −1: nowhere
+    targets: Sequence[int] = ()  # the tokens that follow its first rows of logits, which are scored with them and not sampled
+    num_top: int = 0  # of those rows, how many of the most probable tokens are listed
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of logits that the sampler draws from."""
+        return self.num_logits - len(self.targets)
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,10 @@ def test_threads(run, folder, monkeypatch):
 
 
 def test_effective_sampling_is_shown_with_its_sources(run, copy):
-    config = {"do_sample": True, "top_k": 7, "repetition_penalty": 1.2}
+    config = {"do_sample": True, "top_k": 7, "typical_p": 0.8}
     (copy / "generation_config.json").write_text(json.dumps(config))
     _, _, err = run("generate", "-m", copy, *CACHE, "--max-tokens", 2, "--seed", 5, "--top-p", 0.5, "hello")
-    for words in ("top_k 7 (generation_config.json)", "top_p 0.5 (user)", "seed 5 (user)", "repetition_penalty=1.2"):
+    for words in ("top_k 7 (generation_config.json)", "top_p 0.5 (user)", "seed 5 (user)", "typical_p=0.8"):
         assert words in err
 
 
