@@ -92,6 +92,7 @@ class SamplingStages:
         self._packed: Tensor | None = None  # [max_num_seqs, columns(MAX_TOP)], allocated when first asked for
         self._packed_host: list[Tensor] = []
         self._workspace: LogprobsWorkspace | None = None
+        self._buffers: SamplingBuffers | None = None
         if self._cuda:
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._buffers = SamplingBuffers(max_num_seqs, vocab, device)
@@ -110,17 +111,16 @@ class SamplingStages:
         packed = self._room(count, num_top) if num_top >= 0 else None
         tokens = self._previous[:count] if packed is None else self._drawn[:count]
         settings = [(row.sampling, row.step) for row in rows]
-        if self._cuda:
-            batch, workspace = self._buffers.fill(settings), self._buffers.workspace
-            sample(logits, batch, workspace=workspace, row_maxima=row_maxima, out=tokens)
-        else:
-            sample(logits, SamplingBatch.build(settings), out=tokens)
+        batch = SamplingBatch.build(settings) if self._buffers is None else self._buffers.fill(settings)
+        scratch = None if self._buffers is None else self._buffers.workspace
+        sample(logits, batch, workspace=scratch, row_maxima=row_maxima, out=tokens)
         if packed is not None:
             token_logprobs(raw, tokens, counts, num_top, out=packed, workspace=self._workspace)
+            packed = self._packed_to_host(packed)
             self._previous[:count].copy_(tokens)
         if ruled:
             self._processors.record(tokens, slots, steps)
-        return Drawn(self._tokens_to_host(tokens), None if packed is None else self._packed_to_host(packed), wanted)
+        return Drawn(self._tokens_to_host(tokens), packed, wanted)
 
     def score(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Scored]:
         """Score the targets of chunks with the logits [R, V] of their step."""

@@ -6,6 +6,7 @@ preemption, a prompt token that is scored twice or not at all, log-probabilities
 
 import itertools
 import math
+from array import array
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 
 from minirt.engine import logprobs, sampling_stages
 from minirt.engine.engine import Request
-from minirt.engine.logits_processors import LogitsProcessors
+from minirt.engine.logits_processors import LogitsProcessors, Rules
 from minirt.engine.runner import Runner
 from minirt.engine.sampler import SamplingBatch, sample
-from minirt.engine.scheduler import MAX_SCORED_TOKENS
+from minirt.engine.scheduler import MAX_SCORED_TOKENS, Sequence
 from minirt.engine.step_input import Chunk
 from minirt.errors import InputError, NumericsError
 from minirt.sampling_params import SamplingParams, resolve
@@ -255,11 +256,15 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
     )  # fmt: skip
     asked, maxima = [], torch.zeros(1, 1, dtype=torch.int64)
     monkeypatch.setattr(runner, "_scores", lambda chunks, needed: asked.append(needed) or (torch.zeros(1, VOCAB), maxima))
-    monkeypatch.setattr(sampling_stages, "sample", lambda *args, **named: None)
+    used = []
+    monkeypatch.setattr(sampling_stages, "sample", lambda logits, batch, row_maxima, **named: used.append(row_maxima is maxima))
     greedy, chunk = {"temperature": 0.0}, Chunk([1], 0, [0])
-    for options in ({}, {"logprobs": 1}, {"temperature": 1.0}):
-        runner.start([chunk], [sampling_stages.Row(resolve(SamplingParams(**(greedy | options)), None), 0)])
-    assert asked == [False, True, True]
+    for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}):
+        own = resolve(SamplingParams(**(greedy | options)), None)
+        sequence = Sequence(0, array("q", [1]), 1, 9, slot=0)
+        runner.start([chunk], [sampling_stages.Row(own, 0, sequence, Rules.of(own, (), ()))])
+    assert asked == [False, True, True, True]
+    assert used == [True, True, True, False], "row maxima are those of the logits before penalties"
 
 
 def test_settings_are_checked_against_the_model():
