@@ -20,8 +20,8 @@ from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
-from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
-from minirt.errors import EngineError, InputError, TokenizerError, inside
+from minirt.engine.scheduler import check_limits
+from minirt.errors import EngineError, InputError, TokenizerError, UnsupportedError, inside
 from minirt.loading.load import load
 from minirt.loading.memory import page_count
 from minirt.loading.options import LoadOptions
@@ -39,15 +39,15 @@ Messages = Sequence[dict[str, str]]
 
 
 class Generator:
-    """A loaded model that generates. Make one with `from_pretrained`; use it as a context manager to free the device.
+    """A loaded model that generates text. Create it with `from_pretrained`, and use it as a context manager to free the device.
 
-    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in a thread
-    of its own. An iterator (`stream`, `completions`) belongs to the thread that made it.
+    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in its own
+    thread. An iterator (`stream`, `completions`) belongs to the thread that created it.
 
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
-        decode_read_bytes, kv_bytes_per_token: what a decode step reads of the weights, and for each cached token.
+        decode_read_bytes, kv_bytes_per_token: bytes of weights that a decode step reads; bytes of KV per cached token.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Generator:
         eos_token_ids: Sequence[int] = (),
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
-        """Wrap a `Model` whose weights are allocated, filled and resolved.
+        """Wrap a `Model` with weights and chosen implementations.
 
         Args:
-            kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
-                free memory at most, and never more than `max_num_seqs` sequences of full length need.
+            kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but
+                never more than `max_num_seqs` sequences of full length need.
             prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
         check_limits(max_num_seqs, max_num_batched_tokens)
@@ -128,7 +128,7 @@ class Generator:
         if settings.warmup:
             generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
-        if generator.device.type == "cuda":  # where a garbage collection would keep the GPU waiting
+        if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)
         return generator
 
@@ -143,10 +143,10 @@ class Generator:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: one for all, or one for each prompt; None takes the model's own defaults.
+            params: one for all, or one for each prompt; None: the model's defaults.
             progress: draw a bar on stderr, if that is a terminal.
         Raises:
-            MinirtError: a request failed. `completions` keeps the others.
+            MinirtError: a request failed. Use `completions` to get the others.
         """
         single = _is_single(prompts)
         many: Any = [prompts] if single else prompts
@@ -163,7 +163,7 @@ class Generator:
     def completions(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams | None] | None = None
     ) -> "Completions":
-        """Complete many prompts at once: an iterator of (index of the prompt, its `Completion`) in the order of finishing."""
+        """Complete many prompts at once. Iterating yields (index of the prompt, `Completion`) in the order of finishing."""
         if not isinstance(prompts, list | tuple):
             raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
         if isinstance(params, SamplingParams) or params is None:
@@ -174,8 +174,8 @@ class Generator:
         return Completions(self, prompts, params)
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        limit = None if params is not None and params.truncate_prompt_tokens is not None else self.max_len - 1
+        """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
+        limit = self.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
         return self.generate(self.encode_chat(messages, limit), params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
@@ -183,14 +183,15 @@ class Generator:
 
         Several streams may be open at once: they share the engine's steps.
         """
-        with closing(self.stream_completion(prompt, params)) as pieces:  # with this iterator, not when it is collected
+        # Closing this iterator must close the inner one now, not at garbage collection.
+        with closing(self.stream_completion(prompt, params)) as pieces:
             for piece, _ in pieces:
                 yield piece
 
     def stream_completion(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generation[tuple[Piece, Completion], None, None]:
-        """As `stream`, with the completion as it stands after each piece."""
+        """Like `stream`, but each piece comes with the completion so far."""
         streams = self._streams([prompt], [params])
         with closing(self._run(streams)) as pieces:
             for _, piece in pieces:
@@ -198,22 +199,38 @@ class Generator:
                     raise streams[0].completion.error
                 yield piece, streams[0].completion
 
+    def warm_prompt(self, prompt: Prompt) -> int:
+        """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
+
+        Returns:
+            The number of its first tokens that are kept: a multiple of the page size (64).
+        Raises:
+            UnsupportedError: there is no prefix cache.
+            ContextLengthError: pinned prompts would take more than half of the KV pages.
+        """
+        if self.prefix_cache_stats is None:
+            raise UnsupportedError("there is no prefix cache to keep a prompt in", where=self.name)
+        tokens = self.encode(prompt, self.max_len - 1)
+        self.generate(tokens, SamplingParams(max_tokens=1, temperature=0.0))
+        return self._engine.call(lambda engine: engine.pin(tokens))
+
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
-        Waits until the KV cache has room beside the requests that run.
+        Waits until the KV cache has room for them beside the running requests.
         """
         tokens = self.encode(token_ids)
         self._live.check_logits(tokens)
         return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through.
+        """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
 
-        `max_tokens`: refuse a text that surely has more, because it has so many characters, without tokenizing it.
+        `max_tokens`: raise, without tokenizing, if the number of characters shows that the text has more tokens.
         """
         if isinstance(prompt, list | tuple):
-            if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches
+            # Checking a long prompt's tokens one by one would take as long as launching its kernels.
+            if set(map(type, prompt)) == {int}:
                 return list(prompt)
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if not isinstance(prompt, str):
@@ -224,13 +241,17 @@ class Generator:
         return self._text().encode(prompt, max_tokens)
 
     def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to where the answer begins. `max_tokens`: as for `encode`."""
+        """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
         if not isinstance(messages, list | tuple):
             raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
         return self._text().encode_chat(list(messages), max_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
-        """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
+        """Raise the error with which this request would be refused.
+
+        Raises:
+            InputError, ContextLengthError, ConfigError, TokenizerError.
+        """
         sampling = self.effective_sampling(params)
         self._request(self._encode(token_ids, sampling), sampling)
 
@@ -242,29 +263,31 @@ class Generator:
 
     @property
     def max_len(self) -> int:
-        """Tokens, prompt and completion together, that one request can have."""
+        """Maximum number of tokens of a request, prompt and completion together."""
         return self._live.max_len
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that one step computes at most."""
+        """Maximum number of requests in one step."""
         return self._live.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens that one step computes at most."""
+        """Maximum number of tokens in one step."""
         return self._live.max_num_batched_tokens
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Tokens looked up and found in the prefix cache, and pages evicted, since loading; None without the cache."""
+        """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
         return self._live.prefix_cache_stats
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
-        """Seconds of `repeats` bare replays of a decode step's CUDA graph, each sequence having `context_len` cached tokens.
+        """Seconds of `repeats` replays of a decode step's CUDA graph, without the rest of the step.
+
+        Each sequence has `context_len` cached tokens.
 
         Raises:
-            UnsupportedError: there is no graph: on a CPU, or with a layer that is not on Triton.
+            UnsupportedError: there is no CUDA graph: on a CPU, or with a layer that is not on Triton.
             ContextLengthError: the cache has no room for that many tokens.
         """
         return self._engine.call(lambda engine: engine.replay_times(batch_size, context_len, repeats))
@@ -290,14 +313,14 @@ class Generator:
 
     @property
     def model(self) -> Model:
-        """The layers with their weights, as the plan says they run."""
+        """The model: layers, weights and chosen implementations."""
         if self._model is None:
             raise EngineError("the generator is closed", where=self.name)
         return self._model
 
     @property
     def _live(self) -> Engine:
-        """The engine, for what any thread may ask it: limits and checks."""
+        """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
 
     def _text(self) -> Tokenizer:
@@ -323,7 +346,7 @@ class Generator:
         return request
 
     def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[CompletionStream]:
-        """Encoded requests, not in the engine yet."""
+        """Encode requests, without adding them to the engine."""
         streams = []
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
@@ -338,7 +361,7 @@ class Generator:
         return streams
 
     def _run(self, streams: Sequence[CompletionStream]) -> Generation[tuple[int, Piece], None, None]:
-        """Run requests to their ends, yielding (its index, piece); left early, it aborts."""
+        """Run requests until all have ended. Yields (index of the request, piece). Closing the generator aborts them."""
         requests: list[Request] = []
         for index, stream in enumerate(streams):
             stream.started = time.perf_counter()
@@ -352,7 +375,7 @@ class Generator:
             while running:
                 for output in client.receive():
                     index = running.get(output.request_id, -1)
-                    if index < 0:  # it ended at a stop string; the engine was ahead
+                    if index < 0:  # it ended at a stop string; the engine had already computed one more token
                         continue
                     piece = streams[index].push(output)
                     if piece.finish_reason is not None:
@@ -363,10 +386,10 @@ class Generator:
 
 
 class Completions:
-    """Many prompts on their way: iterate for (index of the prompt, `Completion`) in the order of finishing.
+    """Running requests of many prompts. Iterating yields (index of the prompt, `Completion`) in the order of finishing.
 
-    `all` holds every completion as it stands, in the order of the prompts: what was generated so far, with a `finish_reason` of
-    None where it is not over. `close` aborts the rest. One that fails has `error` set and does not stop the others.
+    `all` lists every completion so far, in the order of the prompts; `finish_reason` is None while it runs. `close` aborts the
+    unfinished requests. A failed request has `error` set; the others continue.
     """
 
     def __init__(self, generator: Generator, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> None:
@@ -388,7 +411,7 @@ class Completions:
 
 
 def _is_single(prompts: Any) -> bool:
-    """Whether it is one prompt: a text, or a list of what can only be token ids."""
+    """Whether `prompts` is a single prompt: a text, or a list that can only be token ids."""
     if isinstance(prompts, str):
         return True
     types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()

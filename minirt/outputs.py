@@ -49,7 +49,7 @@ class Completion:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """0 before the first token."""
+        """Seconds from the start of the request to its first token; 0 before that."""
         return self.token_times_s[0] if self.token_times_s else 0.0
 
     @property
@@ -70,6 +70,7 @@ class CompletionStream:
     started: float = 0.0
 
     def push(self, output: TokenOutput) -> Piece:
+        """Add the tokens of one output, up to a stop string. Returns the new piece."""
         done = self.completion
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
@@ -83,7 +84,7 @@ class CompletionStream:
             done.token_ids.append(token)
             new, stopped = self._decode(token, output.finish_reason if i == len(output.token_ids) else None)
             text += new
-            if stopped:  # tokens behind the stop string do not count
+            if stopped:  # tokens after the stop string do not count
                 done.finish_reason = "stop"
                 break
         else:

@@ -17,6 +17,7 @@ from minirt.cli.options import (
     quiet_option,
     sampling_options,
     sampling_params,
+    warm_prompt_option,
 )
 from minirt.cli.output import completion_record, completion_summary, json_line, note, write
 from minirt.errors import inside
@@ -28,6 +29,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @load_options
 @prefix_cache_option
+@warm_prompt_option
 @click.option("--prompt-file", "files", multiple=True, help="Use a file's text verbatim as prompt; - is stdin (repeatable).")
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")

@@ -71,7 +71,7 @@ def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", q
 
 
 class _Results:
-    """The completions in their current state; prints them in the order of the file. Finished ones have a finish_reason."""
+    """All completions so far, and their printing in the order of the file. A finished one has a finish_reason."""
 
     def __init__(self, requests: "Sequence[PromptLine]", as_json: bool, texts: bool) -> None:
         self.requests, self._as_json, self._texts = requests, as_json, texts

@@ -1,7 +1,7 @@
 """`Engine`: the main loop. Requests of token ids go in, sampled token ids come out, one step at a time.
 
 On a GPU the host runs one step ahead: it queues a step before the tokens of the previous step are known, so the GPU never waits
-for Python. The cost is one row computed in vain when a request ends at an EOS token or a stop string.
+for Python. The cost: when a request ends at an EOS token or a stop string, one row has been computed for nothing.
 """
 
 from array import array
@@ -39,12 +39,12 @@ EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
 
 @dataclass(frozen=True)
 class Request:
-    """A request for completion, in plain values, so that it can cross to another thread or process.
+    """A request for completion. It has plain values only, so it can be sent to another thread or process.
 
     Args:
         id: unique among the open requests of an engine.
         prompt_token_ids: the prompt, at least one token.
-        sampling: how tokens are drawn, and how many at most.
+        sampling: the sampling parameters, including the maximum number of tokens.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
         bad_words: `sampling.bad_words` in token ids.
@@ -92,9 +92,9 @@ class _RequestState:
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
-    computed: list[tuple[Sequence, int]]  # of each sequence of the step, how many tokens are computed at its end
-    scored: list[Sequence]  # whose prompt tokens the step scores, in order
+    sampled: list[tuple[Sequence, int]]  # in row order: each sequence that gets tokens, and its number of rows
+    computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
+    scored: list[Sequence]  # in order: each sequence whose prompt tokens the step scores
 
 
 class Engine:
@@ -103,6 +103,7 @@ class Engine:
     Args:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
+        max_num_batched_tokens: tokens of the largest step; None: 8,192 on a GPU, 512 on a CPU.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
@@ -116,7 +117,7 @@ class Engine:
         vocab_size: int,
         max_model_len: int,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         device: torch.device | str = "cpu",
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
@@ -124,6 +125,7 @@ class Engine:
     ) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
+        max_num_batched_tokens = max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[device.type]
         self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
@@ -147,6 +149,10 @@ class Engine:
     def max_num_batched_tokens(self) -> int:
         return self._scheduler.max_num_batched_tokens
 
+    def pin(self, prompt_token_ids: Seq[int]) -> int:
+        """Never evict the cached pages of a prompt. Returns the number of tokens in them. See `Generator.warm_prompt`."""
+        return self._scheduler.pin(array("q", prompt_token_ids))
+
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters of the prefix cache; None without one."""
@@ -155,7 +161,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether the GPU has failed. The engine cannot be used any more then."""
+        """Whether the GPU has failed. If so, the engine cannot be used any more."""
         return self._failure is not None
 
     @property
@@ -167,12 +173,12 @@ class Engine:
         self._runner.warm_up(progress)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Run the bare CUDA graph of a decode step `repeats` times; returns seconds. See `Generator.replay_times`."""
+        """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
         with self._device_errors():
             return self._runner.replay_times(batch_size, context_len, repeats)
 
     def check(self, prompt_token_ids: Seq[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None) -> None:
-        """Raise what a request would be refused for. Changes nothing, so any thread may call it.
+        """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
 
         Raises:
             InputError: the prompt is empty; an id, of the prompt or of a setting, is outside the vocabulary; the settings leave
@@ -223,7 +229,7 @@ class Engine:
             self._scheduler.remove(request.sequence)
 
     def recover(self) -> None:
-        """Make the engine consistent after any of its methods was left by an exception, at whatever line.
+        """Make the engine consistent again after an exception has left any of its methods, at any line.
 
         Requests that have started are dropped, and all pages are free again. Requests that were waiting for their first step
         stay.
@@ -236,7 +242,7 @@ class Engine:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
-        many tokens. A request whose step of one token still does not fit ends with an error in its output.
+        many tokens. If a step of one token does not fit, its request ends with an error in its output.
 
         Raises:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
@@ -272,13 +278,13 @@ class Engine:
             raise self._failure from error
 
     def _start(self, work: list[tuple[Sequence, Chunk]]) -> str | None:
-        """Start a step. Returns None, or what the allocator says if there is not enough memory; nothing has changed then."""
+        """Start a step. Returns None, or the allocator's message if memory runs out; in this case nothing has changed."""
         sampled = [(sequence, chunk.num_sampled) for sequence, chunk in work if chunk.num_sampled]
         requests = [self._requests[sequence.id] for sequence, _ in sampled]
         rows = [Row(r.sampling, r.sequence.num_generated, r.sequence, r.rules) for r in requests]
         try:
             step = self._runner.start([chunk for _, chunk in work], rows)
-        except Exception as error:  # not kept: its traceback refers to the step's activations
+        except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not is_out_of_memory(error):
                 raise
             return str(error)
@@ -295,7 +301,7 @@ class Engine:
         return None
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        """The tokens of a step that has ended, or will soon. From now on others may use the pages that it has filled."""
+        """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
         outputs, ends, result = [], {}, ended.step.result()
         for sequence, scores in zip(ended.scored, result.prompt_logprobs, strict=True):
             request = self._requests.get(sequence.id)
@@ -325,7 +331,7 @@ class Engine:
         """Append new tokens to a request, up to the one that ends it."""
         sequence, ends, count = request.sequence, None, 0
         for token in tokens:
-            if token < 0:  # the sampler returns −1 for logits that are no numbers
+            if token < 0:  # the sampler returns −1 for unusable logits
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
                 what = "the logits are NaN or +inf, or only -inf"
@@ -369,7 +375,7 @@ class Engine:
             allocator.release(pages)
 
     def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Tensor:
-        """Chunk by chunk; in smaller chunks if memory runs out."""
+        """`logits` in chunks, which get smaller if memory runs out."""
         size, rows = min(EVALUATION_CHUNK, self.max_num_batched_tokens), list[Tensor]()
         while (start := sum(map(len, rows))) < len(tokens):
             part = tokens[start : start + size]

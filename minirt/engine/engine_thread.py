@@ -27,10 +27,10 @@ AnyError = TypeVar("AnyError", bound=MinirtError)
 
 @dataclass(eq=False)
 class _Outbox:
-    """Where the outputs of one client's requests go: a list for each step that has some."""
+    """The outputs of one client's requests. The queue gets a list for each step that has some."""
 
     queue: SimpleQueue[list[TokenOutput]] = field(default_factory=SimpleQueue)
-    open: set[int] = field(default_factory=set)  # requests in the engine; the engine's thread alone reads and writes this
+    open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
     used: bool = False  # whether anything was submitted
     closed: bool = False
 
@@ -79,16 +79,16 @@ class EngineThread:
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._commands: deque[_Command] = deque()  # taken from the inbox, not carried out yet
         self._current: _Command | None = None
-        self._outboxes: dict[int, _Outbox] = {}  # by open request
+        self._outboxes: dict[int, _Outbox] = {}  # by id of an open request
         self._ids = itertools.count()
         self._ended: EngineError | DeviceFailedError | None = None  # why the thread has ended
-        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held, and puts a command too
+        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held, and may put a command
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     @property
     def engine(self) -> Engine:
-        """The engine, for what any thread may ask it: limits and checks.
+        """The engine. Other threads may only use its limits and checks.
 
         Raises:
             MinirtError: the thread has ended.
@@ -112,9 +112,9 @@ class EngineThread:
         return EngineClient(self)
 
     def call(self, function: Callable[[Engine], T], ready: Callable[[Engine], bool] = lambda _: True) -> T:
-        """Run `function(engine)` between two steps, once `ready(engine)`, and return its result or raise its exception.
+        """Run `function(engine)` between two steps, as soon as `ready(engine)` is true. Later commands wait until it has run.
 
-        Commands that come later wait behind it.
+        Returns its result or raises its exception.
         """
         result: Future = Future()
         self._put(_Call(function, ready, result))
@@ -124,8 +124,8 @@ class EngineThread:
             result.cancel()  # if an exception, such as KeyboardInterrupt, ended the wait
 
     def stop(self) -> None:
-        """End the thread after the step that runs. Open requests end with an error. Returns once the engine is out of use."""
-        if os.getpid() != self._process:  # a forked process has no such thread
+        """End the thread after the current step. Open requests end with an error. Returns when the thread has ended."""
+        if os.getpid() != self._process:  # a forked process does not have this thread
             return
         with self._lock:
             thread = self._thread
@@ -133,7 +133,7 @@ class EngineThread:
                 self._end(_closed())
                 return
         self._inbox.put(_Stop())
-        if thread is not threading.current_thread():  # a finalizer runs in any thread
+        if thread is not threading.current_thread():  # a finalizer may run in the engine's thread, which cannot join itself
             thread.join()
 
     def _put(self, command: _Command) -> None:
@@ -150,10 +150,10 @@ class EngineThread:
                 atexit.register(self.stop)  # a daemon thread in PyTorch's code would abort the process
 
     def _reason(self) -> MinirtError:
-        """Why the thread has ended, as an error of the caller's own: exceptions must not be raised in several threads."""
+        """The reason why the thread has ended, as a new exception: one exception must not be raised in several threads."""
         return _copy(self._ended or _closed())
 
-    # ── what follows runs in the engine's thread ──
+    # ── the methods below run in the engine's thread ──
 
     def _run(self) -> None:
         reason: EngineError | DeviceFailedError | None = None
@@ -179,7 +179,7 @@ class EngineThread:
                 self._deliver(engine.step())
 
     def _take_commands(self) -> bool:
-        """Carry out what the inbox holds. Waits for a command if there is nothing else to do. → whether to go on."""
+        """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at `_Stop`."""
         wait = not self._commands and not self.engine.has_work
         while wait or not self._inbox.empty():
             self._commands.append(self._inbox.get())  # in one line, so that an exception loses no command
@@ -198,7 +198,7 @@ class EngineThread:
         return True
 
     def _carry_out(self, command: _Command) -> bool:
-        """→ whether it was possible."""
+        """Carry out one command. Returns False if it has to wait."""
         match command:
             case _Submit(outbox=outbox, requests=requests):
                 for request in requests if not outbox.closed else ():
@@ -229,7 +229,7 @@ class EngineThread:
         return True
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Outputs to their clients, all of a step's at once. A request is forgotten only after its last output is delivered."""
+        """Deliver the outputs of a step, one list per client. A request is forgotten only after its last output is delivered."""
         mail: dict[_Outbox, list[TokenOutput]] = {}
         for output in outputs:
             if (outbox := self._outboxes.get(output.request_id)) is not None:
@@ -245,8 +245,7 @@ class EngineThread:
             outbox.open.discard(request_id)
 
     def _recover(self, error: BaseException) -> None:
-        """Go on after an exception at whatever line: the engine drops what has started, and each request that it no longer has
-        ends with an error."""
+        """Continue after an exception at any line. The engine drops the requests that have started; each ends with an error."""
         self.engine.recover()
         command, self._current = self._current, None
         if command is not None:
@@ -257,7 +256,7 @@ class EngineThread:
             self._fail(request_id, error)
 
     def _refuse(self, command: _Command, error: BaseException) -> None:
-        """End a command that could not be carried out, for the one who waits for it."""
+        """End a command that raised an exception: its caller gets an error. Aborts and closes are carried out."""
         if isinstance(command, _Submit):
             for request in command.requests:
                 if self._engine is None or request.id not in self._engine:
@@ -279,8 +278,8 @@ class EngineThread:
         self._forget(request_id)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
-        """End all requests and commands with an error, and let go of the engine."""
-        with self._lock:  # from here on no command comes in
+        """End all requests and commands with an error, and drop the engine."""
+        with self._lock:  # no command is accepted from here on
             self._ended, self._engine = reason, None
         atexit.unregister(self.stop)
         while not self._inbox.empty():
@@ -294,9 +293,9 @@ class EngineThread:
 
 
 class EngineClient:
-    """One caller's requests in an engine. Not to be shared between threads; close it, or use it as a context manager.
+    """One caller's requests in an engine. Use it in one thread only, and close it or use it as a context manager.
 
-    A client that is dropped without `close` is closed when Python collects it.
+    A client that is dropped without `close` is closed at garbage collection.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -305,7 +304,7 @@ class EngineClient:
         self._finalizer.atexit = False
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all of them before the next step. Their prompts must have passed `Engine.check`.
+        """Queue requests; all are added before the next step. Their prompts must have passed `Engine.check`.
 
         Raises:
             MinirtError: the engine has ended.
@@ -326,7 +325,7 @@ class EngineClient:
         return self._outbox.queue.get()
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Drop requests. Outputs that are on their way may still come."""
+        """Drop requests. Outputs that were delivered before may still be received."""
         self._thread._put(_Abort(self._outbox, request_ids))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""`Scheduler`: decides which sequences run in the next step, and on which KV pages. Knows token ids and pages, no tensors.
+"""`Scheduler`: decides which sequences run in the next step, and on which KV pages. Uses token ids and page numbers, no tensors.
 
 Prefill and decode are not separate phases. The KV cache holds the first `num_computed` tokens of a sequence, and a step computes
 the next ones, within a token budget (as in vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill). A step may be scheduled
-before the tokens of the previous step are known: a token that is still on the device counts as `pending`.
+before the tokens of the previous step are known: such a token is on the device only, and is called `pending`.
 """
 
 from array import array
@@ -15,9 +15,10 @@ from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.step_input import Chunk
 from minirt.errors import ContextLengthError, InputError
 
-MAX_NUM_BATCHED_TOKENS = 8192  # the default token budget of a step
-STEPS_UNTIL_LARGER = 64  # after memory ran out, a step of twice the tokens is tried again after so many steps
-MAX_SCORED_TOKENS = 512  # prompt tokens that a step scores: each takes a row of logits
+# The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
+MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
+STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
+MAX_SCORED_TOKENS = 512  # maximum number of prompt tokens that a step scores: each takes a row of logits
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -32,15 +33,15 @@ class Sequence:
     num_computed: int = 0
     pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
     row: int = 0  # the row of the pending token among the last step's sampled tokens
-    drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
+    drafts: list[int] = field(default_factory=list)  # proposed next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
-    slot: int = -1  # where the device keeps what lives as long as it runs
-    admissions: int = 0  # how often it was admitted: in between, others may have had its slot
-    prompt_logprobs: int | None = None  # how many of the most probable tokens are listed for each prompt token; None: no scores
-    num_scored: int = 0  # of the prompt's tokens but the first, how many are scored, or are in a step that was started
+    slot: int = -1  # row of what the device keeps while it runs, such as recurrent states and token counts; −1: none
+    admissions: int = 0  # number of times it was admitted; in between, other sequences may have had its slot
+    prompt_logprobs: int | None = None  # number of most probable tokens to list for each prompt token; None: no scores
+    num_scored: int = 0  # number of prompt tokens, without the first, whose scores are known or in a step that was started
     salt: str | None = None
-    keys: list[bytes] = field(default_factory=list)  # of its first full pages, for the prefix cache
-    num_registered: int = 0  # of its pages, how many the prefix cache knows
+    keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
+    num_registered: int = 0  # number of its pages that are in the prefix cache
     num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
 
     @property
@@ -63,22 +64,24 @@ class Sequence:
         return len(self.pages) > 0 or self.num_generated > 0 or self.num_scored > 0
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None) -> None:
     """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if value is None and name == "max_num_batched_tokens":
+            continue
         if type(value) is not int or not 1 <= value <= MOST:
             raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
 
 
 class Scheduler:
-    """First come, first served, running sequences before waiting ones. Preempts the youngest when pages run out.
+    """First come, first served; running sequences before waiting ones. Preempts the youngest sequence when pages run out.
 
     Args:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is computed in chunks.
         max_model_len: number of positions that the model serves.
-        prefix_cache: whether sequences share pages that hold the same beginning. Not with recurrent layers, whose state at the
-            end of a shared beginning is not kept.
+        prefix_cache: whether sequences with the same beginning share pages. Without effect if there are recurrent layers, because
+            their state at the end of the shared beginning is not kept.
     """
 
     def __init__(
@@ -86,8 +89,10 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
-        self._limit_tokens, self._steps_since = max_num_batched_tokens, 0  # of a step, after memory ran out
-        self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
+        # The token limit of a step, lowered when memory runs out, and the number of steps since then.
+        self._limit_tokens, self._steps_since = max_num_batched_tokens, 0
+        self._pinned: set[int] = set()  # pages of pinned prompts
+        self._blocked = (-1, -1)  # id of the last sequence that did not fit, and `allocator.num_changes` then
         self._free_slots = list(range(max_num_seqs))[::-1]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_len = min(max_model_len, cache.capacity)
@@ -119,8 +124,12 @@ class Scheduler:
         self._free(sequence)
 
     def reset(self, waiting: Iterable[Sequence]) -> None:
-        """Start anew with these sequences, none of which has started. All pages become free, whoever held them."""
+        """Drop all sequences, free all pages, and queue the sequences of `waiting`, none of which has started.
+
+        Nothing is cached or pinned any more.
+        """
         self.running.clear()
+        self._pinned.clear()
         self._blocked = (-1, -1)
         self._free_slots = list(range(self.max_num_seqs))[::-1]
         self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
@@ -136,7 +145,7 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
-            if sequence.id not in self.running:  # preempted for an older one, as all behind it are
+            if sequence.id not in self.running:  # preempted for an older one, and so are all after it
                 break
             if sequence.length >= sequence.final_len:  # its last token is pending
                 continue
@@ -166,7 +175,10 @@ class Scheduler:
         return chosen
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the cached pages of its prefix, if all of it fits: otherwise it would be preempted."""
+        """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit.
+
+        Otherwise it would soon be preempted.
+        """
         allocator, size = self._cache.allocator, self._cache.page_size
         if self._blocked == (sequence.id, allocator.num_changes):
             return False
@@ -190,7 +202,7 @@ class Scheduler:
         return True
 
     def register(self, sequence: Sequence, computed: int) -> None:
-        """Let the prefix cache know the full pages among a sequence's first `computed` tokens, whose step has ended."""
+        """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
         full = min(computed // self._cache.page_size, len(sequence.pages))
         if self.prefix_cache is None or full <= sequence.num_registered:
             return
@@ -199,18 +211,40 @@ class Scheduler:
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
 
+    def pin(self, tokens: array) -> int:
+        """Hold the cached pages of a prompt, so that they are never evicted. Returns the number of tokens in them.
+
+        Raises:
+            ContextLengthError: pinned prompts would take more than half of all pages.
+        """
+        if self.prefix_cache is None:
+            return 0
+        keys: list[bytes] = []
+        self.prefix_cache.extend_keys(keys, tokens, None)
+        pages = self.prefix_cache.find(keys)
+        pinned = self._pinned | set(pages)
+        if 2 * len(pinned) > self._cache.num_pages:
+            raise ContextLengthError(
+                "pinned prompts take too many KV pages", expected=f"at most half of {self._cache.num_pages}", found=len(pinned),
+                hint="raise --kv-cache-memory, or pin less",
+            )  # fmt: skip
+        self._cache.allocator.share([page for page in pages if page not in self._pinned])
+        self._pinned = pinned
+        self.max_len = min(self.max_len, (self._cache.num_pages - len(pinned)) * self._cache.page_size)
+        return len(pages) * self._cache.page_size
+
     def limit_tokens(self, most: int) -> None:
-        """Let the next steps have at most so many tokens, because a larger one did not fit into memory."""
+        """Limit the next steps to `most` tokens, because a larger step did not fit into memory."""
         self._limit_tokens, self._steps_since = most, 0
 
     def relax_limit(self) -> None:
-        """A step fits. After enough of them, larger steps are tried again."""
+        """Count a step that fits. After STEPS_UNTIL_LARGER of them, double the limit of `limit_tokens`."""
         self._steps_since += 1
         if self._steps_since >= STEPS_UNTIL_LARGER:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.max_num_batched_tokens), 0
 
     def _preempt_youngest(self) -> None:
-        """Take the pages of the youngest running sequence, which is computed again from its start later."""
+        """Free the pages of the youngest running sequence and queue it first. Later it is computed again from its start."""
         _, sequence = self.running.popitem()
         self._free(sequence)
         self.waiting[sequence.id] = sequence
@@ -234,8 +268,10 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits, and
-    so do prompt tokens whose successors are to be scored."""
+    """The next `count` tokens: known ones, a pending one, then drafts.
+
+    Drafts and the last token before them need logits, and so do tokens of the prompt whose successors are not scored yet.
+    """
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]

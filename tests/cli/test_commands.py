@@ -441,7 +441,7 @@ def test_fp8_reaches_the_model(run, folder):
     plan = ("plan", "-m", folder, "--device", "cpu", "--json", "--fp8")
     assert json.loads(run(*plan, "--no-fp8-head")[1])["weight_bytes"] == size
     assert json.loads(run(*plan)[1])["weight_bytes"] < size
-    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "go with --fp8", code=2)
+    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "need --fp8", code=2)
     refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8")
 
 
@@ -514,3 +514,18 @@ def test_control_c_at_the_prompt_leaves_the_terminal_clean(folder):
 def test_closed_streams():
     command = f"'{sys.executable}' -P -m minirt generate -m SmolLM2-135M --prompt-file - <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command]).returncode == 1, "the prompt is empty"
+
+
+def test_a_warm_prompt_is_kept(run, tmp_path, capfd):
+    """The embedded model's own words: a file of more than 64 tokens, then a prompt that begins with it."""
+    text = "Once upon a time there was a little dog. " * 12
+    (tmp_path / "stem.txt").write_text(text)
+    options = ["generate", "--temperature", "0", "--max-tokens", "5", "--json", text + "The dog"]
+    plain = run(*options, "--no-prefix-cache")
+    warm = run(*options, "--warm-prompt", tmp_path / "stem.txt")
+    assert warm[0] == plain[0] == 0
+    assert json.loads(warm[1])["token_ids"] == json.loads(plain[1])["token_ids"]
+    assert re.search(r"stem\.txt: (64|128|192) tokens are kept", warm[2])
+    code, _, err = run("generate", "--no-prefix-cache", "--warm-prompt", tmp_path / "stem.txt", "hi")
+    assert code == 1
+    assert "no prefix cache" in err

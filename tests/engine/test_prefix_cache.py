@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.test_engine import DraftingRunner, add, engine, run, undisturbed
+from engine.test_engine import PAGE, DraftingRunner, add, engine, run, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ from minirt import Generator, SamplingParams
 from minirt.engine.engine import Request
 from minirt.engine.kv_cache import PageAllocator
 from minirt.engine.prefix_cache import PrefixCache
+from minirt.errors import ContextLengthError
 from minirt.sampling_params import resolve
 
 STEMS = [[7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [7, 8, 9, 10, 99 - 60, 12, 13, 14], [20] * 13, []]
@@ -141,6 +142,28 @@ def test_the_least_recently_used_are_evicted():
     assert complete(it, first, 1)[1] == 12
     assert complete(it, second, 1)[1] == 0
     assert cache.allocator.num_free == 9
+    consistent(cache.allocator)
+
+
+def test_pinned_prompts_stay():
+    it, cache = engine(pages=16, length=64)
+    prompt, other = list(range(10, 24)), [30] * 12
+    complete(it, prompt, 1)
+    assert it.pin(prompt) == it.pin(prompt) == 12
+    assert it.max_len == 13 * PAGE
+    for i in range(6):
+        complete(it, [40 + i] * 30, 20)  # 13 pages: all that are not pinned
+    assert it.prefix_cache_stats.evictions > 20
+    assert complete(it, prompt, 3) == (undisturbed(prompt, 3), 12)
+    assert cache.allocator.num_free == 13
+    complete(it, other, 1)
+    assert it.pin(other) == 12
+    complete(it, [*prompt, *prompt], 1)
+    with pytest.raises(ContextLengthError, match="half of 16"):
+        it.pin([*prompt, *prompt])
+    assert it.pin([77] * 12) == 0, "nothing of it is cached"
+    with pytest.raises(ContextLengthError):
+        it.check([1] * (10 * PAGE))
     consistent(cache.allocator)
 
 

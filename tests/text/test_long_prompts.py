@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minirt import Generator, SamplingParams
+from minirt import Generator
 from minirt.cli.options import encode_prompt
 from minirt.errors import ContextLengthError
 from minirt.text.chat_template import ChatTemplate
@@ -20,8 +20,8 @@ WAYS: dict[str, Callable[[Generator], Any]] = {
     "stream": lambda generator: list(generator.stream(LONG)),
     "chat": lambda generator: generator.chat(ASKED),
     "check": lambda generator: generator.check(LONG),
-    "a prompt on the command line": lambda generator: encode_prompt(generator, LONG, False, SamplingParams()),
-    "a message on the command line": lambda generator: encode_prompt(generator, LONG, True, SamplingParams()),
+    "a prompt on the command line": lambda generator: encode_prompt(generator, LONG, False),
+    "a message on the command line": lambda generator: encode_prompt(generator, LONG, True),
 }
 
 
