@@ -199,8 +199,8 @@ class Engine:
                 what, expected = "the model has no logits for a token of a bad word", f"ids from 0 to {self._vocab_size - 1}"
                 raise InputError(what, where="bad_words", expected=expected, found=largest)
             forbidden = {token for token, _, prefix in rules.bans if not prefix}
-            allowed = set(range(self._vocab_size) if rules.allowed is None else rules.allowed)
-            if allowed <= forbidden:
+            allowed = range(self._vocab_size) if rules.allowed is None else rules.allowed
+            if forbidden.issuperset(allowed):
                 what = "no token is left to draw: bad_words and min_tokens forbid all that are allowed"
                 where = "min_tokens" if rules.end_ids else "bad_words"
                 raise InputError(what, where=where, expected="an allowed token that is not forbidden", found="none")
@@ -281,7 +281,7 @@ class Engine:
         """Start a step. Returns None, or the allocator's message if memory runs out; in this case nothing has changed."""
         sampled = [(sequence, chunk.num_sampled) for sequence, chunk in work if chunk.num_sampled]
         requests = [self._requests[sequence.id] for sequence, _ in sampled]
-        rows = [Row(r.sampling, r.sequence.num_generated, r.sequence, r.rules) for r in requests]
+        rows = [Row.of(r.sampling, r.sequence, r.rules) for r in requests]
         try:
             step = self._runner.start([chunk for _, chunk in work], rows)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations

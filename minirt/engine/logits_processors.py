@@ -10,6 +10,7 @@ it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,6 +55,14 @@ class Rules:
             sampling.allowed_token_ids, tuple(map(tuple, bad_words)), sampling.min_tokens if ends else 0, ends,
         )  # fmt: skip
         return None if rules == cls() else rules
+
+    def apply(self, step: int) -> bool:
+        """Whether they change the logits of this step or a later one: `min_tokens` alone ends."""
+        return step < self.min_tokens or self._last
+
+    @cached_property
+    def _last(self) -> bool:
+        return bool(self.penalizes or self.bias or self.allowed is not None or self.bad_words)
 
     @property
     def penalizes(self) -> bool:

@@ -39,6 +39,12 @@ class Row(NamedTuple):
     sequence: "scheduler.Sequence | None" = None
     rules: Rules | None = None
 
+    @classmethod
+    def of(cls, sampling: EffectiveSampling, sequence: "scheduler.Sequence", rules: Rules | None) -> "Row":
+        """The row of a sequence's next token. Without `rules` if they change no logits any more."""
+        step = sequence.num_generated
+        return cls(sampling, step, sequence, rules if rules is not None and rules.apply(step) else None)
+
     @property
     def num_top(self) -> int | None:
         """How many of the most probable tokens it lists; None if it wants no log-probabilities."""

@@ -245,6 +245,9 @@ def test_nobody_asks_nothing_runs(monkeypatch):
     del ran[:]
     run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=2, presence_penalty=1.0, ignore_eos=True))])
     assert ran == ["send", "fill", "process", "record", "send", "process", "record"]
+    del ran[:]
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, min_tokens=2, ignore_eos=True))])
+    assert ran == ["send", "fill", "process", "record", "send", "process", "record"], "min_tokens is over after two steps"
 
 
 def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):

@@ -156,7 +156,7 @@ for V in (152064, 1031)[: 1 if sys.argv[1] == "90" else 2]:
     processors = LogitsProcessors(2, V, 100, torch.device("cpu"), "triton")
     processors.fill(0, rules[0], [1], [2])
     rows, step, logits = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.empty(2, V)
-    for mask in (None, torch.zeros(2, -(-V // 32), dtype=torch.int32)):
+    for mask in (None, torch.zeros(2, -(-V // 32), dtype=torch.int32))[int(sys.argv[1] == "90") :]:
         processors.process(logits, rows, step, rules, mask)
     processors.record(step, rows, step)
     token_logprobs(logits, step, rows, 5, impl="triton")
