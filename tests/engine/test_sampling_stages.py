@@ -191,6 +191,35 @@ def test_every_prompt_token_is_scored_once(requests, pages, seqs, budget, lookah
     assert cache.allocator.num_free == pages, "pages leaked"
 
 
+def test_a_prompt_that_is_preempted_halfway_is_not_scored_twice():
+    it, _ = engine(pages=14, seqs=2, budget=3, prefix_cache=False)
+    it._runner._model = model = Noisy()
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    scored = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    requests = [(0, [9] * 20, params), (7, list(range(40, 70)), scored)]
+    tokens, _, scores = run(it, requests)
+    assert [tokens[i] for i in (0, 1)] == [alone(prompt, own) for _, prompt, own in requests]
+    assert [row.token_id for row in scores[1]] == list(range(41, 70))
+    assert sum(model.tokens_per_step) > 20 + 29 + 30 + 2, "nothing was recomputed"
+
+
+def test_a_slot_that_comes_back_is_filled_anew():
+    """Its data is that of the same sequence, from before it ran in another slot."""
+    rules, own = Rules(presence=3.0), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)
+    stages = sampling_stages.SamplingStages(torch.zeros(3, dtype=torch.int64), VOCAB, 64)
+    sequence, logits = Sequence(0, array("q", [1]), 1, 9), torch.arange(VOCAB).float()[None]
+    for admission, slot in enumerate((1, 2, 2, 1), 1):
+        sequence.slot, sequence.admissions = slot, admission
+        for _ in range(2):
+            sequence.tokens.extend(stages.draw(logits, None, [sampling_stages.Row.of(own, sequence, rules)]).tokens.tolist())
+    expected = list[int]()
+    for _ in range(8):
+        x = logits[0].clone()
+        x[expected] -= 3.0
+        expected.append(int(x.argmax()))
+    assert list(sequence.tokens[1:]) == expected
+
+
 def test_a_step_scores_a_bounded_number_of_prompt_tokens():
     it, _ = engine(pages=600, seqs=4, budget=2000, length=1500)
     sizes, model = [], Noisy()
