@@ -16,11 +16,15 @@ from minirt.text.stop_strings import StopStrings
 
 
 class Piece(NamedTuple):
-    """One element of a stream: new text and its token ids. `text` is "" while a character or a stop string is incomplete."""
+    """One element of a stream: new text and its token ids. `text` is "" while a character or a stop string is incomplete.
+
+    `sample`: which of the prompt's `n` samples it belongs to.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    sample: int = 0
 
 
 @dataclass
@@ -60,13 +64,31 @@ class Completion:
 
 
 @dataclass
+class Samples:
+    """The result of one prompt with `n` > 1. `outputs`: a `Completion` for each sample, in the order of their seeds."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+    @property
+    def error(self) -> MinirtError | None:
+        """The error of the first sample that failed, if any."""
+        return next((completion.error for completion in self.outputs if completion.error is not None), None)
+
+
+@dataclass
 class CompletionStream:
-    """Turns the tokens of one request into text, and fills its `Completion`. Without a decoder there is no text."""
+    """Turns the tokens of one request into text, and fills its `Completion`. Without a decoder there is no text.
+
+    `prompt`: the index of its prompt among those of the call. `sample`: which of the prompt's samples it is.
+    """
 
     completion: Completion
     decoder: IncrementalDecoder | None
     stops: StopStrings
     device: torch.device
+    prompt: int = 0
+    sample: int = 0
     started: float = 0.0
 
     def push(self, output: TokenOutput) -> Piece:
@@ -74,7 +96,7 @@ class CompletionStream:
         done = self.completion
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
-            return Piece("", (), output.finish_reason)
+            return Piece("", (), output.finish_reason, self.sample)
         done.cached_tokens = output.num_cached
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
@@ -94,7 +116,7 @@ class CompletionStream:
         done.text += text
         if done.finish_reason is not None:
             done.peak_memory_bytes = peak_memory(self.device)
-        return Piece(text, output.token_ids[:i], done.finish_reason)
+        return Piece(text, output.token_ids[:i], done.finish_reason, self.sample)
 
     def _decode(self, token: int, finish_reason: str | None) -> tuple[str, bool]:
         """The text that a token completes, and whether a stop string was found. At the end nothing is held back."""

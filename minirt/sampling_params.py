@@ -53,6 +53,7 @@ _RANGES = {
     "truncate_prompt_tokens": _Range(-1, math.inf, "an integer >= 1, or -1 for what the model can take", integer=True),
     "logprobs": _Range(-1, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens", integer=True),
     "prompt_logprobs": _Range(-1, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens", integer=True),
+    "n": _Range(1, 16384, "an integer from 1 to 16384", integer=True),
 }
 _BIAS = _Range(-100, 100, "token ids with numbers from -100 to 100")
 _OFF: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -147,6 +148,7 @@ class SamplingParams:
         logprobs: return the log-probability and the rank of each new token, and so many of the most probable tokens, 0 to 20;
             -1: all tokens. They are those of the model, before temperature, penalties, biases and masks.
         prompt_logprobs: the same for each token of the prompt but the first.
+        n: number of samples for the prompt, which is computed once. Sample i has the seed `seed` + i (modulo 2**64).
 
     Raises:
         InputError: a value has the wrong type or is out of range, or values contradict each other.
@@ -174,6 +176,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, accepted in _RANGES.items():
@@ -187,6 +190,8 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _token_ids(getattr(self, name), f"SamplingParams.{name}"))
+        if self.n is None:
+            object.__setattr__(self, "n", 1)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias, "SamplingParams.logit_bias"))
         for name in _SWITCHES:
@@ -196,6 +201,9 @@ class SamplingParams:
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
+        if self.n > 1 and self.temperature == 0:
+            where, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
+            raise InputError("greedy decoding has one sample", where=where, expected=expected, found=self.n)
         if self.truncate_prompt_tokens == 0:
             _contradiction("truncate_prompt_tokens", "leaves no token of the prompt", _RANGES["truncate_prompt_tokens"].text, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -267,8 +275,8 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     """Determine every setting: the user's value, else that of generation_config.json, else a default.
 
     The file's temperature, top_k, top_p and min_p apply only if its do_sample is true, its repetition_penalty always, as in
-    transformers. The default is greedy decoding without filters. A user who sets a filter or a seed, but no temperature, wants
-    random draws: if decoding would be greedy, the temperature becomes 1. A seed that is not set comes from the operating
+    transformers. The default is greedy decoding without filters. A user who sets a filter, a seed or n > 1, but no temperature,
+    wants random draws: if decoding would be greedy, the temperature becomes 1. A seed that is not set comes from the operating
     system's random numbers.
 
     Raises:
@@ -297,6 +305,7 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     if sampling and sources["temperature"] == "default":
         values["temperature"], sources["temperature"] = 1.0, _FILE
     implied = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(params, n) is not None]
+    implied += ["n"] if params.n > 1 else []
     if implied and values["temperature"] == 0 and sources["temperature"] != "user":
         values["temperature"], sources["temperature"] = 1.0, f"implied by {implied[0]}"
     settle("seed", 0)

@@ -19,7 +19,7 @@ from minirt.sampling_params import DEFAULT_MAX_TOKENS, EffectiveSampling, Sampli
 FILE = "generation_config.json"
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "ignore_eos")
 FLAGS = {"ignore_eos": False, "include_stop_str_in_output": False, "skip_special_tokens": True, "detokenize": True}
-ALL = tuple(field.name for field in fields(SamplingParams))
+ALL = tuple(field.name for field in fields(SamplingParams) if field.name != "n")  # a property of the call, not of a request
 
 
 def test_nothing_is_set_by_default() -> None:

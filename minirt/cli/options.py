@@ -125,6 +125,7 @@ load_options = option_group(
         "--max-num-batched-tokens", type=click.IntRange(1),
         help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
     ),
+    click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; more are refused. Default: no limit."),
     click.option(
         "--threads", type=click.IntRange(1),
         help="CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).",
@@ -238,7 +239,7 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
     from minirt.loading.options import LoadOptions
 
     same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
-            "max_num_batched_tokens", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
+            "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}

@@ -31,6 +31,7 @@ from minirt.errors import (
     MinirtError,
     NumericsError,
     OutOfMemoryError,
+    QueueFullError,
 )
 from minirt.sampling_params import EffectiveSampling
 
@@ -48,6 +49,8 @@ class Request:
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
         bad_words: `sampling.bad_words` in token ids.
+        priority: requests with lower values run first.
+        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
     """
 
     id: int
@@ -55,6 +58,8 @@ class Request:
     sampling: EffectiveSampling
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
+    priority: int = 0
+    group: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -104,6 +109,7 @@ class Engine:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
         max_num_batched_tokens: tokens of the largest step; None: 8,192 on a GPU, 512 on a CPU.
+        max_waiting: how many requests may wait behind those of a step. None: any number.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
@@ -119,6 +125,7 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
         device: torch.device | str = "cpu",
+        max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
@@ -126,7 +133,7 @@ class Engine:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
         max_num_batched_tokens = max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[device.type]
-        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
+        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache, max_waiting)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
             max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
@@ -152,6 +159,10 @@ class Engine:
     def pin(self, prompt_token_ids: Seq[int]) -> int:
         """Never evict the cached pages of a prompt. Returns the number of tokens in them. See `Generator.warm_prompt`."""
         return self._scheduler.pin(array("q", prompt_token_ids))
+
+    @property
+    def max_waiting(self) -> int | None:
+        return self._scheduler.max_waiting
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
@@ -210,7 +221,7 @@ class Engine:
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
         sequence = Sequence(
-            request.id, array("q", prompt), len(prompt), final_len, salt=request.cache_salt,
+            request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt,
             prompt_logprobs=sampling.prompt_logprobs,
         )  # fmt: skip
         ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
@@ -250,7 +261,7 @@ class Engine:
         """
         with self._device_errors():
             work = self._scheduler.schedule()
-            outputs: list[TokenOutput] = []
+            outputs = [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
             while work and (problem := self._start(work)) is not None:
                 tokens = sum(len(chunk.tokens) for _, chunk in work)
                 if tokens == 1:
@@ -349,6 +360,11 @@ class Engine:
             sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached, logprobs=tuple(logprobs[:count]),
             prompt_logprobs=None if scores is None else tuple(scores),
         )  # fmt: skip
+
+    def _queue_full(self) -> QueueFullError:
+        limit = self._scheduler.max_waiting
+        what, found = "too many requests wait", f"{limit} that came before"
+        return QueueFullError(what, expected=f"at most {limit}", found=found, hint="try again later, or raise --max-waiting")
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)

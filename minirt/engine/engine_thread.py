@@ -27,9 +27,9 @@ AnyError = TypeVar("AnyError", bound=MinirtError)
 
 @dataclass(eq=False)
 class _Outbox:
-    """The outputs of one client's requests. The queue gets a list for each step that has some."""
+    """The outputs of one client's requests. `put` gets a list for each step that has some."""
 
-    queue: SimpleQueue[list[TokenOutput]] = field(default_factory=SimpleQueue)
+    put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
     used: bool = False  # whether anything was submitted
     closed: bool = False
@@ -107,9 +107,14 @@ class EngineThread:
         """An id for a request. Any thread may ask for one."""
         return next(self._ids)
 
-    def connect(self) -> "EngineClient":
-        """A client for the calling thread."""
-        return EngineClient(self)
+    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None) -> "EngineClient":
+        """A client for the calling thread.
+
+        Args:
+            deliver: takes the outputs of each step, in place of `EngineClient.receive`. It runs in the engine's thread: it must
+                return soon and raise nothing. It must not refer to the client, or that is not closed when it is dropped.
+        """
+        return EngineClient(self, deliver)
 
     def call(self, function: Callable[[Engine], T], ready: Callable[[Engine], bool] = lambda _: True) -> T:
         """Run `function(engine)` between two steps, as soon as `ready(engine)` is true. Later commands wait until it has run.
@@ -235,7 +240,7 @@ class EngineThread:
             if (outbox := self._outboxes.get(output.request_id)) is not None:
                 mail.setdefault(outbox, []).append(output)
         for outbox, own in mail.items():
-            outbox.queue.put(own)
+            outbox.put(own)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -274,7 +279,7 @@ class EngineThread:
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         outbox = self._outboxes[request_id]
-        outbox.queue.put([TokenOutput(request_id, (), "error", _for_request(error))])
+        outbox.put([TokenOutput(request_id, (), "error", _for_request(error))])
         self._forget(request_id)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
@@ -298,8 +303,9 @@ class EngineClient:
     A client that is dropped without `close` is closed at garbage collection.
     """
 
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread, self._outbox = thread, _Outbox()
+    def __init__(self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None) -> None:
+        self._queue: SimpleQueue[list[TokenOutput]] = SimpleQueue()
+        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put)
         self._finalizer = finalize(self, _close, thread, self._outbox)
         self._finalizer.atexit = False
 
@@ -322,7 +328,7 @@ class EngineClient:
         """
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
-        return self._outbox.queue.get()
+        return self._queue.get()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests. Outputs that were delivered before may still be received."""

@@ -37,6 +37,8 @@ class LoadOptions:
             requests. None: 8,192 on a GPU, 512 on a CPU.
         threads: number of threads of PyTorch's CPU operations, in the whole process. None: the value of OMP_NUM_THREADS, else
             PyTorch's own setting limited to the CPUs that this process may use (affinity and cgroup quota).
+        max_waiting: maximum number of requests that wait while a step computes others. Further requests end with a
+            `QueueFullError`. None: no limit.
         prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
             beginning does not compute it again.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
@@ -64,6 +66,7 @@ class LoadOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     threads: int | None = None
+    max_waiting: int | None = None
     prefix_cache: bool = True
     random_weights: bool = False
     seed: int = 0
@@ -78,7 +81,7 @@ class LoadOptions:
             raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=self.quantization)
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
-        check_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
 
     @property
     def formats(self) -> Quantization | None:
