@@ -268,6 +268,8 @@ class Engine:
                     failure = _out_of_memory("a step of one token", problem)
                     outputs += [self._fail(sequence.id, failure) for sequence, _ in work]
                     break
+                while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
+                    outputs += self._collect(self._in_flight.popleft())
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
