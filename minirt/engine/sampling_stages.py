@@ -183,10 +183,7 @@ class SamplingStages:
         return device[0, :count], device[1, :count], device[2:].view(-1).view(torch.int64)[:count]
 
     def _fill_slots(self, rows: Sequence[Row]) -> None:
-        """Fill the slots of sequences that were admitted since.
-
-        The host knows all of their tokens, but for the pending one of a sequence that was preempted after the last step.
-        """
+        """Fill the slots of sequences that were admitted since. The host knows all their tokens: none was drawn since then."""
         for row in rows:
             if row.rules is not None and row.sequence is not None:
                 sequence = row.sequence
@@ -194,10 +191,6 @@ class SamplingStages:
                 if self._owners[sequence.slot] != owner:
                     tokens, start = sequence.tokens, sequence.prompt_len
                     self._processors.fill(sequence.slot, row.rules, tokens[:start], tokens[start:])
-                    if sequence.pending:
-                        slot = self._to_device(torch.tensor([sequence.slot], dtype=torch.int32))
-                        step = self._to_device(torch.tensor([row.step - 1]))
-                        self._processors.record(self._previous[sequence.row : sequence.row + 1], slot, step)
                     self._owners[sequence.slot] = owner
 
     def _room(self, count: int, num_top: int) -> Tensor:

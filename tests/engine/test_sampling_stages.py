@@ -220,15 +220,6 @@ def test_a_slot_that_comes_back_is_filled_anew():
     assert list(sequence.tokens[1:]) == expected
 
 
-def test_a_pending_token_counts_where_a_slot_is_filled():
-    """A step that runs out of memory is scheduled again, and may then admit a sequence whose last token only the device knows."""
-    rules, own = Rules(presence=3.0), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)
-    stages = sampling_stages.SamplingStages(torch.tensor([7, 96]), VOCAB, 64)
-    sequence = Sequence(0, array("q", [1, 95]), 1, 9, pending=1, row=1, slot=0, admissions=2)
-    logits = torch.arange(VOCAB).float()[None]
-    assert stages.draw(logits, None, [sampling_stages.Row.of(own, sequence, rules)]).tokens.tolist() == [94]
-
-
 def test_a_step_scores_a_bounded_number_of_prompt_tokens():
     it, _ = engine(pages=600, seqs=4, budget=2000, length=1500)
     sizes, model = [], Noisy()
