@@ -20,6 +20,7 @@ from minirt.modeling.config import (
     read_rope,
     shown,
 )
+from minirt.modeling.quantization_config import read_quantization
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
@@ -114,18 +115,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Raise UnsupportedError for quantized checkpoints, mixtures of experts and bidirectional attention.
+    """Raise UnsupportedError for unknown formats of quantized weights, mixtures of experts and bidirectional attention.
 
     A setting that only matters beyond the trained context is warned about.
     """
-    for name in ("quantization_config", "compression_config"):
-        if fields.raw.get(name) is not None:
-            raise UnsupportedError(
-                "quantized checkpoints are not supported",
-                where=fields.place(name),
-                found=f"quant_method {fields.nested(name).string('quant_method', default='unnamed')[:60]!r}",
-                hint="load the unquantized checkpoint; minirt quantizes while loading",
-            )
+    read_quantization(fields)  # refuses unknown formats
     for name in ("num_experts", "num_local_experts"):
         if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
             raise UnsupportedError("mixtures of experts are not supported", where=fields.place(name), found=experts)

@@ -36,7 +36,8 @@ def plan(output_format: str, **options: Any) -> None:
     Reads no weights.
 
     --gpu plans for a GPU that is not in this machine. Its compute capability decides which layers run on Triton. The memory that
-    the CUDA context takes is estimated.
+    the CUDA context takes is estimated. For a checkpoint with quantized weights, the format is printed, and what minirt does
+    otherwise.
     """
     gpu = planned_gpu(options)
     name = model_name(options)
@@ -45,7 +46,8 @@ def plan(output_format: str, **options: Any) -> None:
     model, memory = plan_load(to_load_options(options, name), gpu)
     kernels = _special_kernels(model)
     if output_format == "json":
-        facts = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
+        facts: dict[str, Any] = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
+        facts |= {"checkpoint": model.plan.checkpoint, "notes": model.plan.notes}
         sizes = asdict(memory) | {"tokens": memory.tokens, "needed": memory.needed, "fits": memory.fits}
         record = facts | {"weight_bytes": model.plan.weight_bytes, "memory": sizes, "special_kernels": kernels}
         write(json_line(record | {"layers": [vars(row) for row in model.plan.rows]}))

@@ -134,9 +134,9 @@ class Layer:
 
     def share(self, parameter: Parameter) -> None:
         """Replace this layer's parameter of the same checkpoint tensors by `parameter` (a tied head)."""
-        names = [name for name, _ in parameter.expected()]
+        names = [spec[0] for spec in parameter.expected()]
         for attribute, value in list(vars(self).items()):
-            if isinstance(value, Parameter) and [name for name, _ in value.expected()] == names:
+            if isinstance(value, Parameter) and [spec[0] for spec in value.expected()] == names:
                 setattr(self, attribute, parameter)
 
     def compile_key(self) -> tuple[Any, ...]:
@@ -277,6 +277,9 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     absent = isinstance(device, AbsentGPU)  # then neither Triton nor the environment here say anything about it
     if not absent and not triton_installed():
         return "Triton is not installed (pip install triton)"
+    for parameter in layer.parameters():
+        if parameter.format is not None and parameter.format.no_triton is not None:
+            return parameter.format.no_triton
     on_gpu = device.type == "cuda"
     if not absent and interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)

@@ -38,13 +38,16 @@ class PlanRow:
 class Plan:
     """One row per layer, in execution order.
 
-    `not_capturable` is the reason why no step of the model can run as a CUDA graph, or None if small steps can. `model_type` and
-    `num_parameters` are those of the model. `print(plan)` and a notebook show the table that `minirt plan` prints.
+    `not_capturable` is the reason why no step of the model can run as a CUDA graph, or None if small steps can. `checkpoint` is
+    the quantized format of the checkpoint, None if its weights are not quantized; `notes` say what differs from that format.
+    `model_type` and `num_parameters` are those of the model. `print(plan)` and a notebook show the table of `minirt plan`.
     """
 
     rows: tuple[PlanRow, ...]
     device: str
     not_capturable: str | None
+    checkpoint: str | None = None
+    notes: tuple[str, ...] = ()
     model_type: str = ""
     num_parameters: int = 0
 
@@ -63,12 +66,14 @@ class Plan:
         return printable(f"{self.model_type} · {self.num_parameters / 1e6:,.1f} M parameters · {self.device}")
 
     @property
-    def cuda_graphs(self) -> str | None:
-        """A line about CUDA graphs, or None on a device that has none."""
-        if not self.device.startswith("cuda"):
-            return None
-        reason = self.not_capturable
-        return "CUDA graphs: small steps" if reason is None else printable(f"CUDA graphs: none, since {reason}")
+    def remarks(self) -> list[str]:
+        """Lines below the table: the checkpoint's format, what differs from it, and on a GPU whether there are CUDA graphs."""
+        lines = [] if self.checkpoint is None else [f"Checkpoint: {self.checkpoint}"]
+        lines += [f"Note: {note}" for note in self.notes]
+        if self.device.startswith("cuda"):
+            reason = self.not_capturable
+            lines.append("CUDA graphs: small steps" if reason is None else f"CUDA graphs: none, since {reason}")
+        return list(map(printable, lines))
 
     def _cells(self) -> list[tuple[str, ...]]:
         rows = [(row.layer, row.implementation, row.reason, row.dtypes, format_bytes(row.bytes)) for row in self.rows]
@@ -87,8 +92,8 @@ class Plan:
         printed, width = io.StringIO(), None if terminal else 110
         console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
         console.print(table)
-        if self.cuda_graphs is not None:
-            console.print(self.cuda_graphs)
+        for line in self.remarks:
+            console.print(line)
         return printed.getvalue()
 
     def __str__(self) -> str:
@@ -99,7 +104,7 @@ class Plan:
         title = " · ".join(filter(None, (printable(name), self.title)))
         head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self._cells())
-        below = f"<p>{escape(self.cuda_graphs)}</p>" if self.cuda_graphs is not None else ""
+        below = "".join(f"<p>{escape(line)}</p>" for line in self.remarks)
         return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
 
     def _repr_html_(self) -> str:
