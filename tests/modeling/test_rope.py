@@ -14,6 +14,7 @@ from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from minirt.errors import ConfigError
 from minirt.modeling.config import RopeConfig
 from minirt.modeling.rope import inverse_frequencies, rope_table
 from minirt.models import parse_config
@@ -108,8 +109,9 @@ FILE = {
 }
 
 
-def test_outer_original_length_overrules() -> None:
-    raw = FILE | {"original_max_position_embeddings": 700, "rope_scaling": YARN}
+def test_an_outer_original_length() -> None:
+    inner = {name: value for name, value in YARN.items() if name != "original_max_position_embeddings"}
+    raw = FILE | {"original_max_position_embeddings": 700, "rope_scaling": inner}
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(raw)))
     assert torch.equal(inverse_frequencies(parse_config(raw).rope, 64), theirs.inv_freq)
 
@@ -120,17 +122,23 @@ def test_rope_places() -> None:
 
     assert rope() == RopeConfig("default", 10000.0)
     assert rope(rope_theta=5) == RopeConfig("default", 5.0)
-    assert rope(rope_theta=5, rope_parameters={"rope_theta": 7.0}).theta == 7.0  # the inner value takes precedence
+    assert rope(rope_theta=7, rope_parameters={"rope_theta": 7.0}).theta == 7.0
     assert rope(rope_theta=5, rope_parameters={"rope_type": "default"}).theta == 5.0
     assert rope(rope_scaling={}, rope_parameters={"rope_theta": 7}).theta == 7.0
     assert rope(rope_parameters={"rope_type": "linear", "factor": 2, "beta_fast": None}).factor == 2.0  # null counts as absent
-    # "rope_type" takes precedence over "type", as in transformers
-    assert rope(rope_scaling={"rope_type": "linear", "type": "dynamic", "factor": 2}).kind == "linear"
-    # the original length: the top-level value, else the inner value, else max_position_embeddings
+    assert rope(rope_scaling={"rope_type": "linear", "type": "linear", "factor": 2}).kind == "linear"
+    # the original length: the top-level value or the inner value, else max_position_embeddings
     yarn = {"rope_type": "yarn", "factor": 2.0}
     assert rope(rope_parameters=YARN).original_max_position == 32768
     assert rope(rope_parameters=yarn).original_max_position == 256
-    assert rope(rope_parameters=YARN, original_max_position_embeddings=32).original_max_position == 32
+    assert rope(rope_parameters=yarn, original_max_position_embeddings=32).original_max_position == 32
+    for contradiction in (
+        {"rope_theta": 5, "rope_parameters": {"rope_theta": 7.0}},
+        {"rope_parameters": YARN, "original_max_position_embeddings": 32},
+        {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2}},
+    ):
+        with pytest.raises(ConfigError, match="contradicts"):
+            rope(**contradiction)
     assert rope(rope_parameters=yarn).attention_factor == 0.1 * math.log(2) + 1
     assert (
         rope(rope_parameters=YARN | {"attention_factor": 1.5, "mscale": 1, "mscale_all_dim": 1}).attention_factor == 1.5
