@@ -29,19 +29,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, quantize: bool | None = None
+) -> Tensor:
     """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]. With `scale` [N] fp32 the weight is fp8, see `linear_fp8`."""
-    return F.linear(x, weight, bias) if scale is None else linear_fp8(x, weight, scale, bias)
+    return F.linear(x, weight, bias) if scale is None else linear_fp8(x, weight, scale, bias, quantize)
 
 
-def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_fp8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None
+) -> Tensor:
     """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [N] fp32.
 
     Two or more tokens are quantized first, each with its own scale (`quantize_fp8`), because tensor cores multiply fp8 by fp8.
-    A single token gains nothing from tensor cores, so its product is computed from 16-bit activations.
+    A single token gains nothing from tensor cores, so its product is computed from 16-bit activations. `quantize` overrides this:
+    the single token of an expert may be one of several in the step.
     """
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # 448 · 448 exceeds fp16's range
-    if x.shape[0] > 1:
+    if x.shape[0] > 1 if quantize is None else quantize:
         values, x_scale = quantize_fp8(x)
         scale = scale * x_scale.unsqueeze(1)
     else:
@@ -56,6 +61,59 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token (Shazeer et al. 2017): logits [T, E] → weights [T, k] in their dtype, experts [T, k] int64.
+
+    The softmax over all experts and the sum for `normalize` are in fp32. Experts are in descending order of weight; of equal
+    ones, the lower comes first. A row with a NaN has the experts 0 to k − 1, with NaN as weights.
+    """
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    ordered, experts = probabilities.sort(dim=-1, descending=True, stable=True)  # `topk` promises no order of ties
+    weights = ordered[:, :top_k]
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), experts[:, :top_k]
+
+
+def mixture(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Tensor:
+    """Σ_j weights[t, j] · expert_{experts[t, j]}(x[t]), expert_e(x) = down_e · gated(gate_up_e · x) → [T, H].
+
+    Only the experts that a token uses are computed. A token's terms are rounded and added in ascending order of its experts, as
+    in transformers. With FP8 weights, activations are quantized if T > 1, whatever the number of tokens of one expert.
+
+    Args:
+        x: [T, H].
+        weights, experts: [T, k], see `route`.
+        gate_up: [E, 2I, H]. down: [E, H, I].
+        gate_up_scale, down_scale: scales of FP8 weights, [E, 2I] and [E, H].
+    """
+    T, k = experts.shape
+    out, quantize = torch.zeros_like(x), T > 1
+    order = experts.flatten().argsort(stable=True)
+    counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
+    start = 0
+    for e, count in enumerate(counts):
+        if not count:
+            continue
+        pairs = order[start : start + count]
+        start += count
+        tokens = pairs // k
+        scales = (None, None) if gate_up_scale is None or down_scale is None else (gate_up_scale[e], down_scale[e])
+        h = gated(linear(x[tokens], gate_up[e], scale=scales[0], quantize=quantize), activation)
+        y = linear(h, down[e], scale=scales[1], quantize=quantize) * weights.flatten()[pairs, None]
+        out.index_add_(0, tokens, y)
+    return out
 
 
 def rope(x: Tensor, cos_sin: Tensor) -> Tensor:

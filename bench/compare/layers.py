@@ -346,7 +346,7 @@ def work(place: Place, step: Step) -> Work:
     row = layer.config.hidden_size * dtype.itemsize
     shape, out_dtype = layer.returns(step.inputs[place.index], batch)
     flops = layer.flops(rows)
-    nbytes = layer.decode_read_bytes(dtype) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
+    nbytes = layer.decode_read_bytes(dtype, rows) + rows * (row + math.prod(shape[1:]) * out_dtype.itemsize)
     kv = _pages(place, step.cache)
     if kv is None:
         return Work(nbytes, flops)

@@ -120,8 +120,8 @@ class Layer:
         """The layer's products, for tuning and for counting operations."""
         return ()
 
-    def decode_read_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of weights that a step of one token reads."""
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
+        """Bytes of weights that a step of so many tokens reads."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
     def flops(self, rows: int) -> int:
@@ -220,7 +220,7 @@ def register(
     and on its device.
 
     Args:
-        kind: "embedding", "attention", "mlp", "select", "head", or the kind of a layer class of your own.
+        kind: "embedding", "attention", "mlp", "moe", "select", "head", or the kind of a layer class of your own.
         name: the implementation's name: letters, digits and any of `_ . + -`. "eager" and "triton" are taken, "auto" is reserved.
         unsupported: called with the layer and the device; returns the reason why this layer cannot run so, or None.
         capturable: a CUDA graph may hold the forward: it is called once for each size of a step, and its GPU work is replayed for

@@ -27,8 +27,8 @@ class Embedding(Layer):
         """Yields nothing: the table is looked up, not multiplied."""
         return iter(())
 
-    def decode_read_bytes(self, dtype: torch.dtype) -> int:
-        """0: one row does not count."""
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
+        """0: a row for each token does not count."""
         return 0
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:

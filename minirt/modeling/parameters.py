@@ -1,4 +1,4 @@
-"""Weights as layers hold them: `Parameter`, and its kinds `PackedLinear` (stacked logical parts) and `NormWeight`.
+"""Weights as layers hold them: `Parameter`, and its kinds `PackedLinear` (stacked parts), `PackedExperts` and `NormWeight`.
 
 A parameter knows the checkpoint tensors that fill it and the format it keeps them in, so that loading, random weights and byte
 counts meet in one place.
@@ -160,6 +160,51 @@ def _chunks(matrix: Tensor) -> Iterator[slice]:
     step = max(1, CHUNK // matrix.shape[1])
     for start in range(0, matrix.shape[0], step):
         yield slice(start, start + step)
+
+
+class PackedExperts(PackedLinear):
+    """The same linear (or packed linears) of E experts, stacked by rows: expert e has the rows e · N to (e + 1) · N.
+
+    The checkpoint has a tensor for each expert and part, `PREFIX.{e}.{part}.weight`, or `fused` ones: `PREFIX.{fused}` [E, N, K].
+    With a quantized format, each row of each expert has its own scale.
+
+    Args:
+        prefix: the checkpoint prefix of all experts (`….mlp.experts`).
+        parts: name (`gate_proj`) and rows of each part of one expert.
+        fused: the name of the one checkpoint tensor of all experts; None: each has its own.
+    """
+
+    def __init__(
+        self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None
+    ) -> None:
+        super().__init__(
+            [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
+        )
+        self.num_experts, self.fused = num_experts, None if fused is None else f"{prefix}.{fused}"
+
+    @property
+    def stacked(self) -> tuple[Tensor, Tensor | None]:
+        """Views of the weight as [E, N, K], and of the scale as [E, …]."""
+        scale = None if self.scale is None else self.scale.unflatten(0, (self.num_experts, -1))
+        return self.weight.unflatten(0, (self.num_experts, -1)), scale
+
+    def compile_key(self) -> tuple[Hashable, ...]:
+        return *super().compile_key(), self.num_experts
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        if self.fused is None:
+            yield from super().expected()
+        else:
+            yield self.fused, (self.num_experts, self.out_features // self.num_experts, self.in_features)
+
+    def load(self, name: str, source: Tensor) -> None:
+        if self.fused is None:
+            super().load(name, source)
+            return
+        rows, start = source.flatten(0, 1), 0
+        for part in self.parts:
+            super().load(f"{part.name}.weight", rows[start : start + part.rows])
+            start += part.rows
 
 
 class NormWeight(Parameter):
