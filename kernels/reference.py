@@ -77,6 +77,24 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return weights.to(logits.dtype), experts[:, :top_k]
 
 
+def expert_tiles(experts: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
+    """The pairs of a token and an expert, sorted by expert, and tiles of up to `block_t` pairs of one expert.
+
+    Args:
+        experts: [T, k]. Pair t · k + j is token t with its j-th expert.
+    Returns:
+        order: [T · k] int32, the pairs in ascending order of expert, then of pair.
+        tiles: [3, tiles] int32: each tile's expert, its first place in `order`, and the end of its expert's places there.
+    """
+    flat = experts.flatten()
+    tiles, start = [], 0
+    for e, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
+        tiles += [(e, first, start + count) for first in range(start, start + count, block_t)]
+        start += count
+    rows = torch.tensor(tiles, dtype=torch.int32, device=experts.device).reshape(-1, 3)
+    return flat.argsort(stable=True).int(), rows.T.contiguous()
+
+
 def mixture(
     x: Tensor,
     weights: Tensor,

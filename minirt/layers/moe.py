@@ -9,7 +9,7 @@ from minirt.engine.kv_cache import LayerKV
 from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
-from minirt.layers.base import Forward, Layer, LinearOp, register
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.parameters import NormWeight, PackedExperts, PackedLinear, Part
 
@@ -116,5 +116,33 @@ def eager(layer: MoE) -> Forward:
         weights, experts = reference.route(reference.linear(h, router.weight), moe.experts_per_token, moe.normalize)
         y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
         return x + (y if shared is None else y + shared(h))
+
+    return forward
+
+
+@register("moe", "triton", unsupported=triton_unsupported, capturable=True)
+def triton(layer: MoE) -> Forward:
+    """Norm · router · the experts, with the residual. The shared expert and its gate are products like those of `MLP`."""
+    from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
+    from minirt.kernels.moe.dispatch import mixture_residual
+    from minirt.kernels.norm import rms_norm
+
+    eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
+    norm, router, workspace, pdl = layer.norm, layer.router, layer.context.workspace, layer.context.pdl
+    first, last, gate = layer.shared_gate_up, layer.shared_down, layer.shared_gate
+    (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        h = rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
+        logits = norm_linear(h, None, 0.0, router.weight, workspace=workspace, pdl=pdl, check=False)
+        shared = shared_gate = None
+        if first is not None and last is not None and gate is not None:
+            shared = norm_gate_up(h, None, 0.0, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
+            shared = norm_linear(shared, None, 0.0, last.weight, scale=last.scale, workspace=workspace, pdl=pdl, check=False)
+            shared_gate = norm_linear(h, None, 0.0, gate.weight, workspace=workspace, pdl=pdl, check=False)
+        return mixture_residual(
+            h, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, gate_up_scale=gate_up_scale,
+            down_scale=down_scale, shared=shared, shared_gate=shared_gate, check=False,
+        )  # fmt: skip
 
     return forward
