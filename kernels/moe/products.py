@@ -143,7 +143,7 @@ def _experts_kernel(
 
 
 @triton.jit
-def _combine_kernel(
+def _sum_experts_kernel(
     x_ptr, rows_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """out = x + the sum of a token's rows, in order, + sigmoid(gate) · shared, for a part of one token's channels."""
@@ -195,5 +195,5 @@ def combine(x: Tensor, rows: Tensor, out: Tensor, shared: Tensor | None = None, 
     T, H = x.shape
     block = min(1024, triton.next_power_of_2(H))
     grid = (T, triton.cdiv(H, block))
-    _combine_kernel[grid](x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, num_warps=max(1, block // 256))
+    _sum_experts_kernel[grid](x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, num_warps=max(1, block // 256))
     return out
