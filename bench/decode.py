@@ -151,7 +151,7 @@ def run(
 
 
 def replay_time(generator: Generator, batch_size: int, context_len: int) -> float | None:
-    """Return the median seconds of replaying the CUDA graph of such a step, or None if the step has no CUDA graph."""
+    """Return the median seconds of replaying a decode step's CUDA graph, or None if the step has no CUDA graph."""
     try:
         return statistics.median(generator.replay_times(batch_size, context_len))
     except UnsupportedError:

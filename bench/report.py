@@ -208,7 +208,7 @@ _COLUMNS: dict[str, list[Column]] = {
         ("t/s", lambda r: _spread(r["tokens_per_s"])),
         ("step ms", lambda r: _spread(r["step_s"], 1e3, 3)),
         ("min ms", lambda r: _number(r["step_s"]["min"], 1e3, 3)),
-        ("graph ms", lambda r: _number(r["graph_replay_s"], 1e3, 3)),
+        ("CUDA graph ms", lambda r: _number(r["graph_replay_s"], 1e3, 3)),
         ("GB/step", lambda r: _number(r["weight_bytes_read"] + r["kv_bytes_read"], 1e-9, 3)),
         ("GB/s", lambda r: _number(r["read_bytes_per_s"], 1e-9, 1)),
         ("of bandwidth", lambda r: _number(r["share_of_read_ceiling"], 100, 1, " %")),

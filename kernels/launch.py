@@ -66,7 +66,7 @@ class Workspace:
     """Scratch memory for kernels whose programs share one result: fp32 partial results, and counters of arrived programs.
 
     Allocated once, before any CUDA graph is captured, and passed to the kernels of one stream: they run one after the
-    other, so they can share it. Each kernel leaves the counters at zero, as it finds them.
+    other, so they can share it. Each kernel finds the counters at zero and leaves them at zero.
     """
 
     def __init__(self, device: torch.device | str, num_floats: int = 1 << 22, num_counters: int = 1 << 14) -> None:

@@ -8,20 +8,23 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minirt.async_generator import AsyncGenerator
     from minirt.errors import MinirtError
     from minirt.generator import Generator
     from minirt.loading.options import LoadOptions
-    from minirt.outputs import Completion, Piece
+    from minirt.outputs import Completion, Piece, Samples
     from minirt.sampling_params import SamplingParams
 
-__all__ = ["Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "SamplingParams"]
+__all__ = ["AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams"]
 
 _HOMES = {
+    "AsyncGenerator": "minirt.async_generator",
     "Completion": "minirt.outputs",
     "Generator": "minirt.generator",
     "LoadOptions": "minirt.loading.options",
     "MinirtError": "minirt.errors",
     "Piece": "minirt.outputs",
+    "Samples": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",
 }
 

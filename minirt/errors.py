@@ -106,6 +106,14 @@ class EngineError(MinirtError):
     """The engine cannot go on with a request: the generator was closed, or an unforeseen exception occurred (`__cause__`)."""
 
 
+class QueueFullError(MinirtError):
+    """As many requests wait as `max_waiting` allows, so that this one is refused. It may succeed later."""
+
+
+class SlowReaderError(MinirtError):
+    """A stream of `AsyncGenerator` was aborted, because more of its pieces waited for their reader than `max_unread` allows."""
+
+
 class NumericsError(MinirtError):
     """The model computed logits that are NaN or +inf, or only -inf."""
 

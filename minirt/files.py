@@ -1,6 +1,6 @@
-"""Reads the small files of a model folder: regular files only, each with a bound on its size. Imports no torch.
+"""Reads the small files of a model folder: regular files only, each with a bound on its size. Does not import torch.
 
-Every failure is an error of the class that the caller gives, with the file as its `where`.
+Every failure raises the error class that the caller passes, with the file as `where`.
 """
 
 import json
@@ -19,10 +19,10 @@ for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
 
 
 def present(path: Path) -> bool:
-    """Whether something has this name, also a broken link or a file that cannot be read. Use it for optional files.
+    """Whether something has this name, even a broken link or a file that cannot be read. Use it for optional files.
 
-    False means "the model has no such file". So everything that is not plainly absent counts as present, and reading it says
-    what is wrong.
+    False means "the model has no such file". Everything that is not plainly absent counts as present; reading it then raises an
+    error that says what is wrong.
     """
     try:
         os.lstat(path)

@@ -3,10 +3,11 @@
 import gc
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from minirt import models
-from minirt.engine.engine import Engine, Request
+from minirt.engine.engine import Engine, Request, TokenOutput
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
@@ -26,7 +27,7 @@ from minirt.loading.load import load
 from minirt.loading.memory import page_count
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
-from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.outputs import Completion, CompletionStream, Piece, Samples
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
@@ -39,15 +40,15 @@ Messages = Sequence[dict[str, str]]
 
 
 class Generator:
-    """A loaded model that generates. Make one with `from_pretrained`; use it as a context manager to free the device.
+    """A loaded model that generates text. Create it with `from_pretrained`, and use it as a context manager to free the device.
 
-    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in a thread
-    of its own. An iterator (`stream`, `completions`) belongs to the thread that made it.
+    All methods may be called from any thread. The requests of all callers share the steps of one engine, which runs in its own
+    thread. An iterator (`stream`, `completions`) belongs to the thread that created it.
 
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
-        decode_read_bytes, kv_bytes_per_token: what a decode step reads of the weights, and for each cached token.
+        decode_read_bytes, kv_bytes_per_token: bytes of weights that a decode step reads; bytes of KV per cached token.
     """
 
     def __init__(
@@ -61,17 +62,18 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
+        max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
     ) -> None:
-        """Wrap a `Model` whose weights are allocated, filled and resolved.
+        """Wrap a `Model` with weights and chosen implementations.
 
         Args:
-            kv_cache_memory: bytes for KV pages; None takes 90% of what a GPU has free, or on a CPU a quarter of the
-                free memory at most, and never more than `max_num_seqs` sequences of full length need.
-            prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
+            kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but
+                never more than `max_num_seqs` sequences of full length need.
+            max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
-        check_limits(max_num_seqs, max_num_batched_tokens)
+        check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -87,7 +89,7 @@ class Generator:
         engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
-            prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
+            max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
         )
         self._engine = EngineThread(engine)
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
@@ -108,8 +110,8 @@ class Generator:
                 "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
             progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
-                kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, revision, random_weights,
-                seed, check_weights, layers, warmup, cuda_graphs.
+                kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache,
+                threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -120,15 +122,15 @@ class Generator:
         generator = cls(
             loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
             eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens, prefix_cache=settings.prefix_cache,
-            cuda_graphs=settings.cuda_graphs,
+            max_num_batched_tokens=settings.max_num_batched_tokens, max_waiting=settings.max_waiting,
+            prefix_cache=settings.prefix_cache, cuda_graphs=settings.cuda_graphs,
         )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
         if settings.warmup:
             generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
-        if generator.device.type == "cuda":  # where a garbage collection would keep the GPU waiting
+        if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)
         return generator
 
@@ -137,68 +139,66 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> Any:
         """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`, in input order).
 
+        A prompt whose `SamplingParams.n` is above 1 has `Samples` in place of a `Completion`.
+
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: one for all, or one for each prompt; None takes the model's own defaults.
+            params: one for all, or one for each prompt; None: the model's defaults.
+            priority: one for all, or one for each prompt. Requests with lower values run first.
             progress: draw a bar on stderr, if that is a terminal.
         Raises:
-            MinirtError: a request failed. `completions` keeps the others.
+            MinirtError: a request failed. Use `completions` to get the others.
         """
-        single = _is_single(prompts)
-        many: Any = [prompts] if single else prompts
-        own: Any = [_one(params)] if single else params
-        running = self.completions(many, own)
-        with closing(running), prompt_bar(len(running.all), progress) as advance:
-            for _, completion in running:
-                advance(n_finished=1, n_tokens=len(completion.token_ids))
-        for i, completion in enumerate(running.all):
-            if completion.error is not None:
-                raise completion.error if single else completion.error.within(f"prompts[{i}]")
-        return running.all[0] if single else running.all
+        call = self._prepare(prompts, params, priority, single=is_single(prompts))
+        with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
+            for stream, piece in pieces:
+                if piece.finish_reason is not None:
+                    advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
+        return call.result()
 
     def completions(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams | None] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> "Completions":
-        """Complete many prompts at once: an iterator of (index of the prompt, its `Completion`) in the order of finishing."""
-        if not isinstance(prompts, list | tuple):
-            raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
-        if isinstance(params, SamplingParams) or params is None:
-            params = [params] * len(prompts)
-        if not isinstance(params, list | tuple) or len(params) != len(prompts):
-            what, found = "one SamplingParams for each prompt", repr(params)[:80]
-            raise InputError(what, where="params", expected=len(prompts), found=found)
-        return Completions(self, prompts, params)
+        """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
+        call = self._prepare(prompts, params, priority, single=False)
+        return Completions(call, self._run(call))
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self.max_len - 1), params)
+    def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Any:
+        """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
+        return self.generate(self.encode_chat(messages, self.max_len - 1), params, priority=priority)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
 
-        Several streams may be open at once: they share the engine's steps.
+        With `n` > 1, the pieces of all samples come as they are generated; `Piece.sample` tells them apart. Several streams may
+        be open at once: they share the engine's steps.
         """
-        with closing(self.stream_completion(prompt, params)) as pieces:  # with this iterator, not when it is collected
+        # Closing this iterator must close the inner one now, not at garbage collection.
+        with closing(self.stream_completion(prompt, params, priority=priority)) as pieces:
             for piece, _ in pieces:
                 yield piece
 
     def stream_completion(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
-        """As `stream`, with the completion as it stands after each piece."""
-        streams = self._streams([prompt], [params])
-        with closing(self._run(streams)) as pieces:
-            for _, piece in pieces:
-                if streams[0].completion.error is not None:
-                    raise streams[0].completion.error
-                yield piece, streams[0].completion
+        """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
+        with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
+            for stream, piece in pieces:
+                if stream.completion.error is not None:
+                    raise stream.completion.error
+                yield piece, stream.completion
 
     def warm_prompt(self, prompt: Prompt) -> int:
-        """Compute a prompt now and keep its KV pages for good, so that requests that begin with it need not compute it.
+        """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
 
         Returns:
             The number of its first tokens that are kept: a multiple of the page size (64).
@@ -215,19 +215,20 @@ class Generator:
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits [T, V] fp32 on the CPU: row t predicts token t + 1.
 
-        Waits until the KV cache has room beside the requests that run.
+        Waits until the KV cache has room for them beside the running requests.
         """
         tokens = self.encode(token_ids)
         self._live.check_logits(tokens)
         return self._engine.call(lambda engine: engine.logits(tokens), lambda engine: engine.has_room(len(tokens)))
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids pass through.
+        """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
 
-        `max_tokens`: refuse a text that surely has more, because it has so many characters, without tokenizing it.
+        `max_tokens`: raise, without tokenizing, if the number of characters shows that the text has more tokens.
         """
         if isinstance(prompt, list | tuple):
-            if set(map(type, prompt)) == {int}:  # a long prompt's tokens one by one would take as long as its kernels' launches
+            # Checking a long prompt's tokens one by one would take as long as launching its kernels.
+            if set(map(type, prompt)) == {int}:
                 return list(prompt)
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if not isinstance(prompt, str):
@@ -238,13 +239,17 @@ class Generator:
         return self._text().encode(prompt, max_tokens)
 
     def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a conversation through the chat template, up to where the answer begins. `max_tokens`: as for `encode`."""
+        """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
         if not isinstance(messages, list | tuple):
             raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
         return self._text().encode_chat(list(messages), max_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
-        """Raise what a request would be refused for: InputError, ContextLengthError, ConfigError, TokenizerError."""
+        """Raise the error with which this request would be refused.
+
+        Raises:
+            InputError, ContextLengthError, ConfigError, TokenizerError.
+        """
         self._check(self.encode(token_ids, self.max_len - 1), self.effective_sampling(params))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
@@ -255,29 +260,36 @@ class Generator:
 
     @property
     def max_len(self) -> int:
-        """Tokens, prompt and completion together, that one request can have."""
+        """Maximum number of tokens of a request, prompt and completion together."""
         return self._live.max_len
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that one step computes at most."""
+        """Maximum number of requests in one step."""
         return self._live.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens that one step computes at most."""
+        """Maximum number of tokens in one step."""
         return self._live.max_num_batched_tokens
 
     @property
+    def max_waiting(self) -> int | None:
+        """Requests that may wait behind those of a step; more are refused. None: any number."""
+        return self._live.max_waiting
+
+    @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Tokens looked up and found in the prefix cache, and pages evicted, since loading; None without the cache."""
+        """Counters since loading: tokens looked up and found in the prefix cache, and pages evicted. None without the cache."""
         return self._live.prefix_cache_stats
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int = 20) -> list[float]:
-        """Seconds of `repeats` bare replays of a decode step's CUDA graph, each sequence having `context_len` cached tokens.
+        """Seconds of `repeats` replays of a decode step's CUDA graph, without the rest of the step.
+
+        Each sequence has `context_len` cached tokens.
 
         Raises:
-            UnsupportedError: there is no graph: on a CPU, or with a layer that is not on Triton.
+            UnsupportedError: there is no CUDA graph: on a CPU, or with a layer that is not on Triton.
             ContextLengthError: the cache has no room for that many tokens.
         """
         return self._engine.call(lambda engine: engine.replay_times(batch_size, context_len, repeats))
@@ -303,14 +315,14 @@ class Generator:
 
     @property
     def model(self) -> Model:
-        """The layers with their weights, as the plan says they run."""
+        """The model: layers, weights and chosen implementations."""
         if self._model is None:
             raise EngineError("the generator is closed", where=self.name)
         return self._model
 
     @property
     def _live(self) -> Engine:
-        """The engine, for what any thread may ask it: limits and checks."""
+        """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
 
     def _text(self) -> Tokenizer:
@@ -323,70 +335,118 @@ class Generator:
             raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
         self._live.check(tokens)
 
-    def _streams(self, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> list[CompletionStream]:
-        """Encoded and checked requests, not in the engine yet."""
-        streams = []
+    def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> "Call":
+        """Encode and check the requests of one call, without adding them to the engine. `single`: `prompts` is one prompt."""
+        prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
+        priorities = _priorities(priority, len(prompts))
+        call = Call([], [], [], single)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 tokens, sampling = self.encode(prompt, self.max_len - 1), self.effective_sampling(own)
-            decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
-            completion = Completion(tokens, [], "", None, sampling)
-            streams.append(CompletionStream(completion, decoder, StopStrings(sampling.stop), self.device))
-        return streams
+                self._check(tokens, sampling)
+            count = 1 if own is None else own.n
+            ids = [self._engine.new_id() for _ in range(count)]
+            group = ids[0] if count > 1 else None
+            for sample, request_id in enumerate(ids):
+                seeded = replace(sampling, seed=(sampling.seed + sample) % 2**64) if sample else sampling
+                decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
+                completion, stops = Completion(tokens, [], "", None, seeded), StopStrings(sampling.stop)
+                call.streams.append(CompletionStream(completion, decoder, stops, self.device, prompt=i, sample=sample))
+                request = Request(request_id, tokens, seeded, self.eos_token_ids, priority=priorities[i], group=group)
+                call.requests.append(request)
+            outputs = [stream.completion for stream in call.streams[-count:]]
+            call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
+        return call
 
-    def _run(self, streams: Sequence[CompletionStream]) -> Generation[tuple[int, Piece], None, None]:
-        """Run requests to their ends, yielding (its index, piece); left early, it aborts."""
-        requests: list[Request] = []
-        for index, stream in enumerate(streams):
-            stream.started = time.perf_counter()
-            asked = stream.completion
-            with inside(f"prompts[{index}]" if len(streams) > 1 else None):
-                self._check(asked.prompt_token_ids, asked.sampling)
-            requests.append(Request(self._engine.new_id(), asked.prompt_token_ids, asked.sampling, self.eos_token_ids))
-        running = {request.id: index for index, request in enumerate(requests)}
+    def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
+        """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them."""
         with self._engine.connect() as client:
-            if requests:
-                client.submit(requests)
-            while running:
+            if call.requests:
+                client.submit(call.start())
+            while call.open:
                 for output in client.receive():
-                    index = running.get(output.request_id, -1)
-                    if index < 0:  # it ended at a stop string; the engine was ahead
-                        continue
-                    piece = streams[index].push(output)
-                    if piece.finish_reason is not None:
-                        del running[output.request_id]
-                        if output.finish_reason is None:
+                    if output.request_id in call.open:  # else it ended at a stop string; the engine had computed one more token
+                        stream, piece = call.push(output)
+                        if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
-                    yield index, piece
+                        yield stream, piece
+
+
+@dataclass
+class Call:
+    """The requests of one call of the API: the engine's outputs go in, pieces come out.
+
+    Attributes:
+        streams, requests: one of each for every sample of every prompt.
+        results: one for each prompt, as it stands.
+        single: whether the call is about one prompt, not a list.
+        open: the streams of the requests that run, by their ids.
+    """
+
+    streams: list[CompletionStream]
+    requests: list[Request]
+    results: list[Completion | Samples]
+    single: bool
+    open: dict[int, CompletionStream] = field(default_factory=dict)
+
+    def start(self) -> list[Request]:
+        """The requests, to be submitted now."""
+        started = time.perf_counter()
+        for stream in self.streams:
+            stream.started = started
+        self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
+        return self.requests
+
+    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
+        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
+        stream = self.open[output.request_id]
+        piece = stream.push(output)
+        if piece.finish_reason is not None:
+            del self.open[output.request_id]
+        return stream, piece
+
+    def result(self) -> Any:
+        """What `generate` returns, once all requests have ended.
+
+        Raises:
+            MinirtError: one of them failed.
+        """
+        for i, result in enumerate(self.results):
+            if (error := result.error) is not None:
+                raise error if self.single else error.within(f"prompts[{i}]")
+        return self.results[0] if self.single else self.results
 
 
 class Completions:
-    """Many prompts on their way: iterate for (index of the prompt, `Completion`) in the order of finishing.
+    """Running requests of many prompts. Iterating yields (index of the prompt, its result) in the order of finishing.
 
-    `all` holds every completion as it stands, in the order of the prompts: what was generated so far, with a `finish_reason` of
-    None where it is not over. `close` aborts the rest. One that fails has `error` set and does not stop the others.
+    A result is a `Completion`, or `Samples` if `n` is above 1. `all` lists every result so far, in the order of the prompts;
+    `finish_reason` is None while a completion runs. `close` aborts the unfinished requests. A failed request has `error` set; the
+    others continue.
     """
 
-    def __init__(self, generator: Generator, prompts: Sequence[Any], params: Sequence[SamplingParams | None]) -> None:
-        streams = generator._streams(prompts, params)
-        self.all = [stream.completion for stream in streams]
-        self._pieces = generator._run(streams)
+    def __init__(self, call: Call, pieces: Generation[tuple[CompletionStream, Piece], None, None]) -> None:
+        self.all = call.results
+        self._open = Counter(stream.prompt for stream in call.streams)  # samples of each prompt that are not over
+        self._pieces = pieces
 
-    def __iter__(self) -> Iterator[tuple[int, Completion]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self
 
-    def __next__(self) -> tuple[int, Completion]:
-        for index, piece in self._pieces:
+    def __next__(self) -> tuple[int, Any]:
+        for stream, piece in self._pieces:
             if piece.finish_reason is not None:
-                return index, self.all[index]
+                self._open[stream.prompt] -= 1
+                if self._open[stream.prompt] == 0:
+                    return stream.prompt, self.all[stream.prompt]
         raise StopIteration
 
     def close(self) -> None:
         self._pieces.close()
 
 
-def _is_single(prompts: Any) -> bool:
-    """Whether it is one prompt: a text, or a list of what can only be token ids."""
+def is_single(prompts: Any) -> bool:
+    """Whether `prompts` is a single prompt: a text, or a list that can only be token ids."""
     if isinstance(prompts, str):
         return True
     types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()
@@ -397,3 +457,24 @@ def _one(params: Any) -> SamplingParams | None:
     if params is None or isinstance(params, SamplingParams):
         return params
     raise InputError("one prompt takes one SamplingParams", where="params", found=type(params).__name__)
+
+
+def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The prompts, and as many SamplingParams."""
+    if not isinstance(prompts, list | tuple):
+        raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
+    if isinstance(params, SamplingParams) or params is None:
+        params = [params] * len(prompts)
+    if not isinstance(params, list | tuple) or len(params) != len(prompts):
+        what, found = "one SamplingParams for each prompt", repr(params)[:80]
+        raise InputError(what, where="params", expected=len(prompts), found=found)
+    return prompts, params
+
+
+def _priorities(priority: Any, count: int) -> list[int]:
+    """A priority for each of `count` prompts."""
+    own = list(priority) if isinstance(priority, list | tuple) else [priority] * count
+    if len(own) != count or any(type(value) is not int for value in own):
+        expected, found = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
+        raise InputError("not an acceptable value", where="priority", expected=expected, found=found)
+    return own

@@ -15,11 +15,15 @@ from minirt.text.stop_strings import StopStrings
 
 
 class Piece(NamedTuple):
-    """One element of a stream: new text and its token ids. `text` is "" while a character or a stop string is incomplete."""
+    """One element of a stream: new text and its token ids. `text` is "" while a character or a stop string is incomplete.
+
+    `sample`: which of the prompt's `n` samples it belongs to.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    sample: int = 0
 
 
 @dataclass
@@ -43,7 +47,7 @@ class Completion:
 
     @property
     def time_to_first_token_s(self) -> float:
-        """0 before the first token."""
+        """Seconds from the start of the request to its first token; 0 before that."""
         return self.token_times_s[0] if self.token_times_s else 0.0
 
     @property
@@ -54,20 +58,39 @@ class Completion:
 
 
 @dataclass
+class Samples:
+    """The result of one prompt with `n` > 1. `outputs`: a `Completion` for each sample, in the order of their seeds."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+    @property
+    def error(self) -> MinirtError | None:
+        """The error of the first sample that failed, if any."""
+        return next((completion.error for completion in self.outputs if completion.error is not None), None)
+
+
+@dataclass
 class CompletionStream:
-    """Turns the tokens of one request into text, and fills its `Completion`."""
+    """Turns the tokens of one request into text, and fills its `Completion`.
+
+    `prompt`: the index of its prompt among those of the call. `sample`: which of the prompt's samples it is.
+    """
 
     completion: Completion
     decoder: IncrementalDecoder | None
     stops: StopStrings
     device: torch.device
+    prompt: int = 0
+    sample: int = 0
     started: float = 0.0
 
     def push(self, output: TokenOutput) -> Piece:
+        """Add the tokens of one output, up to a stop string. Returns the new piece."""
         done = self.completion
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
-            return Piece("", (), output.finish_reason)
+            return Piece("", (), output.finish_reason, self.sample)
         done.cached_tokens = output.num_cached
         now, text = time.perf_counter() - self.started, ""
         for i, token in enumerate(output.token_ids, 1):
@@ -76,7 +99,7 @@ class CompletionStream:
             last = i == len(output.token_ids) and output.finish_reason is not None
             new, stopped = self._decode(token, last)
             text += new
-            if stopped:  # tokens behind the stop string do not count
+            if stopped:  # tokens after the stop string do not count
                 done.finish_reason = "stop"
                 break
         else:
@@ -84,10 +107,10 @@ class CompletionStream:
         done.text += text
         if done.finish_reason is not None:
             done.peak_memory_bytes = peak_memory(self.device)
-        return Piece(text, output.token_ids[:i], done.finish_reason)
+        return Piece(text, output.token_ids[:i], done.finish_reason, self.sample)
 
     def _decode(self, token: int, last: bool) -> tuple[str, bool]:
-        """The text that a token completes, and whether a stop string was found. `last`: nothing is held back."""
+        """The text that a token completes, and whether a stop string was found. `last`: also text that was held back."""
         if self.decoder is None:
             return "", False
         text, stopped = self.stops.push(self.decoder.push(token))

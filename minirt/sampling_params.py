@@ -45,6 +45,7 @@ _RANGES = {
     "min_p": _Range(0, 1, "a number from 0 to 1 (0 is off)"),
     "seed": _Range(0, 2**64 - 1, "an integer from 0 to 2**64 - 1", integer=True),
     "max_tokens": _Range(1, math.inf, "an integer >= 1", integer=True),
+    "n": _Range(1, 16384, "an integer from 1 to 16384", integer=True),
 }
 _OFF: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # settings with another name in the file
@@ -88,6 +89,7 @@ class SamplingParams:
         max_tokens: maximum number of new tokens.
         stop: a string or several strings; generation ends where one of them appears.
         ignore_eos: continue past the model's end-of-sequence tokens.
+        n: number of samples for the prompt, which is computed once. Sample i has the seed `seed` + i (modulo 2**64).
 
     Raises:
         InputError: a value has the wrong type or is out of range.
@@ -101,6 +103,7 @@ class SamplingParams:
     max_tokens: int | None = None
     stop: str | Sequence[str] | None = None
     ignore_eos: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, accepted in _RANGES.items():
@@ -110,6 +113,11 @@ class SamplingParams:
                 object.__setattr__(self, name, max(value, 0))  # top_k = -1 becomes 0
         if self.stop is not None:
             object.__setattr__(self, "stop", _stop_strings(self.stop, "SamplingParams.stop", InputError))
+        if self.n is None:
+            object.__setattr__(self, "n", 1)
+        if self.n > 1 and self.temperature == 0:
+            where, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
+            raise InputError("greedy decoding has one sample", where=where, expected=expected, found=self.n)
         if not isinstance(self.ignore_eos, bool):
             raise InputError(
                 "not an acceptable value",
@@ -149,8 +157,8 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     """Determine every setting: the user's value, else that of generation_config.json, else a default.
 
     The file's temperature, top_k, top_p and min_p apply only if its do_sample is true, as in transformers. The default is
-    greedy decoding without filters. A user who sets a filter or a seed, but no temperature, wants random draws: if decoding
-    would be greedy, the temperature becomes 1. A seed that is not set comes from the operating system's random numbers.
+    greedy decoding without filters. A user who sets a filter, a seed or n > 1, but no temperature, wants random draws: if
+    decoding would be greedy, the temperature becomes 1. A seed that is not set comes from the operating system's random numbers.
 
     Raises:
         ConfigError: generation_config.json holds a malformed value for a setting that the user has not set.
@@ -177,6 +185,7 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     if sampling and sources["temperature"] == "default":
         values["temperature"], sources["temperature"] = 1.0, _FILE
     implied = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(params, n) is not None]
+    implied += ["n"] if params.n > 1 else []
     if implied and values["temperature"] == 0 and sources["temperature"] != "user":
         values["temperature"], sources["temperature"] = 1.0, f"implied by {implied[0]}"
     settle("seed", 0)

@@ -1,8 +1,8 @@
-"""CPU threads: how many PyTorch computes with, and how long idle ones spin. Imports no torch.
+"""CPU threads: how many PyTorch uses, and how long idle ones spin. Does not import torch.
 
-Two threads that spin on one busy core keep each other from working: on a shared machine PyTorch can be many times slower than
-with one thread. So idle threads spin for a short time only, and cgroup limits count. What the user set by OMP_* or GOMP_*
-variables stays. `bench/tools/threads.py` measures both.
+An idle thread that spins on a busy core keeps the others from working: on a shared machine PyTorch can be many times slower than
+with one thread. So idle threads spin only for a short time, and the number of threads respects cgroup limits. Values that the
+user set in OMP_* or GOMP_* variables stay. `bench/tools/threads.py` measures both.
 """
 
 import os
@@ -11,25 +11,25 @@ from pathlib import Path
 
 from minirt.errors import ConfigError
 
-# Turns that an idle thread of GCC's OpenMP spins before it sleeps. GCC's default is 300,000, nominally 3 ms.
+# Number of spins of an idle thread of GCC's OpenMP before it sleeps. GCC's default is 300,000, nominally 3 ms.
 SPIN_COUNT = 10_000
 
 
 def limit_spinning() -> None:
     """Set GOMP_SPINCOUNT for this process, unless the user chose a wait policy. Without effect after PyTorch is imported.
 
-    GCC's OpenMP, which PyTorch uses on Linux, reads it once, when it is loaded.
+    GCC's OpenMP, which PyTorch uses on Linux, reads the variable once, when it is loaded.
     """
     if "torch" not in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def set_threads(threads: int | None) -> None:
-    """Set how many threads PyTorch's CPU operations use, in the whole process.
+    """Set the number of threads of PyTorch's CPU operations, in the whole process.
 
     Args:
-        threads: a number; it takes precedence over OMP_NUM_THREADS. None: what OMP_NUM_THREADS or MKL_NUM_THREADS says, else
-            what PyTorch is set to, but at most `usable_cpus`.
+        threads: a number; it takes precedence over OMP_NUM_THREADS. None: the value of OMP_NUM_THREADS or MKL_NUM_THREADS,
+            else PyTorch's own setting limited to `usable_cpus`.
     Raises:
         ConfigError: not an integer from 1 to the CPUs of this machine.
     """
@@ -45,14 +45,14 @@ def set_threads(threads: int | None) -> None:
 
 
 def usable_cpus() -> int:
-    """The CPUs that this process may use: its affinity, and the quota of its cgroup rounded down, at least 1."""
+    """Number of CPUs that this process may use, at least 1: limited by affinity and by the cgroup's quota, rounded down."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(Path("/"))
     return cpus if quota is None else max(1, min(cpus, int(quota)))
 
 
 def cgroup_quota(root: Path) -> float | None:
-    """CPUs that the cgroup of this process, or one above it, limits it to. None: no limit, or none that can be read.
+    """Number of CPUs to which the cgroup of this process, or one above it, limits it. None: no limit, or it cannot be read.
 
     Args:
         root: the root of the file system.
@@ -72,7 +72,7 @@ def cgroup_quota(root: Path) -> float | None:
         else:
             continue
         own = mount / path.lstrip("/")
-        # In a container, the path may be that of the host, which does not exist here: the mount itself is read in any case.
+        # In a container, the path may be the host's and not exist here, so the mount itself is always read, too.
         for folder in (own, *own.parents):
             if folder == mount or mount in folder.parents:
                 found.append(_limit(folder, files))

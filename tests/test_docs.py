@@ -224,11 +224,11 @@ def test_the_python_api_is_documented():
     import inspect
     from dataclasses import fields
 
-    from minirt import Completion, Generator, SamplingParams, errors
+    from minirt import AsyncGenerator, Completion, Generator, SamplingParams, errors
 
     text = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
     names = set(inspect.signature(Generator.from_pretrained).parameters)
     names |= {field.name for kind in (SamplingParams, Completion) for field in fields(kind)}
-    names |= {name for kind in (Generator, Completion) for name in vars(kind) if not name.startswith("_")}
+    names |= {name for kind in (Generator, AsyncGenerator, Completion) for name in vars(kind) if not name.startswith("_")}
     names |= {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     assert {name for name in names if not re.search(rf"`[^`\n]*\b{name}\b", text)} == set()

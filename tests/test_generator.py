@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import add_tokenizer
 
-from minirt import Generator, SamplingParams
+from minirt import Generator, Samples, SamplingParams
 from minirt.errors import (
     CheckpointError,
     ConfigError,
@@ -23,6 +23,7 @@ from minirt.errors import (
     InputError,
     MinirtError,
     NumericsError,
+    QueueFullError,
     TokenizerError,
 )
 
@@ -123,6 +124,68 @@ def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(generator):
 def test_an_error_names_its_prompt(prompts, generator):
     with pytest.raises(InputError, match=r"^prompts\[1\]"):
         generator.generate(prompts, params())
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_samples(folder, prefix_cache):
+    """Each is the completion of its own seed; the prompt's full pages are computed once."""
+    prompt, last = [5 + i % 150 for i in range(130)], 2**64 - 2
+    with load(folder, prefix_cache=prefix_cache) as small:
+        alone = [small.generate(prompt, params(8, temperature=1.0, seed=(last + i) % 2**64)) for i in range(4)]
+    with load(folder, prefix_cache=prefix_cache) as small:
+        own = params(8, temperature=1.0, seed=last, n=4)
+        many = small.generate([prompt, "hello"], [own, params(3)])
+        assert isinstance(many[0], Samples)
+        assert many[0].prompt_token_ids == prompt
+        assert many[0].error is None
+        assert [c.token_ids for c in many[0].outputs] == [c.token_ids for c in alone]
+        assert len({tuple(c.token_ids) for c in alone}) > 2
+        assert [c.cached_tokens for c in many[0].outputs] == ([0, 128, 128, 128] if prefix_cache else [0] * 4)
+        assert [c.sampling.seed for c in many[0].outputs] == [last, last + 1, 0, 1]
+        assert many[1].token_ids == small.generate("hello", params(3)).token_ids
+        pieces = list(small.stream(prompt, own))
+        for i in range(4):
+            assert "".join(p.text for p in pieces if p.sample == i) == alone[i].text
+        assert small.generate(prompt, params(8, temperature=1.0, seed=last, n=1)).token_ids == alone[0].token_ids
+        assert idle(small)
+
+
+def test_when_samples_are_complete(folder):
+    """A result comes once all its samples are over. They are drawn, unless a temperature of 0 is asked for, which is refused."""
+    with load(folder) as small:
+        running = small.completions(["hello", "a"], [params(9, n=3), params(2)])
+        assert [i for i, _ in running] == [1, 0]
+        assert all(len(c.token_ids) == 9 and c.sampling.temperature == 1 for c in running.all[0].outputs)
+        assert running.all[0].outputs[0].sampling.sources["temperature"] == "implied by n"
+    with pytest.raises(InputError, match=r"SamplingParams.n: greedy decoding has one sample.*found 2"):
+        params(temperature=0.0, n=2)
+    for wrong in (0, -1, 1.5, True, "2", 10**9):
+        with pytest.raises(InputError, match=r"SamplingParams.n"):
+            params(n=wrong)
+
+
+def test_priorities(folder):
+    with load(folder, max_num_seqs=1) as small:
+        order = [i for i, _ in small.completions(["hello", "a", "b", "c"], params(2), priority=[1, 0, -3, 0])]
+        assert order == [2, 1, 3, 0]
+        assert small.generate("hello", params(2), priority=7).token_ids == small.generate("hello", params(2)).token_ids
+        assert len(list(small.stream("hello", params(2), priority=-1))) == 2
+        for wrong in (None, 1.0, True, "1", [0], [0, None]):
+            with pytest.raises(InputError, match="priority"):
+                small.generate(["hello", "a"], params(2), priority=wrong)
+
+
+def test_max_waiting(folder):
+    with load(folder, max_num_seqs=1, max_waiting=1) as small:
+        assert small.max_waiting == 1
+        done = dict(small.completions(["hello", "a", "b"], params(2)))
+        assert [type(done[i].error) for i in range(3)] == [type(None), type(None), QueueFullError]
+        with pytest.raises(QueueFullError, match=r"^prompts\[2\]: too many requests wait"):
+            small.generate(["hello", "a", "b"], params(2))
+        assert idle(small)
+    for wrong in (-1, True, 1.5, "2"):
+        with pytest.raises(InputError, match="max_waiting"):
+            load(folder, max_waiting=wrong)
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2.0}, {"max_num_seqs": -1}, {"max_num_batched_tokens": "8"}], ids=str)

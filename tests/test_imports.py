@@ -22,6 +22,7 @@ TIERS = [
     ["minirt.loading.*"],
     ["minirt.outputs"],
     ["minirt.generator"],
+    ["minirt.async_generator"],
     ["minirt.bench", "minirt.bench.*"],
     ["minirt.cli", "minirt.cli.*", "minirt.__main__"],
 ]

@@ -22,6 +22,7 @@ from minirt.bench.kernels import operations as ops
 from minirt.bench.kernels.operations import FP8, Form, Problem, Step
 from minirt.bench.measure import gpu_seconds, summarize
 from minirt.bench.report import Row
+from minirt.device import is_out_of_memory
 from minirt.errors import InputError, UnsupportedError
 from minirt.modeling.config import ModelConfig
 
@@ -201,7 +202,7 @@ def measure(point: Point, limits: Limits | None, clock: "Clock", repeats: int, c
             forms = {"eager": forms["eager"], "compiled": Form(torch.compile(forms["eager"].run, dynamic=False)), **forms}
         found, left_out, broken = _check(problem, forms)
     except (UnsupportedError, RuntimeError) as error:
-        if not (isinstance(error, UnsupportedError) or _no_memory(error)):
+        if not (isinstance(error, UnsupportedError) or is_out_of_memory(error)):
             raise
         return row | _empty() | {"left_out": {"all": str(error).splitlines()[0]}}
     least, bound = limits.seconds(problem) if limits else (None, None)
@@ -245,7 +246,7 @@ def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str
         try:
             out = form.run()
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            if name in ("eager", "triton") or _no_memory(error):
+            if name in ("eager", "triton") or is_out_of_memory(error):
                 raise
             left_out[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             continue
@@ -260,11 +261,6 @@ def _check(problem: Problem, forms: dict[str, Form]) -> tuple[Row, dict[str, str
         results[name] = errors(value[exact[0]], exact[1])
     found = {name: own._asdict() for name, own in results.items()}
     return found, left_out, broken or fault(results["triton"], results["eager"], problem.floor)
-
-
-def _no_memory(error: Exception) -> bool:
-    """Whether memory ran out. For a CPU, PyTorch raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 Clock = Callable[[Callable[[], Any]], float]

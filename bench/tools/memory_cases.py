@@ -1,10 +1,10 @@
-"""Whether models run with default options on a GPU with little free memory. Another process holds the rest of the memory.
+"""Tests whether models run with default options on a GPU with little free memory. Another process holds the rest.
 
 python bench/tools/memory_cases.py [--cases 23.5:Qwen2.5-7B:bf16 …]     random weights; prints a line of JSON for each case
 
 A case is GB free:model:weights, where weights are bf16 or fp8. Each runs twice: with KV pages in the model's dtype and in FP8.
 The workloads are one prompt of 8,000 tokens, three of 16,000, 64 of 500 with top-p, and the logits of 2,000 tokens, each cut to
-the model's context. `least_free` is the least share of the memory free at the start that was free at any time.
+the model's context. `least_free` is the lowest amount of free memory during the run, as a share of the free memory at the start.
 """
 
 import argparse
@@ -25,7 +25,7 @@ POLL_S = 0.005
 
 
 def hold(free_gb: float) -> None:
-    """Allocate until this much is free, print a line, and keep the memory until stdin is closed."""
+    """Allocate until `free_gb` GB are free, print a line, and keep the memory until stdin is closed."""
     torch.cuda.init()
     kept = []
     while (over := torch.cuda.mem_get_info()[0] - int(free_gb * GB)) > 32 << 20:
@@ -36,7 +36,7 @@ def hold(free_gb: float) -> None:
 
 
 class Watch:
-    """The least free memory while it is open, in bytes."""
+    """Context that records the lowest amount of free memory, in bytes."""
 
     def __enter__(self) -> "Watch":
         self.start = self.least = torch.cuda.mem_get_info()[0]

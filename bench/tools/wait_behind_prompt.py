@@ -1,4 +1,4 @@
-"""How long a short request waits for its first token beside a long prompt that is computed in chunks, on a GPU.
+"""Measures how long a short request waits for its first token beside a long prompt, which is computed in chunks, on a GPU.
 
 python bench/tools/wait_behind_prompt.py [MODEL] [--tokens 120000]     random weights; prints JSON
 

@@ -239,9 +239,9 @@ def take(ring, step, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def take_with_scales(ring, slots, step, count, second, STAGES: gl.constexpr):
-    """`take` for the first tiles of a block's K. Also returns the scales of K and of V, as `_of_columns` does.
+    """`take` for the first tiles of a block's K. Also returns the scales of K and of V, each in the shape of `_of_columns`.
 
-    Past a sequence's end, the scales are whatever the pages hold. `second`: which columns belong to the second of two heads.
+    `second`: which columns belong to the second of two heads. Past a sequence's end, the scales are arbitrary.
     """
     slot = count % (slots.shape[0] // 2)
     taken = _load(ring, step, False, STAGES)

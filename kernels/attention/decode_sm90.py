@@ -71,9 +71,10 @@ def _ask(
 
 @gluon.jit
 def _scores(ring, q_tiles, step, blocks, begin, limit, scale, SPLIT: gl.constexpr, STAGES: gl.constexpr):
-    """Scores K · Qᵀ of the tokens from `begin` on, [tokens, heads] for each block of the split, and the ring's next step.
+    """Compute the scores K · Qᵀ of the split that starts at token `begin`. Scores are base-2 exponents.
 
-    Scores are base-2 exponents. They are −inf past the last token in the pages.
+    Returns [tokens, heads] for each block of the split, and the next step of the ring. Scores past the last token in the pages
+    are −inf.
     """
     N: gl.constexpr = q_tiles.shape[1]
     TILES: gl.constexpr = q_tiles.shape[0]

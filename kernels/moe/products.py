@@ -194,6 +194,7 @@ def combine(x: Tensor, rows: Tensor, out: Tensor, shared: Tensor | None = None, 
     """out = x + Σ_j rows[t, j] + sigmoid(gate) · shared: x, shared and out [T, H], rows [T · k, H], gate [T, 1]."""
     T, H = x.shape
     block = min(1024, triton.next_power_of_2(H))
-    grid = (T, triton.cdiv(H, block))
-    _sum_experts_kernel[grid](x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, num_warps=max(1, block // 256))
+    _sum_experts_kernel[(T, triton.cdiv(H, block))](
+        x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, num_warps=max(1, block // 256)
+    )
     return out

@@ -49,8 +49,12 @@ for command in (bench, chat, compare, env, evaluate, generate, plan, tune):
 
 def _named(error: Exception) -> MinirtError:
     """Turn another library's exception into a one-line `MinirtError`: its type, its message and a hint."""
-    text = str(error)
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate memory" in text:
+    text, out_of_memory = str(error), isinstance(error, MemoryError)
+    if "torch" in sys.modules and not out_of_memory:
+        from minirt.device import is_out_of_memory
+
+        out_of_memory = is_out_of_memory(error)
+    if out_of_memory:
         hint = "lower --kv-cache-memory or --max-model-len, or use a smaller model"
         return OutOfMemoryError(f"out of memory: {text}", hint=hint)
     return MinirtError(f"unexpected {type(error).__name__}: {text}", hint="run with --debug for the traceback")

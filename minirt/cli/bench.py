@@ -1,5 +1,7 @@
-"""`minirt bench decode | prefill | latency | throughput`: what to measure, where to print it. minirt.bench measures.
-`minirt bench kernels` is in bench_kernels.py."""
+"""`minirt bench decode | prefill | latency | throughput`: options and output. minirt.bench measures.
+
+`minirt bench kernels` is in bench_kernels.py.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,20 +36,23 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 
-_INPUT_LENS = (128, 512, 2048)  # of `prefill`, unless told otherwise
+_INPUT_LENS = (128, 512, 2048)  # default of `prefill`
 
 
 _measure_options = option_group(
     load_options,
-    click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted runs; one or two come first."),
-    click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="Of the draws."),
+    click.option(
+        "--repeats", type=click.IntRange(1), default=5, show_default=True,
+        help="Measured runs; one or two uncounted runs come first.",
+    ),
+    click.option("--temperature", type=float, show_default="0, which is greedy; 1 with a filter", help="Sampling temperature."),
     click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
-    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, lengths, draws, random weights."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, lengths, sampling and random weights."),
     click.option(
         "--skip-check", is_flag=True,
-        help="Do not load the eager layers first to compare with them; the result then says so.",
+        help="Do not compare with the eager layers first. The result says so.",
     ),
     output_format_option,
     output_file_option,
@@ -60,8 +65,8 @@ _measure_options = option_group(
 def bench() -> None:
     """Measure a model: decode steps, the time to the first token, end-to-end latency, throughput; or its kernels alone.
 
-    Prompts are random token ids, so no tokenizer is needed, and generation goes on past an end-of-sequence token. Before
-    anything is timed, the model is loaded with the eager layers, and what is to be measured is compared with them.
+    Prompts are random token ids, so no tokenizer is needed. Generation continues after an end-of-sequence token. Before
+    anything is timed, the model is compared with its eager layers.
     """
 
 
@@ -74,12 +79,13 @@ bench.add_command(kernels)
 @_measure_options
 @click.pass_context
 def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[int, ...], **options: Any) -> None:
-    """Time a decode step for each batch size and context length, beside the least that memory and arithmetic allow.
+    """Time a decode step for each batch size and context length. The limit is the least time that memory bandwidth and
+    arithmetic allow.
 
-    A step is (t(129) - t(1)) / 128, where t(n) is the time in which all prompts get n tokens, every token reaching Python.
-    (Prompts that do not fit one engine step start one after the other: then both n are larger by the steps that they
-    take.) "graph ms" is the bare replay of the step's CUDA graph; "GB/s" counts the weights and the KV cache once a step; the
-    limit is what reading them takes, or multiplying by the weights where that takes longer.
+    A step is (t(129) - t(1)) / 128, where t(n) is the time until all prompts have n new tokens in Python. (If the prompts
+    take f > 1 engine steps, it is (t(f + 128) - t(f)) / 128.) "CUDA graph ms" is the replay of the step's CUDA graph alone.
+    "GB/s" counts the weights and the KV cache once per step. The limit is the time to read the KV cache, plus the time to
+    read the weights or to multiply by them, whichever is longer.
     """
     _require_seqs(batch_size, options["max_num_seqs"])
     from minirt.bench import decode as benchmark
@@ -104,21 +110,21 @@ def decode(ctx: click.Context, batch_size: tuple[int, ...], context_len: tuple[i
 
 @bench.command()
 @click.option(
-    "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, as far as the model takes them",
+    "--input-len", "-p", type=NUMBERS, show_default="128, 512 and 2048, up to the model's context length",
     help="Tokens of a prompt; several: 128,2048.",
 )
 @click.option(
     "--beside", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-    help="Also: the same prompts, one after the other, while N requests decode.",
+    help="Also measure the same prompts, one after the other, while N requests decode.",
 )
 @_measure_options
 @click.pass_context
 def prefill(ctx: click.Context, input_len: tuple[int, ...] | None, beside: int, **options: Any) -> None:
-    """Time one prompt from the call to its first token in Python, for each length, and say what part of the speed of a large
-    matrix product its arithmetic reaches.
+    """Time one prompt from the call to its first token in Python, for each length. Also print its share of the rate of a large
+    matrix product.
 
-    With --beside: what such prompts cost requests that are being answered, as the times between two of their tokens.
-    --max-num-batched-tokens sets how large the chunks are.
+    With --beside, also measure how long prompts slow down N decoding requests: the time between two of their tokens.
+    --max-num-batched-tokens sets the size of the chunks.
     """
     from minirt.bench import prefill as benchmark
     from minirt.device import pick_device
@@ -165,7 +171,7 @@ def latency(ctx: click.Context, batch_size: int, input_len: int, output_len: int
 
 
 @bench.command()
-@click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Prompts in all.")
+@click.option("--num-prompts", "-n", type=click.IntRange(1), default=200, show_default=True, help="Number of prompts.")
 @click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each.")
 @_measure_options
@@ -176,7 +182,7 @@ def throughput(
 ) -> None:
     """Run prompts of random lengths, uniform in the ranges, through the engine at once.
 
-    All prompts are there from the start, so that the time to a first token holds the waiting for a place in the batch.
+    All requests are added at the start, so the time to the first token includes waiting for a place in the batch.
     """
     from minirt.bench import throughput as benchmark
     from minirt.bench.measure import check_room
@@ -200,9 +206,9 @@ def _run(
     ceiling: "Ceiling | None" = None,
     products: "MatmulCeiling | None" = None,
 ) -> None:
-    """Load, refuse what cannot run, compare with the eager layers, measure, print.
+    """Load, check the sizes, compare with the eager layers, measure, print.
 
-    `check` refuses, and returns the most tokens of a prompt."""
+    `check` raises for sizes that cannot run, and returns the length of the longest prompt."""
     from minirt.bench import check as checking
     from minirt.bench.measure import forget_peak_memory
     from minirt.bench.report import Report, context
@@ -210,7 +216,7 @@ def _run(
 
     quiet, target = options["quiet"], options["output_file"]
     check_target(target, "--output-file")
-    sampling = _common(options)["sampling"]  # before anything is loaded for a bad value
+    sampling = _common(options)["sampling"]  # here, so that a bad value fails before anything is loaded
     options["model"] = model_name(options, quiet)
     load = to_load_options(options, options["model"], prefix_cache=False)  # repeats would measure the cache
     why = _nothing_to_check(load, options["skip_check"])
@@ -235,7 +241,7 @@ def _run(
 
 
 def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling":
-    """How fast the library multiplies in the format of the model's linears."""
+    """Measure PyTorch's rate of matrix products in the format of the model's linear layers."""
     import torch
 
     from minirt.bench.ceiling import matmul_ceiling
@@ -246,18 +252,18 @@ def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling
 
 
 def _nothing_to_check(load: "LoadOptions", skip: bool) -> str | None:
-    """Why the eager layers need not, or shall not, be asked first; None: they are to be."""
+    """The reason why there is no comparison with the eager layers, or None if there is one."""
     if skip:
         return "not checked (--skip-check)"
     from minirt.loading.load import plan_model
 
     if all(row.implementation == "eager" for row in plan_model(load).plan.rows):
-        return "not checked: every layer runs its eager form, which is what others are compared with"
+        return "not checked: every layer is eager, so there is nothing to compare it with"
     return None
 
 
 def _common(options: dict[str, Any]) -> dict[str, Any]:
-    """What every benchmark takes: repeats, seed, and how tokens are chosen (checked here)."""
+    """The arguments of every benchmark: repeats, seed, and sampling parameters, which are checked here."""
     from minirt.sampling_params import SamplingParams
 
     sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
@@ -273,7 +279,7 @@ def _common(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_seqs(batch_sizes: Sequence[int], max_num_seqs: int) -> None:
-    """Before the model is loaded."""
+    """Raise InputError, before the model is loaded, if a batch exceeds --max-num-seqs."""
     if max(batch_sizes) > max_num_seqs:
         hint = f"raise --max-num-seqs to {max(batch_sizes)}"
         raise InputError("larger than --max-num-seqs", where=f"--batch-size {max(batch_sizes)}", expected=max_num_seqs, hint=hint)

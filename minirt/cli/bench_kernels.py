@@ -1,4 +1,4 @@
-"""`minirt bench kernels`: which kernels on which shapes, where the results go. minirt.bench.kernels.benchmark measures."""
+"""`minirt bench kernels`: options and output. minirt.bench.kernels.benchmark measures."""
 
 import json
 from pathlib import Path
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
     from minirt.bench.kernels.benchmark import Limits, Point
     from minirt.modeling.config import ModelConfig
 
-_CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # the interpreter needs seconds for a matrix product
+_CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # in the interpreter, one matrix product takes seconds
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]…")
-@click.option("--model", "-m", "models", multiple=True, help="Whose shapes; repeatable. Default: Qwen2.5-7B; on a CPU embedded.")
+@click.option(
+    "--model", "-m", "models", multiple=True,
+    help="Model to take shapes from; repeatable. Default: Qwen2.5-7B; on a CPU embedded.",
+)
 @click.option("--tokens", "-t", type=NUMBERS, help="Tokens of a step (decoding: sequences); several: 1,64,2048.")
 @click.option("--context-len", "-c", type=NUMBERS, help="Attention: cached tokens; several: 128,8000.")
 @click.option("--dtype", help="bfloat16, float16 or float32. Default: bfloat16; on a CPU float32.")
 @click.option("--device", default="auto", show_default=True, help="cuda, cuda:N or cpu.")
-@click.option("--repeats", type=click.IntRange(1), help="Timed launches of each form. Default: 20; on a CPU 1.")
+@click.option("--repeats", type=click.IntRange(1), help="Timed launches of each implementation. Default: 20; on a CPU 1.")
 @click.option("--compile/--no-compile", "compiled", default=None, help="Time torch.compile too. Default: on a GPU.")
-@click.option("--baseline", metavar="FILE", help="An older run's JSON: compare with it, and fail where a kernel is slower now.")
+@click.option("--baseline", metavar="FILE", help="JSON of an older run: compare with it, and fail if a kernel is slower now.")
 @click.option("--pictures", metavar="FOLDER", help="Draw roofline.svg (on a GPU) and sweep.svg there.")
 @click.option("--list", "listing", is_flag=True, help="List the kernels, and measure nothing.")
 @output_format_option
@@ -45,13 +48,13 @@ _CPU_TOKENS, _CPU_CONTEXTS = (1, 3), (40,)  # the interpreter needs seconds for 
 @debug_option
 @click.pass_context
 def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options: Any) -> None:
-    """Check every kernel (or those of a NAME or glob) on a model's shapes, then time it beside eager PyTorch, torch.compile and
-    PyTorch's own kernel: cuBLAS for products, SDPA for attention.
+    """Check every kernel (or those that match NAME, which may be a glob) on a model's shapes. Then time it beside eager PyTorch,
+    torch.compile and PyTorch's own kernel: cuBLAS for products, SDPA for attention.
 
-    Times are medians of single launches with a cold L2; all forms take turns. The limit is what the bytes or the arithmetic need
-    at the speeds of a kernel that only reads and of a large matrix product, measured in the same run. A kernel may err at most
-    twice as much as the eager form in the same dtype, plus a rounding; one that errs more is not timed, and the exit code is 1.
-    On a CPU the kernels run in Triton's interpreter: errors count there, times do not.
+    Times are medians of single launches with a cold L2 cache; the implementations take turns. The limit is the larger of bytes
+    over memory bandwidth and operations over the rate of a large matrix product, both measured in the same run. A kernel's error
+    may be at most twice that of eager PyTorch in the same dtype, plus one rounding. A kernel outside this bound is not timed, and
+    the exit code is 1. On a CPU the kernels run in Triton's interpreter: errors are valid, times are not.
     """
     import torch
 
@@ -90,7 +93,7 @@ def kernels(ctx: click.Context, names: tuple[str, ...], listing: bool, **options
         from minirt.bench.kernels.picture import draw
 
         draw(report.context, rows, Path(options["pictures"]))
-    _judge(report.context["faults"], "errs more than its bound allows", NumericsError)
+    _judge(report.context["faults"], "exceeds its error bound", NumericsError)
     _judge(slower, "slower than the baseline", MinirtError)
 
 
@@ -121,7 +124,7 @@ def _check_folder(folder: str) -> None:
 
 
 def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
-    """The rows of an older run's JSON, checked as far as they are used."""
+    """The rows of an older run's JSON. Only the fields that are used are checked."""
     from minirt.bench.ceiling import device_name
 
     try:
@@ -134,10 +137,10 @@ def _read_baseline(name: str, device: "torch.device") -> list[dict[str, Any]]:
     except InputError as error:
         raise error.within("--baseline") from error
     except (ValueError, KeyError, TypeError) as error:
-        what, expected = "no results of `minirt bench kernels`", "what --output-format json prints"
+        what, expected = "the file has no results of `minirt bench kernels`", "what --output-format json prints"
         raise ConfigError(what, where=name, expected=expected, found=f"{type(error).__name__}: {error}") from error
     if older_device != device_name(device):
-        what = "the baseline is of another device"
+        what = "the baseline was measured on another device"
         raise ConfigError(what, where=f"--baseline {name}", expected=device_name(device), found=older_device)
     return older["results"]
 
@@ -155,7 +158,7 @@ def _measure(
 
     cuda, quiet, rows = device.type == "cuda", options["quiet"], []
     if not (cuda or quiet):
-        note(f"{NO_SPEED}; it needs seconds for a kernel.")
+        note(f"{NO_SPEED}; one kernel takes seconds.")
     limits: Limits | None = benchmark.measure_limits(device, dtype) if cuda else None
     repeats = options["repeats"] or (20 if cuda else 1)
     compiled = cuda if options["compiled"] is None else options["compiled"]

@@ -53,7 +53,7 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
 
 
 class _Conversation:
-    """The messages so far and the last answer. A script (stdin is no terminal) ends at the first error; a user goes on."""
+    """The messages so far and the last answer. On a terminal, the user can continue after an error; a script ends."""
 
     def __init__(self, generator: "Generator", params: "SamplingParams", system: str | None, quiet: bool) -> None:
         self._generator, self._params, self._system, self._quiet = generator, params, system, quiet
@@ -80,7 +80,7 @@ class _Conversation:
                 note(f"minirt: {one_line(str(error))}")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the conversation with one more message of the user."""
+        """Token ids of the conversation with one more user message."""
         messages = [*self._messages(), {"role": "user", "content": text}]
         return self._generator.encode_chat(messages, self._generator.max_len - 1)
 
@@ -88,7 +88,7 @@ class _Conversation:
         return ([] if self._system is None else [{"role": "system", "content": self._system}]) + self._turns
 
     def _answer(self, text: str) -> None:
-        """Print the answer to a message as it comes, and keep both. Ctrl-C keeps what there is of the answer."""
+        """Print the answer while it is generated, and keep message and answer. After Ctrl-C, the answer so far is kept."""
         answer, completion, stopped = "", None, False
         try:
             try:
@@ -131,7 +131,7 @@ class _Conversation:
             raise InputError("no file is named", where="/save", expected="/save FILE")
         try:
             line = json.dumps({"messages": self._messages()}, ensure_ascii=False).encode("utf-8")
-            with open(name, "xb") as file:  # never over another file
+            with open(name, "xb") as file:  # never overwrite a file
                 file.write(line + b"\n")
         except (OSError, ValueError) as error:  # ValueError: a null character in the name, or half a surrogate pair
             raise InputError(f"cannot be written: {getattr(error, 'strerror', None) or error}", where=name) from error
@@ -152,7 +152,7 @@ class _Conversation:
         note("no answer yet" if self._last is None else completion_summary(self._generator, self._last))
 
 
-# Name → what follows it, what it does, and the method. /exit is apart, because it ends the loop.
+# Name → (argument, help, method). /exit is not here, because it ends the loop.
 _COMMANDS: dict[str, tuple[str, str, Callable[[_Conversation, str], None]]] = {
     "/help": ("", "list these commands", _Conversation._help),
     "/reset": ("", "forget the conversation; the system message stays", _Conversation._reset),
@@ -163,7 +163,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[_Conversation, str], None]]] = {
 
 
 def _why(completion: "Completion") -> str:
-    """What the short line adds about the end of an answer, unless it simply ended."""
+    """Why an answer ended, for the line after it; "" if it ended normally."""
     if completion.finish_reason == "length":
         return f", cut at {len(completion.token_ids)} tokens (--max-tokens, or the end of the context)"
     return "" if completion.finish_reason == "stop" else f", {completion.finish_reason}"

@@ -1,4 +1,7 @@
-"""`minirt compare`: what each layer's implementation errs and gains beside its eager form. The comparing is in minirt.bench."""
+"""`minirt compare`: compares each layer's implementation with its eager one, in errors and times.
+
+minirt.bench.compare does the work.
+"""
 
 import random
 from pathlib import Path
@@ -29,19 +32,25 @@ if TYPE_CHECKING:
     from minirt.generator import Generator
 
 _GPU = {"prompt_len": 512, "context_len": 128, "num_tokens": 512}
-_CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # the interpreter needs seconds for a layer
+_CPU = {"prompt_len": 32, "context_len": 24, "num_tokens": 64}  # in the interpreter, one layer takes seconds
 _length = click.IntRange(1)
 _options = option_group(
     model_options,
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
     click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
-    click.option("--layer", metavar="NAME", help="Compare only this layer, or those that a glob matches: 'layers.*.mlp'."),
+    click.option("--layer", metavar="NAME", help="Compare only the layers that match: a name, or a glob such as 'layers.*.mlp'."),
     click.option("--all", "everything", is_flag=True, help="Compare all layers, then the whole model. This is the default."),
     click.option("--prompt-len", type=_length, help="Tokens of the prefill step. Default: 512; on a CPU 32."),
     click.option("--batch-size", "-b", type=_length, default=1, show_default=True, help="Sequences of the decode step."),
-    click.option("--context-len", "-c", type=_length, help="Tokens of each, the new one included. Default: 128; on a CPU 24."),
-    click.option("--text", metavar="FILE", help="UTF-8 text to take tokens from; - is stdin. Default: one of minirt's own."),
-    click.option("--num-tokens", "-n", type=_length, help="Tokens of it through the whole model. Default: 512; on a CPU 64."),
+    click.option(
+        "--context-len", "-c", type=_length,
+        help="Tokens of each sequence, including the new one. Default: 128; on a CPU 24.",
+    ),
+    click.option("--text", metavar="FILE", help="UTF-8 text to take tokens from; - is stdin. Default: a built-in text."),
+    click.option(
+        "--num-tokens", "-n", type=_length,
+        help="Tokens of the text that pass through the whole model. Default: 512; on a CPU 64.",
+    ),
     click.option("--picture", metavar="FILE", help="Draw error and time of each layer: .png or .svg."),
     output_format_option,
     quiet_option,
@@ -53,21 +62,23 @@ _options = option_group(
 @_options
 @click.pass_context
 def compare(ctx: click.Context, layer: str | None, everything: bool, **options: Any) -> None:
-    """Compare each layer on Triton with its eager form: errors, times, and how near the hardware's limit it runs.
+    """Compare each layer's Triton implementation with its eager one: errors, times, and share of the limit.
 
-    Both get the same activations, which real tokens bring about in the eager model, and clones of the same KV pages, in a prefill
-    step and in a decode step. The truth is the eager form in fp64. A layer may err at most twice as much as the eager form in
-    the same dtype, plus a rounding; where one errs more, nothing is timed and the exit code is 1. Then the whole model: KL
-    divergence and top-1 agreement over a text, decode steps eager, eager in a CUDA graph and on Triton (the speedup is over the
-    graph), and on Triton but for one kind of layer: what fusing that kind brings.
+    Both run on the same activations (those of the eager model on real tokens) and on copies of the same KV pages, in a prefill
+    step and in a decode step. The truth is the eager implementation in fp64. A layer's error may be at most twice that of eager
+    PyTorch in the same dtype, plus one rounding. If a layer exceeds this bound, nothing is timed and the exit code is 1.
 
-    --impl says what is compared with eager; without it Triton, wherever it can run. On a CPU the kernels run in Triton's
-    interpreter: errors count there, times do not. Default lengths are at most what the model has positions for.
+    Then the whole model is compared: KL divergence and top-1 agreement over a text, and the time of a decode step with eager
+    layers, with eager layers in a CUDA graph (the speedup is over this one), on Triton, and on Triton with one kind of layer
+    eager.
+
+    --impl selects what is compared with eager; by default Triton, wherever it can run. On a CPU the kernels run in Triton's
+    interpreter: errors are valid, times are not. Default lengths are limited to the model's context.
     """
     if layer is not None and everything:
         raise click.UsageError("--layer and --all exclude each other")
     if layer is not None and options["num_tokens"] is not None:
-        raise click.UsageError("--num-tokens is of the whole model, which --layer leaves out")
+        raise click.UsageError("--num-tokens has no effect with --layer, which does not run the whole model")
     quiet, picture = options["quiet"], options["picture"]
     if picture is not None:
         _check_picture(picture)
@@ -84,12 +95,12 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
     from minirt.bench.report import context
 
     if not (cuda or quiet):
-        note(f"{NO_SPEED}; it needs seconds for a layer.")
+        note(f"{NO_SPEED}; one layer takes seconds.")
     ceiling = read_ceiling(device) if cuda else None
     with _open(options) as generator:
         shape = _shape(options, layer, cuda, generator.model.max_model_len)
         tokens = _tokens(generator, text, shape)
-        model: Any = generator.model  # its layers are bound anew: the generator has no part in what follows
+        model: Any = generator.model  # its layers are bound anew; the generator itself is not used from here on
         result = benchmark.run(
             model, tokens, shape, impl=options["impl"], layer=layer, ceiling=ceiling,
             progress=(lambda text: None) if quiet else note,
@@ -105,7 +116,7 @@ def compare(ctx: click.Context, layer: str | None, everything: bool, **options: 
         draw(printed.context, printed.results, Path(picture))
     if result.faults:
         more = f" (and {len(result.faults) - 1} more)" if len(result.faults) > 1 else ""
-        raise NumericsError(f"errs more than its bound allows{more}: {result.faults[0]}", where="compare")
+        raise NumericsError(f"exceeds its error bound{more}: {result.faults[0]}", where="compare")
 
 
 def _check_picture(picture: str) -> None:
@@ -119,13 +130,13 @@ def _check_picture(picture: str) -> None:
 
 
 def _open(options: dict[str, Any]) -> "AbstractContextManager[Generator]":
-    """The model with eager layers, and a small cache, since every step that is compared has its own."""
+    """Open the model with eager layers and a small KV cache: each compared step has its own cache."""
     own = {"impl": "eager", "max_num_seqs": 1, "kv_cache_memory": 256 << 20, "warmup": False}
     return open_generator(to_load_options(options, options["model"], **own), options["quiet"])
 
 
 def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int) -> "Shape":
-    """As the options say; a default is at most the `longest` sequence."""
+    """The sizes that the options set. Defaults are limited to `longest`."""
     from minirt.bench.compare.compare import Shape
 
     defaults = _GPU if cuda else _CPU
@@ -135,7 +146,7 @@ def _shape(options: dict[str, Any], layer: str | None, cuda: bool, longest: int)
 
 
 def _tokens(generator: "Generator", text: str | None, shape: "Shape") -> list[int]:
-    """Of the text, or of minirt's own; random ids for a model without a tokenizer."""
+    """Token ids of the text (default: a built-in text); random ids if the model has no tokenizer."""
     if text is None and generator.tokenizer is None:
         rng, longest = random.Random(0), max(shape.prompt_len, shape.context_len, shape.text_len)
         return [rng.randrange(generator.config.vocab_size) for _ in range(longest)]

@@ -1,4 +1,4 @@
-"""`minirt eval`: how good a model is, as it runs here."""
+"""`minirt eval`: measures the quality of a model."""
 
 import json
 from collections.abc import Iterator
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from minirt.generator import Generator
 
 
-_PAGES = 64 << 20  # bytes for KV pages that nothing uses here: the errors' own are apart
+_PAGES = 64 << 20  # bytes for KV pages; hardly used, because the measurement allocates its own
 
 
 @click.group("eval")
 def evaluate() -> None:
-    """Measure how good a model is, with the layers, dtype and device that it would run with."""
+    """Measure a model's quality with the layers, dtype and device that it runs with."""
 
 
 @evaluate.command("perplexity")
 @load_options
-@click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to be predicted; - is stdin.")
-@click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or what the model holds if that is less.")
+@click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to score; - is stdin.")
+@click.option("--max-length", type=int, help="Tokens in a window. Default: 2048, or the model's context, if shorter.")
 @click.option("--stride", type=int, help="Tokens from one window to the next. Default: half a window.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @quiet_option
@@ -47,10 +47,10 @@ def evaluate() -> None:
 def perplexity_command(
     file: str, max_length: int | None, stride: int | None, as_json: bool, quiet: bool, **options: Any
 ) -> None:
-    """How well the model predicts a text: perplexity per token, and bits per byte.
+    """Measure how well the model predicts a text: perplexity per token, and bits per byte.
 
-    The text is tokenized once and cut into windows that overlap; every token but the first is scored once, in the first window
-    that holds it, from at least --max-length minus --stride tokens before it. Sums are in fp64.
+    The text is tokenized once and cut into overlapping windows. Every token except the first is scored once, in the first window
+    that contains it. From the second window on, at least --max-length minus --stride tokens precede it. Sums are in fp64.
     """
     text = read_text(file)
     with open_model(options, quiet) as generator:
@@ -72,17 +72,19 @@ def perplexity_command(
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32.")
 @click.option("--text", "file", required=True, metavar="FILE", help="UTF-8 text to take activations from; - is stdin.")
 @click.option(
-    "--num-tokens", "-n", type=click.IntRange(2), show_default="512, or what the model holds if that is less",
-    help="Tokens of it at most: its first.",
+    "--num-tokens", "-n", type=click.IntRange(2), show_default="512, or the model's context, if shorter",
+    help="Number of tokens to use, from the start of the text.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a linear layer.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per linear layer.")
 @quiet_option
 @debug_option
 def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, **options: Any) -> None:
-    """What rounding to FP8 costs each linear layer: relative errors of its weights and, on real activations, of its outputs.
+    """Print the relative errors that FP8 rounding causes in each linear layer: of its weights and, on real activations, of its
+    outputs.
 
-    The model is loaded twice, as it is and with every linear quantized, the LM head too; layers run eager. "1 token": weights
-    rounded, as in a step of one token; "more tokens": activations too. `minirt compare --fp8` shows what kernels err besides.
+    The model is loaded twice with eager layers: as it is, and with every linear layer quantized, including the LM head. "1
+    token": only weights are rounded, as in a step of one token. "more tokens": activations too. `minirt compare --fp8` shows the
+    additional error of the kernels.
     """
     text = read_text(file)
     name = model_name(options, quiet)

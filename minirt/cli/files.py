@@ -30,7 +30,7 @@ def read_file(name: str) -> bytes:
         if name == "-":
             data = _read(sys.stdin.buffer)
         else:
-            mode = os.stat(name).st_mode  # before opening, which alone can have effects on a device
+            mode = os.stat(name).st_mode  # before opening, because opening a device can have side effects
             if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
                 found = "a folder" if stat.S_ISDIR(mode) else "a device or a socket"
                 raise InputError("cannot be read as text", where=where, expected="a file or a pipe", found=found)
@@ -46,7 +46,7 @@ def read_file(name: str) -> bytes:
 
 
 def _read(file: BinaryIO) -> bytes:
-    """All that the file holds, or a little more than the bound. Reads in blocks, because `read(n)` allocates n bytes at once."""
+    """The whole content, or a little more than MAX_BYTES. Reads in blocks, because `read(n)` allocates n bytes at once."""
     data = bytearray()
     while len(data) <= MAX_BYTES:
         block = file.read(_BLOCK)
@@ -57,7 +57,7 @@ def _read(file: BinaryIO) -> bytes:
 
 
 def read_text(name: str) -> str:
-    """The UTF-8 text of a file, nothing stripped; "-" is stdin."""
+    """The UTF-8 text of a file, unchanged; "-" is stdin."""
     data = read_file(name)
     try:
         return data.decode("utf-8")
@@ -67,6 +67,6 @@ def read_text(name: str) -> str:
 
 
 def check_target(target: str | None, flag: str) -> None:
-    """Refuse a file to write whose folder does not exist, before any work is done for it."""
+    """Fail before any work if the folder of an output file does not exist."""
     if target is not None and not Path(target).absolute().parent.is_dir():
         raise click.BadParameter(f"the folder of {target!r} does not exist", param_hint=flag)

@@ -50,7 +50,7 @@ def generate(
 
     --prompts runs many requests through the engine at once, for throughput. Each line of FILE is a JSON string or a JSON
     object. An object has one of "prompt", "messages" (a conversation) and "prompt_token_ids". It may override the command
-    line's max_tokens, temperature, top_k, top_p, min_p, seed, stop and ignore_eos. It may have an "id", which is copied to
+    line's max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos and n. It may have an "id", which is copied to
     the result. Results are printed in the order of the lines, each text followed by a newline. A text may contain newlines
     itself, so programs should use --json, whose objects also give their "line". After Ctrl-C, SIGTERM or SIGHUP, all
     finished results are printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out.

@@ -15,7 +15,7 @@ from minirt.progress import prompt_bar
 if TYPE_CHECKING:
     from minirt.cli.request_file import PromptLine
     from minirt.generator import Generator
-    from minirt.outputs import Completion
+    from minirt.outputs import Completion, Samples
 
 
 _SHOWN = 5  # line numbers in a message
@@ -47,31 +47,39 @@ def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bo
                 results.print_rest()
                 if results.all and not quiet:
                     note(f"{load_summary(generator)} · {results.summary(seconds)}")
-    failed = [request for request, done in zip(requests, results.all, strict=True) if done.error is not None]
+    failed = [request for request, done in zip(results.requests, results.all, strict=True) if done.error is not None]
     if failed:
         error = next(done.error for done in results.all if done.error is not None)
-        what = f"{len(failed)} of {len(requests)} requests failed: {error.what}"
+        what = f"{len(failed)} of {len(results.all)} requests failed: {error.what}"
         where = f"{shown_name(name)} {_lines([request.line for request in failed])}"
         raise type(error)(what, where=where, expected=error.expected, found=error.found, hint=error.hint)
 
 
 def _run(generator: "Generator", inputs: list[list[int]], results: "_Results", quiet: bool) -> None:
     running = generator.completions(inputs, [request.params for request in results.requests])
-    results.all = running.all
+    results.expect(running.all)
     with closing(running), prompt_bar(len(inputs), not quiet) as bar:
-        for _, completion in running:
-            bar(n_finished=1, n_tokens=len(completion.token_ids))
+        for _, result in running:
+            bar(n_finished=1, n_tokens=sum(len(completion.token_ids) for completion in _outputs(result)))
             with bar.hidden():
                 results.print_ready()
 
 
 class _Results:
-    """The completions in their current state; prints them in the order of the file. Finished ones have a finish_reason."""
+    """All completions so far, and their printing in the order of the file. A finished one has a finish_reason."""
 
     def __init__(self, requests: "Sequence[PromptLine]", as_json: bool, texts: bool) -> None:
         self.requests, self._as_json, self._texts = requests, as_json, texts
         self.all: list[Completion] = []
+        self._samples: list[dict[str, int]] = []  # of each completion, which of several samples it is
         self._next = 0  # index of the first completion not printed yet
+
+    def expect(self, results: "Sequence[Completion | Samples]") -> None:
+        """Take each prompt's result, as it stands. From here on, every sample of a prompt counts as a request."""
+        outputs = [_outputs(result) for result in results]
+        self.requests = [request for request, own in zip(self.requests, outputs, strict=True) for _ in own]
+        self._samples = [{"sample": i} if len(own) > 1 else {} for own in outputs for i in range(len(own))]
+        self.all = [completion for own in outputs for completion in own]
 
     def print_ready(self) -> None:
         """Print the finished completions up to the first unfinished one."""
@@ -84,14 +92,14 @@ class _Results:
             self._print_next()
 
     def _print_next(self) -> None:
-        request, completion = self.requests[self._next], self.all[self._next]
+        request, sample, completion = self.requests[self._next], self._samples[self._next], self.all[self._next]
         self._next += 1  # before writing, so that after a Ctrl-C during the write nothing is printed twice
         if completion.finish_reason is None:
             if not completion.token_ids:
                 return
             completion = replace(completion, finish_reason="abort")
         if self._as_json:
-            write(json_line({**request.record(), **completion_record(completion)}))
+            write(json_line({**request.record(), **sample, **completion_record(completion)}))
         else:
             write((completion.text if self._texts else " ".join(map(str, completion.token_ids))) + "\n")
 
@@ -111,7 +119,15 @@ class _Results:
         return "\n".join(lines)
 
 
+def _outputs(result: "Completion | Samples") -> "list[Completion]":
+    """The completions of one prompt."""
+    from minirt.outputs import Samples
+
+    return result.outputs if isinstance(result, Samples) else [result]
+
+
 def _lines(numbers: "Sequence[int]") -> str:
     """"line 3", "lines 3, 4", or the first few and how many more there are."""
+    numbers = list(dict.fromkeys(numbers))  # samples of one line
     text = ("lines " if len(numbers) > 1 else "line ") + ", ".join(map(str, numbers[:_SHOWN]))
     return f"{text} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else text

@@ -1,6 +1,6 @@
-"""What the commands share: groups of options, their parsing, and `open_model`, which loads the model that they name.
+"""Shared by the commands: groups of options, their parsing, and `open_model`, which loads the model that they name.
 
-Light: heavy imports wait until a command needs them.
+This module is light: heavy imports wait until a command needs them.
 """
 
 import os
@@ -27,7 +27,7 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def option_group(*options: Callable) -> Callable:
-    """One decorator for several options, shown by --help in this order."""
+    """One decorator for several options. --help lists them in this order."""
 
     def decorate(command: Callable) -> Callable:
         for option in reversed(options):
@@ -38,7 +38,7 @@ def option_group(*options: Callable) -> Callable:
 
 
 class Numbers(click.ParamType):
-    """"1,8,64" → (1, 8, 64): whole numbers above 0. With `separator=":"` a range, "32:512" or "64" → (32, 512), (64, 64)."""
+    """"1,8,64" → (1, 8, 64): positive integers. With `separator=":"` a range: "32:512" → (32, 512), and "64" → (64, 64)."""
 
     def __init__(self, name: str, separator: str) -> None:
         self.name, self._separator = name, separator
@@ -49,11 +49,11 @@ class Numbers(click.ParamType):
         words = [word.strip() for word in value.split(self._separator)]
         numbers = tuple(int(word) for word in words if re.fullmatch("0{0,9}[1-9][0-9]{0,8}", word))
         if len(numbers) != len(words):
-            self.fail(f"{value!r} is not whole numbers above 0 with {self._separator!r} between", param, ctx)
+            self.fail(f"{value!r} is not a list of positive integers separated by {self._separator!r}", param, ctx)
         if self._separator == ":":
             numbers = numbers * 2 if len(numbers) == 1 else numbers
             if len(numbers) != 2 or numbers[0] > numbers[1]:
-                self.fail(f"{value!r} is no range LOW:HIGH", param, ctx)
+                self.fail(f"{value!r} is not a range LOW:HIGH", param, ctx)
         return numbers
 
 
@@ -67,20 +67,20 @@ def parse_size(text: str | None) -> int | None:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([kmgt]?)(i?)b?", text.strip().lower())
     value = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2]]) if match else 0
     if value < 1:
-        raise click.BadParameter(f"{text!r} is no size; write for example 4GiB")
+        raise click.BadParameter(f"{text!r} is not a size; an example is 4GiB")
     return value
 
 
 model_options = option_group(
     click.option(
         "--model", "-m", envvar="MINIRT_MODEL",
-        help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, which tells small stories.",
+        help="Folder, Hub id or preset. Also from MINIRT_MODEL. Default: the embedded model, a small story teller.",
     ),
     click.option("--revision", help="Branch, tag or commit of a Hub model."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
     click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
-    click.option("--fp8", is_flag=True, help="Quantize the weights of all linears to FP8 while they are loaded."),
+    click.option("--fp8", is_flag=True, help="Quantize the weights of all linear layers to FP8 while they are loaded."),
     click.option(
         "--fp8-head/--no-fp8-head", default=None,
         help="With --fp8: quantize the LM head too. [default: unless it is tied to the embedding]",
@@ -91,18 +91,19 @@ load_options = option_group(
     click.option("--max-model-len", type=int, help="Positions to serve; default: the model's own."),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
-        help="Sequences in one step at most; more requests wait. Sizes the KV cache and what is captured at load.",
+        help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
     ),
     click.option(
         "--max-num-batched-tokens", type=click.IntRange(1),
-        help="Tokens in one step at most: longer prompts are computed in chunks, beside which running requests get their tokens.",
+        help="Maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding requests.",
     ),
+    click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; more are refused. Default: no limit."),
     click.option(
         "--threads", type=click.IntRange(1),
         help="CPU threads. Default: OMP_NUM_THREADS, or the CPUs that this process may use (affinity and cgroup quota).",
     ),
     click.option("--random-weights", is_flag=True, help="Random weights: no download for a preset."),
-    click.option("--check-weights", is_flag=True, help="Refuse NaN and Inf in the checkpoint."),
+    click.option("--check-weights", is_flag=True, help="Fail if the checkpoint contains NaN or Inf."),
     click.option(
         "--kv-cache-memory", metavar="SIZE", callback=lambda c, p, v: parse_size(v),
         help="Memory for KV pages, e.g. 4GiB.",
@@ -110,7 +111,7 @@ load_options = option_group(
     click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
     click.option(
         "--no-warmup", is_flag=True,
-        help="On a GPU: no warm-up at load. Starts sooner; kernels are compiled and CUDA graphs captured at their first use.",
+        help="On a GPU: no warm-up at load. Loading is faster; kernels are compiled and CUDA graphs captured at their first use.",
     ),
     click.option(
         "--no-cuda-graphs", "--enforce-eager", is_flag=True,
@@ -120,28 +121,28 @@ load_options = option_group(
 )
 prefix_cache_option = click.option(
     "--no-prefix-cache", is_flag=True,
-    help="Compute every prompt whole, also where KV pages of an earlier request hold its beginning.",
+    help="Compute every prompt completely, even if the KV cache holds its beginning from an earlier request.",
 )  # fmt: skip
 warm_prompt_option = click.option(
     "--warm-prompt", "warm_prompts", multiple=True, metavar="FILE",
     help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
 )  # fmt: skip
 sampling_options = option_group(
-    click.option("--max-tokens", type=int, help="New tokens at most."),
+    click.option("--max-tokens", type=int, help="Maximum number of new tokens."),
     click.option("--temperature", type=float, help="0 is greedy."),
     click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass."),
-    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the best."),
-    click.option("--seed", type=int, help="Seed of the draws (and of random weights)."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
+    click.option("--seed", type=int, help="Seed of sampling (and of random weights)."),
     click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+    click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token."),
 )
 output_format_option = click.option(
     "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
     help="How to print the results.",
 )  # fmt: skip
 output_file_option = click.option(
-    "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Print them to a file.",
+    "--output-file", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write the results to a file.",
 )  # fmt: skip
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
@@ -160,7 +161,7 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
 
 
 def model_name(options: dict[str, Any], quiet: bool = False) -> str:
-    """The model asked for, or the embedded one, said so on stderr unless `quiet`."""
+    """The value of --model, else the embedded model. A note on stderr says so unless `quiet`."""
     if options["model"] is not None:
         return options["model"]
     if not quiet:
@@ -171,18 +172,18 @@ def model_name(options: dict[str, Any], quiet: bool = False) -> str:
 
 
 def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "LoadOptions":
-    """What click made of `model_options` or `load_options`, for the model called `name`; `changes` take precedence.
+    """LoadOptions for the model `name` from the parsed `model_options` or `load_options`. `changes` override them.
 
-    A "seed" among the options, such as that of `sampling_options`, fixes random weights.
+    A "seed" among the options, such as that of `sampling_options`, is also the seed of random weights.
     """
     if options["fp8_head"] is not None and not options["fp8"]:
-        raise click.UsageError("--fp8-head and --no-fp8-head go with --fp8")
+        raise click.UsageError("--fp8-head and --no-fp8-head need --fp8")
     if options.get("random_weights") and options.get("check_weights"):
-        raise click.UsageError("--check-weights checks a checkpoint, and --random-weights reads none")
+        raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
     from minirt.loading.options import LoadOptions
 
     same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
-            "max_num_batched_tokens", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
+            "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
@@ -191,7 +192,7 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
 
 @contextmanager
 def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]:
-    """Load a model, with a bar on stderr unless `quiet`; it is closed at the end."""
+    """Load a model, with a progress bar on stderr unless `quiet`. The model is closed at the end."""
     from minirt.generator import Generator
 
     with load_bars(not quiet) as progress:
@@ -202,7 +203,7 @@ def open_generator(options: "LoadOptions", quiet: bool) -> Iterator["Generator"]
 
 @contextmanager
 def open_model(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
-    """`open_generator` for the model that `load_options` name, or the embedded one, with the prompts of `warm_prompt_option`."""
+    """`open_generator` for the parsed `load_options`; without --model, the embedded model. Computes the --warm-prompt files."""
     warm = [(name, read_text(name)) for name in options.get("warm_prompts") or ()]
     with open_generator(to_load_options(options, model_name(options, quiet)), quiet) as generator:
         for name, text in warm:
@@ -214,13 +215,16 @@ def open_model(options: dict[str, Any], quiet: bool) -> Iterator["Generator"]:
 
 
 def require_tokenizer(generator: "Generator", flag: str) -> None:
-    """For what takes nothing but a text."""
+    """Raise TokenizerError if the model has no tokenizer; for options that need a text."""
     if generator.tokenizer is None:
         raise TokenizerError("the model has no tokenizer for a text", where=flag, found=generator.name)
 
 
 def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
-    """Token ids of a prompt as the command line takes it: with `chat` a user's message, without a tokenizer "1 2 3"."""
+    """Token ids of a prompt of the command line. With `chat`, `text` is a user message.
+
+    Without a tokenizer, `text` is a list of ids such as "1 2 3".
+    """
     most = generator.max_len - 1
     if chat:
         return generator.encode_chat([{"role": "user", "content": text}], most)
@@ -229,17 +233,19 @@ def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
     words = text.replace(",", " ").split()
     if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
         raise InputError(
-            "the model has no tokenizer, so that a prompt must be token ids", where=generator.name,
+            "the model has no tokenizer, so a prompt must be token ids", where=generator.name,
             expected="integers, as in '1 2 3'", found=ascii(text[:80]),
         )
     return [int(word) for word in words]
 
 
 def set_up_triton(cuda: bool, dtype: str | None) -> None:
-    """On a CPU, have Triton run its interpreter: it reads the variable when it is imported, which has not happened yet.
+    """On a CPU, make Triton use its interpreter. Must be called before Triton is imported.
 
     Raises:
-        ConfigError, UnsupportedError, MinirtError: what runs then is not what is asked about.
+        ConfigError: the interpreter is on, but the device is a GPU.
+        UnsupportedError: the interpreter cannot run this dtype.
+        MinirtError: Triton is already imported without its interpreter.
     """
     from minirt.device import interpreter_unsupported, interpreting
 
@@ -252,5 +258,5 @@ def set_up_triton(cuda: bool, dtype: str | None) -> None:
     if reason is not None:
         raise UnsupportedError(reason, where=f"--dtype {dtype}", expected="float32 or float16 on a CPU")
     if not interprets and "triton" in sys.modules:
-        raise MinirtError("Triton is imported already, and not as an interpreter", hint="run with TRITON_INTERPRET=1 set")
+        raise MinirtError("Triton is already imported without its interpreter", hint="run with TRITON_INTERPRET=1 set")
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,6 +1,6 @@
 """The command line as a process: its standard streams, its signals, and Python's warnings as lines on stderr.
 
-Each context manager here changes one of them for the time of a command and restores it. `app.main` enters all of them.
+Each context manager here changes one of them while a command runs, and restores it. `app.main` enters all of them.
 """
 
 import os
@@ -22,8 +22,8 @@ _TERMINATION = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 def standard_streams() -> Iterator[None]:
     """Context in which no standard stream is None and none fails with an OSError.
 
-    When stdout is full, or its reader is gone, the command ends with exit code 1. When stderr is, its text is lost and the
-    command goes on: results do not depend on notes.
+    If stdout is full or its reader is gone, the command ends with exit code 1. If this happens to stderr, its text is lost and
+    the command continues: results do not depend on notes.
     """
     before = sys.stdin, sys.stdout, sys.stderr
     # A stream that the shell closed (`>&-`) is None.
@@ -41,11 +41,11 @@ def standard_streams() -> Iterator[None]:
 
 
 class _Guarded:
-    """A text stream whose first OSError goes to `failed`, and so does every use after it. What is written then is lost."""
+    """A text stream that calls `failed` with its first OSError, at once and at every later use. Later text is lost."""
 
     def __init__(self, stream: TextIO, failed: Callable[[OSError], None]) -> None:
         self._stream, self._failed = stream, failed
-        self._error: OSError | None = None  # kept, because libraries try a stream out and swallow what that raises
+        self._error: OSError | None = None  # kept, because some libraries test a stream and ignore its exception
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
@@ -115,7 +115,7 @@ def finishing() -> Iterator[None]:
 @contextmanager
 def _handled(signals: "Iterable[signal.Signals]", handler: Any) -> Iterator[None]:
     before = {}
-    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers, and get no signals
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
         before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield

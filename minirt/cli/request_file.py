@@ -17,7 +17,7 @@ from minirt.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from minirt.generator import Generator
 
-SAMPLING_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+SAMPLING_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "n")
 _KINDS: dict[str, tuple[type, str]] = {
     "prompt": (str, "a text"),
     "messages": (list, "a list of messages"),

@@ -29,21 +29,22 @@ if TYPE_CHECKING:
     from minirt.modeling.model import Model
 
 
-_PAGES = 256 << 20  # bytes of KV pages of the model whose steps are timed, which brings its own for those
+_PAGES = 256 << 20  # bytes of KV pages of the timed model; the timed steps have a cache of their own
 
 
 @click.command()
 @model_options
 @click.option(
     "--tokens", "-t", type=NUMBERS, default="1,8,32,64,128,256,512,2048", show_default=True,
-    help="Tokens of the steps to tune for; what shares a bucket with them profits too.",
+    help="Tokens of the steps to tune for; other sizes in the same buckets use the results, too.",
 )
-@click.option("--kernel", help="Tune this family alone; default: all that are registered.")
+@click.option("--kernel", help="Tune only this kernel family. Default: all.")
 @click.option(
     "--no-steps", is_flag=True,
-    help="Believe what chains of one kernel say; for a model that this GPU cannot hold. Steps may get slower.",
+    help="Pick winners by chains of one kernel, without whole steps: for a model that does not fit on this GPU. Whole steps may "
+        "become slower.",
 )
-@click.option("--show", is_flag=True, help="List what is stored for this GPU, and measure nothing.")
+@click.option("--show", is_flag=True, help="List the stored configurations for this GPU; measure nothing.")
 @output_format_option
 @output_file_option
 @quiet_option
@@ -52,21 +53,21 @@ _PAGES = 256 << 20  # bytes of KV pages of the model whose steps are timed, whic
 def tune(
     ctx: click.Context, tokens: tuple[int, ...], kernel: str | None, no_steps: bool, show: bool, **options: Any
 ) -> None:
-    """Measure launch configurations of the linear layers' kernels on this GPU and keep those that beat the built-in rules.
+    """Measure launch configurations of the linear layers' kernels on this GPU, and store those that beat the built-in rules.
 
-    What is fastest in chains of one kernel is confirmed in whole steps of the model, with random weights. Chosen on one run and
-    confirmed on another. They are stored for the GPU model, the Triton version and the kernel's source, in $MINIRT_CACHE or the
-    user's cache folder; loading a model looks them up and never measures.
+    Chains of one kernel pick the finalists. Whole steps of the model, with random weights, pick the winner; it is chosen on one
+    run and confirmed on another. Winners are stored for this GPU model, Triton version and kernel source, in $MINIRT_CACHE or the
+    user's cache folder. Loading a model looks them up and never measures.
     """
     if show and (options["output_file"] or options["output_format"] != "md"):
-        raise click.UsageError("--output-format and --output-file go with what is measured, not with --show")
+        raise click.UsageError("--output-format and --output-file cannot be combined with --show")
     import torch
 
     from minirt.device import pick_device
 
     device = pick_device(options["device"])
     if device.type != "cuda":
-        raise DeviceError("there is nothing to tune without a GPU", where="--device", found=str(device))
+        raise DeviceError("tuning needs a GPU", where="--device", found=str(device))
     from minirt.bench.report import machine
     from minirt.bench.tune.tune import TuneReport, row
     from minirt.bench.tune.tune import tune as measure
@@ -96,7 +97,7 @@ def tune(
                     note(_line(family, outcome))
                 torch.cuda.empty_cache()
     if not rows:
-        what, found = "no kernel to be tuned runs steps of so many tokens", ",".join(map(str, tokens))
+        what, found = "no tunable kernel runs steps of this many tokens", ",".join(map(str, tokens))
         raise InputError(what, where="--tokens", found=found, hint="minirt tune without --kernel and --tokens takes all")
     if not options["quiet"]:
         faster = sum(own["config"] is not None for own in rows)
@@ -108,7 +109,10 @@ def tune(
 
 
 def _step_clock(load: "LoadOptions", stack: ExitStack, quiet: bool) -> "StepClock":
-    """Times steps of the model with random weights, which is loaded when the first is asked for and kept until the stack ends."""
+    """A clock for whole steps of the model with random weights.
+
+    The model is loaded at the first call and kept until `stack` closes.
+    """
 
     @cache
     def steps() -> "Steps":
@@ -116,7 +120,7 @@ def _step_clock(load: "LoadOptions", stack: ExitStack, quiet: bool) -> "StepCloc
         from minirt.generator import Generator
 
         if not quiet:
-            note(f"loading {load.model} with random weights: whole steps confirm what chains have found")
+            note(f"loading {load.model} with random weights: to confirm the finalists in whole steps")
         small = replace(load, random_weights=True, warmup=False, max_num_seqs=1, kv_cache_memory=_PAGES)
         return Steps(stack.enter_context(Generator.from_pretrained(small)).model)
 
@@ -124,7 +128,7 @@ def _step_clock(load: "LoadOptions", stack: ExitStack, quiet: bool) -> "StepCloc
 
 
 def linear_shapes(model: "Model") -> "list[LinearShape]":
-    """The linear layers of a model, each shape once."""
+    """The shapes of a model's linear layers, each once."""
     from minirt.kernels.compile.tuning import LinearShape
 
     shapes = []

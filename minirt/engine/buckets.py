@@ -1,8 +1,8 @@
-"""`Buckets`: the sizes of steps that CUDA graphs are captured for, and which of them a step is padded to.
+"""`Buckets`: the step sizes with a CUDA graph, and the size to which a step is padded.
 
-Decode steps have buckets of sequences. Steps with prompts have buckets of tokens, up to a size from which the GPU takes longer
-than the host. A graph serves every context length: pages, lengths and splits lie in static buffers, and grids are sized by
-bounds.
+Decode steps have buckets of sequences. Steps with prompts have buckets of tokens. Larger steps with prompts have none, because
+the GPU then takes longer than the host. One CUDA graph serves every context length: pages, lengths and splits are in static
+buffers, and grid sizes are upper bounds.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from minirt.engine.step_input import Chunk
 from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.regimes import Axis, next_end, operations
 
-SHORT_SEQS = 8  # decode steps of at least this many sequences have a graph for short sequences, too
-MAX_PROMPT_TOKENS = 2048  # larger steps with prompts take the GPU longer than the host, also in fp8, and are not captured
+SHORT_SEQS = 8  # decode steps of at least this many sequences have a CUDA graph for short sequences, too
+MAX_PROMPT_TOKENS = 2048  # in larger steps with prompts, the GPU takes longer than the host, also in FP8; they are not captured
 
 
 class Bucket(NamedTuple):
-    """What a graph is captured for.
+    """The sizes that one CUDA graph is captured for.
 
-    `tokens`: 0 for decode steps, in which each sequence has one token. `short`: no sequence is longer than a KV split, its new
-    tokens included, so attention has no splits to combine.
+    `tokens`: 0 for decode steps, in which each sequence has one token. `short`: no sequence, including its new tokens, is longer
+    than a KV split, so attention has no splits to combine.
     """
 
     seqs: int
@@ -31,7 +31,7 @@ class Bucket(NamedTuple):
 
 
 def batch_bucket(count: int) -> int:
-    """The captured batch size for `count` sequences: 1, 2, 4, 8, then multiples of 8, of 16 and of 32, and wherever a kernel's
+    """The bucket of `count` sequences. Buckets end at 1, 2, 4, 8, then at multiples of 8, 16 and 32, and wherever a kernel's
     regime ends."""
     if count <= 8:
         size = 1 << (count - 1).bit_length()
@@ -42,8 +42,8 @@ def batch_bucket(count: int) -> int:
 
 
 def token_bucket(count: int) -> int:
-    """The captured number of tokens for `count`: 16, 32, 64, 128, then multiples of 128, and wherever a kernel's regime or its
-    padding ends."""
+    """The bucket of `count` tokens. Buckets end at 16, 32, 64, 128, then at multiples of 128, and wherever a kernel's regime or
+    its padding ends."""
     size = max(16, 1 << (count - 1).bit_length()) if count <= 128 else -(-count // 128) * 128
     return size if count <= 16 else min(size, _regime_end(count, size, "tokens"))
 
@@ -54,7 +54,7 @@ def _regime_end(count: int, most: int, axis: Axis) -> int:
 
 
 def max_splits(count: int, max_seq_len: int, capacity: int) -> int:
-    """KV splits that `count` sequences can have together, in a cache that holds `capacity` tokens."""
+    """Maximum number of KV splits of `count` sequences together, in a cache that holds `capacity` tokens."""
     return min(count * -(-max_seq_len // KV_SPLIT), capacity // KV_SPLIT + count)
 
 
@@ -82,16 +82,16 @@ class Buckets:
 
     @property
     def max_seqs(self) -> int:
-        """Sequences of the largest bucket, and so the most rows that want logits in one."""
+        """Number of sequences of the largest bucket, which is also the maximum number of rows that need logits."""
         return batch_bucket(self.max_num_seqs)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest step with prompts that has a bucket."""
+        """Number of tokens of the largest bucket of steps with prompts."""
         return min(MAX_PROMPT_TOKENS, token_bucket(self.max_num_batched_tokens))
 
     def all(self) -> list[Bucket]:
-        """Every bucket, largest first, so that the graphs of smaller ones find their memory in the pool of larger ones."""
+        """Every bucket, largest first, so that smaller CUDA graphs reuse the memory pool of larger ones."""
         decode = {Bucket(seqs) for seqs in self._batches}
         prompts = {Bucket(seqs, tokens) for seqs in (1, self.max_seqs) for tokens in self._tokens}
         short = {bucket._replace(short=True) for bucket in decode | prompts if _has_short_graph(bucket)}
@@ -102,7 +102,7 @@ class Buckets:
         return _for_lengths(Bucket(self._batches[len(chunks)]), chunks)
 
     def find(self, chunks: Sequence[Chunk]) -> Bucket | None:
-        """The bucket for a step; None: such steps have no graph."""
+        """The bucket for a step, or None if such steps have no CUDA graph."""
         if all(len(c.tokens) == c.num_logits == 1 for c in chunks):
             return self.decode(chunks)
         tokens = sum(len(c.tokens) for c in chunks)
@@ -112,11 +112,14 @@ class Buckets:
 
 
 def _has_short_graph(bucket: Bucket) -> bool:
-    """Whether short sequences have a graph of their own: decode steps of many, which one kernel less makes about 1% faster, and a
-    prompt alone, which attention would otherwise treat as the end of a longer one."""
+    """Whether the bucket has a separate CUDA graph for short sequences.
+
+    Decode steps of many sequences have one: without the kernel that combines splits they are about 1% faster. So does a single
+    short prompt: otherwise attention would treat it as the end of a longer prompt.
+    """
     return bucket.seqs >= SHORT_SEQS if not bucket.tokens else bucket.seqs == 1 and bucket.tokens <= KV_SPLIT
 
 
 def _for_lengths(bucket: Bucket, chunks: Sequence[Chunk]) -> Bucket:
-    """The bucket for sequences as long as these."""
+    """The same bucket, short if all sequences of `chunks` are."""
     return bucket._replace(short=_has_short_graph(bucket) and all(c.start + len(c.tokens) <= KV_SPLIT for c in chunks))

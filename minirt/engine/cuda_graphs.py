@@ -1,5 +1,5 @@
-"""`StepGraphs`: captures and replays steps as CUDA graphs, so that the host launches one graph a step instead of some 200
-kernels."""
+"""`StepGraphs`: captures and replays steps as CUDA graphs, so the host launches one CUDA graph per step instead of some
+200 kernels."""
 
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,14 +18,15 @@ class _Captured(NamedTuple):
 
 
 class StepGraphs:
-    """The captured steps of one model and cache on a CUDA device. Their batches lie over buffers of the runner
-    (`StepBuffers`)."""
+    """The captured steps of one model and cache on a CUDA device. Their batches use the static buffers of the
+    runner (`StepBuffers`)."""
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self._captured: dict[Bucket, _Captured] = {}
-        self._pool: Any = None  # of the graphs' memory: graphs that run one after the other can share it
-        self._stream = torch.cuda.Stream(model.device)  # to capture on: PyTorch's own belongs to the device that captured first
+        self._pool: Any = None  # the memory pool, which the CUDA graphs share because they run one after the other
+        # The stream for captures. PyTorch's default capture stream belongs to the device that captured first.
+        self._stream = torch.cuda.Stream(model.device)
 
     def batch(self, bucket: Bucket) -> Batch | None:
         """The batch of a bucket that has been captured, or None."""
@@ -38,7 +39,7 @@ class StepGraphs:
         return [captured.batch for captured in self._captured.values()]
 
     def capture(self, bucket: Bucket, batch: Batch) -> Batch:
-        """Capture a step over a static batch, whose kernels have been compiled. → `batch`."""
+        """Capture a step over a static batch. Its kernels must have been compiled. Returns `batch`."""
         from minirt.kernels.block_tables import expand_block_tables
 
         graph = torch.cuda.CUDAGraph()
@@ -54,7 +55,7 @@ class StepGraphs:
         self._captured[bucket].graph.replay()
 
     def replay_times(self, bucket: Bucket, repeats: int) -> list[float]:
-        """Seconds of each of `repeats` replays, by CUDA events, after as many that do not count."""
+        """Seconds of each of `repeats` replays, by CUDA events, after the same number of uncounted replays."""
         graph = self._captured[bucket].graph
         for _ in range(repeats):
             graph.replay()

@@ -1,7 +1,7 @@
 """`Engine`: the main loop. Requests of token ids go in, sampled token ids come out, one step at a time.
 
 On a GPU the host runs one step ahead: it queues a step before the tokens of the previous step are known, so the GPU never waits
-for Python. The cost is one row computed in vain when a request ends at an EOS token or a stop string.
+for Python. The cost: when a request ends at an EOS token or a stop string, one row has been computed for nothing.
 """
 
 from array import array
@@ -28,6 +28,7 @@ from minirt.errors import (
     MinirtError,
     NumericsError,
     OutOfMemoryError,
+    QueueFullError,
 )
 from minirt.sampling_params import EffectiveSampling
 
@@ -36,14 +37,16 @@ EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
 
 @dataclass(frozen=True)
 class Request:
-    """A request for completion, in plain values, so that it can cross to another thread or process.
+    """A request for completion. It has plain values only, so it can be sent to another thread or process.
 
     Args:
         id: unique among the open requests of an engine.
         prompt_token_ids: the prompt, at least one token.
-        sampling: how tokens are drawn, and how many at most.
+        sampling: the sampling parameters, including the maximum number of tokens.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
+        priority: requests with lower values run first.
+        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
     """
 
     id: int
@@ -51,6 +54,8 @@ class Request:
     sampling: EffectiveSampling
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
+    priority: int = 0
+    group: int | None = None
 
 
 class TokenOutput(NamedTuple):
@@ -76,8 +81,8 @@ class _RequestState:
 
 class _InFlight(NamedTuple):
     step: Step
-    sampled: list[tuple[Sequence, int]]  # in row order: a sequence that the step samples for, and its number of rows
-    computed: list[tuple[Sequence, int]]  # of each sequence of the step, how many tokens are computed at its end
+    sampled: list[tuple[Sequence, int]]  # in row order: each sequence that gets tokens, and its number of rows
+    computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
 
 
 class Engine:
@@ -87,6 +92,7 @@ class Engine:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
         max_num_batched_tokens: tokens of the largest step; None: 8,192 on a GPU, 512 on a CPU.
+        max_waiting: how many requests may wait behind those of a step. None: any number.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
@@ -102,6 +108,7 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
         device: torch.device | str = "cpu",
+        max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
@@ -109,7 +116,7 @@ class Engine:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
         max_num_batched_tokens = max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[device.type]
-        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache)
+        self._scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_cache, max_waiting)
         self._runner = Runner(
             model, cache, device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, max_seq_len=self.max_len,
             max_num_batched_tokens=max_num_batched_tokens, cuda_graphs=cuda_graphs,
@@ -137,6 +144,10 @@ class Engine:
         return self._scheduler.pin(array("q", prompt_token_ids))
 
     @property
+    def max_waiting(self) -> int | None:
+        return self._scheduler.max_waiting
+
+    @property
     def prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Counters of the prefix cache; None without one."""
         cache = self._scheduler.prefix_cache
@@ -144,7 +155,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether the GPU has failed. The engine cannot be used any more then."""
+        """Whether the GPU has failed. If so, the engine cannot be used any more."""
         return self._failure is not None
 
     @property
@@ -156,12 +167,12 @@ class Engine:
         self._runner.warm_up(progress)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Run the bare CUDA graph of a decode step `repeats` times; returns seconds. See `Generator.replay_times`."""
+        """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
         with self._device_errors():
             return self._runner.replay_times(batch_size, context_len, repeats)
 
     def check(self, prompt_token_ids: Seq[int]) -> None:
-        """Raise what a request would be refused for. Changes nothing, so any thread may call it.
+        """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
 
         Raises:
             InputError: the prompt is empty, or an id is outside the vocabulary.
@@ -174,7 +185,9 @@ class Engine:
         """Queue a request whose prompt has passed `check`."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
-        sequence = Sequence(request.id, array("q", prompt), len(prompt), final_len, salt=request.cache_salt)
+        sequence = Sequence(
+            request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt
+        )  # fmt: skip
         eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
         self._requests[request.id] = _RequestState(sequence, sampling, eos)
         self._scheduler.add(sequence)
@@ -190,7 +203,7 @@ class Engine:
             self._scheduler.remove(request.sequence)
 
     def recover(self) -> None:
-        """Make the engine consistent after any of its methods was left by an exception, at whatever line.
+        """Make the engine consistent again after an exception has left any of its methods, at any line.
 
         Requests that have started are dropped, and all pages are free again. Requests that were waiting for their first step
         stay.
@@ -203,7 +216,7 @@ class Engine:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
-        many tokens. A request whose step of one token still does not fit ends with an error in its output.
+        many tokens. If a step of one token does not fit, its request ends with an error in its output.
 
         Raises:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
@@ -211,13 +224,15 @@ class Engine:
         """
         with self._device_errors():
             work = self._scheduler.schedule()
-            outputs: list[TokenOutput] = []
+            outputs = [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
             while work and (problem := self._start(work)) is not None:
                 tokens = sum(len(chunk.tokens) for _, chunk in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
                     outputs += [self._fail(sequence.id, failure) for sequence, _ in work]
                     break
+                while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
+                    outputs += self._collect(self._in_flight.popleft())
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
@@ -239,12 +254,12 @@ class Engine:
             raise self._failure from error
 
     def _start(self, work: list[tuple[Sequence, Chunk]]) -> str | None:
-        """Start a step. Returns None, or what the allocator says if there is not enough memory; nothing has changed then."""
+        """Start a step. Returns None, or the allocator's message if memory runs out; in this case nothing has changed."""
         sampled = [(sequence, chunk.num_logits) for sequence, chunk in work if chunk.num_logits]
         settings = [(self._requests[s.id].sampling, s.num_generated) for s, _ in sampled]
         try:
             step = self._runner.start([chunk for _, chunk in work], settings)
-        except Exception as error:  # not kept: its traceback refers to the step's activations
+        except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not is_out_of_memory(error):
                 raise
             return str(error)
@@ -259,7 +274,7 @@ class Engine:
         return None
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        """The tokens of a step that has ended, or will soon. From now on others may use the pages that it has filled."""
+        """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
         outputs, ends, result = [], {}, ended.step.result()
         for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
             request = self._requests.get(sequence.id)
@@ -284,7 +299,7 @@ class Engine:
         """Append new tokens to a request, up to the one that ends it."""
         sequence, ends, count = request.sequence, None, 0
         for token in tokens:
-            if token < 0:  # the sampler returns −1 for logits that are no numbers
+            if token < 0:  # the sampler returns −1 for unusable logits
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
                 error = NumericsError("the logits are NaN or +inf, or only -inf", where=where, hint=hint)
@@ -295,6 +310,11 @@ class Engine:
             if ends is not None:
                 break
         return TokenOutput(sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached)
+
+    def _queue_full(self) -> QueueFullError:
+        limit = self._scheduler.max_waiting
+        what, found = "too many requests wait", f"{limit} that came before"
+        return QueueFullError(what, expected=f"at most {limit}", found=found, hint="try again later, or raise --max-waiting")
 
     def _fail(self, request_id: int, error: MinirtError) -> TokenOutput:
         self.abort(request_id)
@@ -321,7 +341,7 @@ class Engine:
             allocator.release(pages)
 
     def _logits(self, tokens: Seq[int], pages: Seq[int]) -> Tensor:
-        """Chunk by chunk; in smaller chunks if memory runs out."""
+        """`logits` in chunks, which get smaller if memory runs out."""
         size, rows = min(EVALUATION_CHUNK, self.max_num_batched_tokens), list[Tensor]()
         while (start := sum(map(len, rows))) < len(tokens):
             part = tokens[start : start + size]

@@ -27,10 +27,10 @@ AnyError = TypeVar("AnyError", bound=MinirtError)
 
 @dataclass(eq=False)
 class _Outbox:
-    """Where the outputs of one client's requests go: a list for each step that has some."""
+    """The outputs of one client's requests. `put` gets a list for each step that has some."""
 
-    queue: SimpleQueue[list[TokenOutput]] = field(default_factory=SimpleQueue)
-    open: set[int] = field(default_factory=set)  # requests in the engine; the engine's thread alone reads and writes this
+    put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
+    open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
     used: bool = False  # whether anything was submitted
     closed: bool = False
 
@@ -79,16 +79,16 @@ class EngineThread:
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._commands: deque[_Command] = deque()  # taken from the inbox, not carried out yet
         self._current: _Command | None = None
-        self._outboxes: dict[int, _Outbox] = {}  # by open request
+        self._outboxes: dict[int, _Outbox] = {}  # by id of an open request
         self._ids = itertools.count()
         self._ended: EngineError | DeviceFailedError | None = None  # why the thread has ended
-        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held, and puts a command too
+        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held, and may put a command
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     @property
     def engine(self) -> Engine:
-        """The engine, for what any thread may ask it: limits and checks.
+        """The engine. Other threads may only use its limits and checks.
 
         Raises:
             MinirtError: the thread has ended.
@@ -107,14 +107,19 @@ class EngineThread:
         """An id for a request. Any thread may ask for one."""
         return next(self._ids)
 
-    def connect(self) -> "EngineClient":
-        """A client for the calling thread."""
-        return EngineClient(self)
+    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None) -> "EngineClient":
+        """A client for the calling thread.
+
+        Args:
+            deliver: takes the outputs of each step, in place of `EngineClient.receive`. It runs in the engine's thread: it must
+                return soon and raise nothing. It must not refer to the client, or that is not closed when it is dropped.
+        """
+        return EngineClient(self, deliver)
 
     def call(self, function: Callable[[Engine], T], ready: Callable[[Engine], bool] = lambda _: True) -> T:
-        """Run `function(engine)` between two steps, once `ready(engine)`, and return its result or raise its exception.
+        """Run `function(engine)` between two steps, as soon as `ready(engine)` is true. Later commands wait until it has run.
 
-        Commands that come later wait behind it.
+        Returns its result or raises its exception.
         """
         result: Future = Future()
         self._put(_Call(function, ready, result))
@@ -124,8 +129,8 @@ class EngineThread:
             result.cancel()  # if an exception, such as KeyboardInterrupt, ended the wait
 
     def stop(self) -> None:
-        """End the thread after the step that runs. Open requests end with an error. Returns once the engine is out of use."""
-        if os.getpid() != self._process:  # a forked process has no such thread
+        """End the thread after the current step. Open requests end with an error. Returns when the thread has ended."""
+        if os.getpid() != self._process:  # a forked process does not have this thread
             return
         with self._lock:
             thread = self._thread
@@ -133,7 +138,7 @@ class EngineThread:
                 self._end(_closed())
                 return
         self._inbox.put(_Stop())
-        if thread is not threading.current_thread():  # a finalizer runs in any thread
+        if thread is not threading.current_thread():  # a finalizer may run in the engine's thread, which cannot join itself
             thread.join()
 
     def _put(self, command: _Command) -> None:
@@ -150,10 +155,10 @@ class EngineThread:
                 atexit.register(self.stop)  # a daemon thread in PyTorch's code would abort the process
 
     def _reason(self) -> MinirtError:
-        """Why the thread has ended, as an error of the caller's own: exceptions must not be raised in several threads."""
+        """The reason why the thread has ended, as a new exception: one exception must not be raised in several threads."""
         return _copy(self._ended or _closed())
 
-    # ── what follows runs in the engine's thread ──
+    # ── the methods below run in the engine's thread ──
 
     def _run(self) -> None:
         reason: EngineError | DeviceFailedError | None = None
@@ -179,7 +184,7 @@ class EngineThread:
                 self._deliver(engine.step())
 
     def _take_commands(self) -> bool:
-        """Carry out what the inbox holds. Waits for a command if there is nothing else to do. → whether to go on."""
+        """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at `_Stop`."""
         wait = not self._commands and not self.engine.has_work
         while wait or not self._inbox.empty():
             self._commands.append(self._inbox.get())  # in one line, so that an exception loses no command
@@ -198,7 +203,7 @@ class EngineThread:
         return True
 
     def _carry_out(self, command: _Command) -> bool:
-        """→ whether it was possible."""
+        """Carry out one command. Returns False if it has to wait."""
         match command:
             case _Submit(outbox=outbox, requests=requests):
                 for request in requests if not outbox.closed else ():
@@ -229,13 +234,13 @@ class EngineThread:
         return True
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Outputs to their clients, all of a step's at once. A request is forgotten only after its last output is delivered."""
+        """Deliver the outputs of a step, one list per client. A request is forgotten only after its last output is delivered."""
         mail: dict[_Outbox, list[TokenOutput]] = {}
         for output in outputs:
             if (outbox := self._outboxes.get(output.request_id)) is not None:
                 mail.setdefault(outbox, []).append(output)
         for outbox, own in mail.items():
-            outbox.queue.put(own)
+            outbox.put(own)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -245,8 +250,7 @@ class EngineThread:
             outbox.open.discard(request_id)
 
     def _recover(self, error: BaseException) -> None:
-        """Go on after an exception at whatever line: the engine drops what has started, and each request that it no longer has
-        ends with an error."""
+        """Continue after an exception at any line. The engine drops the requests that have started; each ends with an error."""
         self.engine.recover()
         command, self._current = self._current, None
         if command is not None:
@@ -257,7 +261,7 @@ class EngineThread:
             self._fail(request_id, error)
 
     def _refuse(self, command: _Command, error: BaseException) -> None:
-        """End a command that could not be carried out, for the one who waits for it."""
+        """End a command that raised an exception: its caller gets an error. Aborts and closes are carried out."""
         if isinstance(command, _Submit):
             for request in command.requests:
                 if self._engine is None or request.id not in self._engine:
@@ -275,12 +279,12 @@ class EngineThread:
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         outbox = self._outboxes[request_id]
-        outbox.queue.put([TokenOutput(request_id, (), "error", _for_request(error))])
+        outbox.put([TokenOutput(request_id, (), "error", _for_request(error))])
         self._forget(request_id)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
-        """End all requests and commands with an error, and let go of the engine."""
-        with self._lock:  # from here on no command comes in
+        """End all requests and commands with an error, and drop the engine."""
+        with self._lock:  # no command is accepted from here on
             self._ended, self._engine = reason, None
         atexit.unregister(self.stop)
         while not self._inbox.empty():
@@ -294,18 +298,19 @@ class EngineThread:
 
 
 class EngineClient:
-    """One caller's requests in an engine. Not to be shared between threads; close it, or use it as a context manager.
+    """One caller's requests in an engine. Use it in one thread only, and close it or use it as a context manager.
 
-    A client that is dropped without `close` is closed when Python collects it.
+    A client that is dropped without `close` is closed at garbage collection.
     """
 
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread, self._outbox = thread, _Outbox()
+    def __init__(self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None) -> None:
+        self._queue: SimpleQueue[list[TokenOutput]] = SimpleQueue()
+        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put)
         self._finalizer = finalize(self, _close, thread, self._outbox)
         self._finalizer.atexit = False
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all of them before the next step. Their prompts must have passed `Engine.check`.
+        """Queue requests; all are added before the next step. Their prompts must have passed `Engine.check`.
 
         Raises:
             MinirtError: the engine has ended.
@@ -323,10 +328,10 @@ class EngineClient:
         """
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
-        return self._outbox.queue.get()
+        return self._queue.get()
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Drop requests. Outputs that are on their way may still come."""
+        """Drop requests. Outputs that were delivered before may still be received."""
         self._thread._put(_Abort(self._outbox, request_ids))
 
     def close(self) -> None:

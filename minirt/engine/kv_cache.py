@@ -16,7 +16,7 @@ PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention til
 
 
 class PagesSpec(NamedTuple):
-    """What an attention layer keeps of each token: K and V of `num_kv_heads` heads of `head_dim` channels, in pages."""
+    """What an attention layer stores per token: K and V, each `num_kv_heads` heads of `head_dim` channels, in pages."""
 
     num_kv_heads: int
     head_dim: int
@@ -24,13 +24,13 @@ class PagesSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a recurrent layer keeps of each sequence, whatever its length: tensors by name, each of a shape and dtype."""
+    """What a recurrent layer stores per sequence, independent of its length: (name, shape, dtype) of each tensor."""
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one sequence."""
+        """Bytes per sequence."""
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.tensors)
 
 
@@ -73,7 +73,7 @@ class KVCache:
     may read one before it is written.
 
     Args:
-        specs: one for each layer that keeps something, in order.
+        specs: one for each layer with a `cache_spec`, in order.
         num_slots: sequences that can run at once. Only recurrent layers need memory for them.
     """
 
@@ -124,12 +124,12 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages, self.evictions = num_pages, 0
-        self.num_changes = 0  # releases and registrations so far: what did not fit at this count does not fit now
+        self.num_changes = 0  # releases and registrations so far; until the next one, a sequence that did not fit cannot fit
         self.reset()
 
     def reset(self) -> None:
-        """Make all pages free, whoever holds them, and forget their keys."""
-        self._free = OrderedDict.fromkeys(range(self.num_pages))  # the next one to be allocated first
+        """Make all pages free, even those in use, and forget their keys."""
+        self._free = OrderedDict.fromkeys(range(self.num_pages))  # in order of allocation
         self._references = [0] * self.num_pages
         self._keys: dict[int, bytes] = {}
         self._pages: dict[bytes, int] = {}
@@ -162,7 +162,7 @@ class PageAllocator:
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page. Of pages that become free, the last is allocated again before the first."""
+        """Drop one reference to each page. The last free page is allocated again before the first, so beginnings stay longer."""
         for page in reversed(pages):
             if self._references[page] == 0:
                 raise MinirtError("KV page released twice", where=f"page {page}")
@@ -174,7 +174,7 @@ class PageAllocator:
         self.num_changes += 1
 
     def register(self, page: int, key: bytes) -> None:
-        """Give a page in use a key. If another page has it already, that one keeps it."""
+        """Give a page in use a key, unless another page already has this key."""
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key

@@ -1,8 +1,8 @@
 """`PrefixCache`: finds KV pages that hold the beginning of a sequence, so that a step need not compute it again.
 
-A full page is known by a key: a hash of its tokens and of the key of the page before it. So a key stands for the whole prefix.
-(This is the scheme of vLLM's automatic prefix caching.) The hash has a secret of the process in it, so nobody outside can
-construct two prefixes with the same key.
+The key of a full page is a hash of its tokens and of the previous page's key, so a key identifies the whole prefix. (This is
+the scheme of vLLM's automatic prefix caching.) The hash includes a secret of this process, so nobody outside can construct two
+prefixes with the same key.
 """
 
 import secrets
@@ -19,8 +19,8 @@ class PrefixCacheStats:
     """Counters since the model was loaded.
 
     Args:
-        queries: tokens of the requests that were looked up.
-        hits: those of them that were found, whose KV values were not computed again.
+        queries: number of tokens that were looked up.
+        hits: number of these tokens that were found, so their KV values were not computed again.
         evictions: pages whose values were dropped to make room.
     """
 
@@ -30,7 +30,7 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """The contents of an allocator's pages, by key.
+    """Finds the pages of an allocator by key.
 
     Args:
         page_size: tokens of a page.
@@ -46,7 +46,7 @@ class PrefixCache:
         return PrefixCacheStats(self._queries, self._hits, self._allocator.evictions)
 
     def extend_keys(self, keys: list[bytes], tokens: array, salt: str | None) -> None:
-        """Append the keys of all full pages of `tokens`, of which `keys` holds the first ones.
+        """Extend `keys`, the keys of the first full pages of `tokens`, to all full pages.
 
         Args:
             tokens: int64.
@@ -76,6 +76,6 @@ class PrefixCache:
         return pages
 
     def count(self, queries: int, hits: int) -> None:
-        """Count the tokens of a request that was looked up, and those found."""
+        """Add to the counters: a request's tokens, and the number of them that were found."""
         self._queries += queries
         self._hits += hits

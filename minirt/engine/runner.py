@@ -1,7 +1,7 @@
-"""`Runner`: a step on the device. Input buffers, the model or its CUDA graph, the sampler, and the tokens' way to the host.
+"""`Runner`: a step on the device: input buffers, the model or its CUDA graph, the sampler, and the copy of tokens to the host.
 
-On a GPU nothing here waits: a step is queued behind the one before, whose tokens it takes from where the sampler left them, and
-the host reads them from pinned memory once the copy's event has passed. On a CPU a step is over when `start` returns.
+On a GPU nothing here waits: a step is queued behind the previous step and reads that step's tokens on the device. The host reads
+tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +23,18 @@ from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.modeling.model import Model
 from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
 
-Settings = Sequence[tuple[EffectiveSampling, int]]  # of each row that is sampled: its values, and the index of its token
+Settings = Sequence[tuple[EffectiveSampling, int]]  # for each sampled row: its sampling values, and the index of the new token
 ModelLike = Callable[[Batch, KVCache], Tensor]
-ProgressCallback = Callable[[int, int], None]  # (done, in all)
+ProgressCallback = Callable[[int, int], None]  # (done, total)
 
 
 class Scores(NamedTuple):
-    """What a step computes for the rows that want logits: `logits` [R, V] fp32, and `row_maxima` [R, P] int64, the largest logit
-    of each tile of a row, if the head stores them.
+    """The outputs of a step for the rows that need logits.
 
-    Row maxima, and the logits of a CUDA graph, are views of static buffers, which the next step overwrites. With row maxima and
-    no row that is sampled, the logits hold a previous step's values.
+    `logits` [R, V] fp32. `row_maxima` [R, P] int64: the largest logit of each tile of a row; None if the head stores none.
+
+    Row maxima, and the logits of a CUDA graph, are views of static buffers, which the next step overwrites. If the head stores
+    row maxima and all rows are greedy, `logits` holds a previous step's values.
     """
 
     logits: Tensor
@@ -41,7 +42,7 @@ class Scores(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What steps with CUDA graphs need, all or nothing of it."""
+    """The objects that steps with CUDA graphs need. A runner has all of them or none."""
 
     model: Model
     buffers: StepBuffers
@@ -49,12 +50,12 @@ class _Static(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step gives for each of its chunks that needed logits, in order.
+    """The result of a step, for each of its chunks that needed logits, in order.
 
     Args:
-        tokens: new tokens, one or more. A token of −1 means that the logits were no numbers.
-        drafts: proposals for the tokens after these, which the next step verifies; None: the runner makes none. With drafts, the
-            engine must not look ahead.
+        tokens: new tokens, one or more. −1: the logits were NaN or +inf, or only -inf.
+        drafts: proposed tokens after these, which the next step verifies; None: the runner proposes none. With drafts, the engine
+            must not look ahead.
     """
 
     tokens: list[list[int]]
@@ -66,7 +67,7 @@ class Step:
     """A step that was started."""
 
     _tokens: Tensor
-    _ended: "torch.cuda.Event | None" = None  # None: the step was over when it was returned
+    _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
 
     def result(self) -> StepResult:
         """Waits for the end of the step, also if no chunk needed logits."""
@@ -80,7 +81,7 @@ class Runner:
 
     Args:
         model: `model(batch, cache)` → logits [R, V] fp32.
-        cuda_graphs: small steps as CUDA graphs; needs a `Model` whose layers all can be captured.
+        cuda_graphs: run small steps as CUDA graphs. Needs a `Model` whose layers can all be captured.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Runner:
         if self._cuda:
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
-        if isinstance(model, Model) and model.uses_triton:  # other layers work without Triton, which buckets import
+        if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
             if cuda_graphs:
                 sizes = {"max_seq_len": max_seq_len, "vocab_size": vocab_size}
@@ -118,7 +119,11 @@ class Runner:
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
-        """Queue a step; `settings` has a row for each chunk that needs logits, of one row. Raises torch.OutOfMemoryError."""
+        """Queue a step. Each chunk needs logits for at most one row; `settings` has an entry for each that does.
+
+        Raises:
+            torch.OutOfMemoryError: no memory for the step's activations.
+        """
         with on_device(self._device):
             return self._start(chunks, settings)
 
@@ -130,13 +135,13 @@ class Runner:
                 return Step(torch.empty(0, dtype=torch.int64))
             tokens = sample(logits, SamplingBatch.build(settings), out=self._previous[:count])
             return Step(tokens.clone())
-        self._host.reverse()  # two, since the other's tokens may not have been read yet
+        self._host.reverse()  # two buffers, since the tokens in the other one may not have been read yet
         tokens = self._host[0][:count]
         if count:
             batch, workspace = self._sampling.fill(settings), self._sampling.workspace
             sample(logits, batch, workspace=workspace, row_maxima=row_maxima, out=self._previous[:count])
             tokens.copy_(self._previous[:count], non_blocking=True)
-        ended = torch.cuda.Event()  # also of a step without tokens: the host is one step ahead of the device, never more
+        ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
         ended.record()
         return Step(tokens, ended)
 
@@ -154,13 +159,15 @@ class Runner:
         return Scores(logits[:rows], None if batch.row_maxima is None else batch.row_maxima.values[:rows])
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        """For a step without a graph. Where others have one, the head stores row maxima as theirs does, so that one compiled
-        kernel serves both."""
+        """The batch for a step without a CUDA graph.
+
+        If the runner has CUDA graphs, the head stores row maxima here too, so that both use one compiled kernel.
+        """
         batch = Batch.build(chunks, self._cache.page_size, pinned=self._cuda, ranges=self._ranges).after(self._previous)
         return batch if self._static is None else self._static.buffers.with_row_maxima(batch.to(self._device))
 
     def _capture(self, static: _Static, bucket: Bucket, *, compiled: bool = False) -> Batch:
-        """Capture a bucket's graph, after a dry run that compiles its kernels unless they are `compiled`. → its batch."""
+        """Capture a bucket's CUDA graph, after a dry run that compiles its kernels, unless `compiled`. Returns its batch."""
         batch = static.buffers.batch(bucket)
         if not compiled:
             self._dry_run(static, batch)
@@ -176,9 +183,9 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
-        """Compile every kernel that a step can need and capture every graph; nothing to do on a CPU.
+        """Compile every kernel that a step can need and capture every CUDA graph. Does nothing on a CPU.
 
-        Steps of each kind are compiled to find the kernels. The cache's pages must not be in use.
+        Dry runs of each kind of step find the kernels. The cache's pages must not be in use.
         """
         if not self._cuda or not isinstance(self._model, Model):
             return
@@ -188,7 +195,8 @@ class Runner:
         buckets = [] if static is None else self._buckets.all()
         steps = warm_up_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, seqs)
         if static is None:
-            last = self._max_seq_len - 1  # decode steps on a short and on the longest context: only the latter combines KV splits
+            # Decode steps with a short and with the longest context: only the second combines KV splits.
+            last = self._max_seq_len - 1
             contexts = [Chunk([0], start, range(self._cache.pages_for(start + 1))) for start in {0, last}]
             steps += [[chunk] * size for size in {batch_bucket(n + 1) for n in range(seqs)} for chunk in contexts]
         kernels = 0
@@ -224,9 +232,12 @@ class Runner:
 
     @torch.inference_mode()
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
-        """Seconds of the CUDA graph of one greedy decode step, alone: no sampler, no copies, the cached values arbitrary."""
+        """Seconds of `repeats` replays of a greedy decode step's CUDA graph, without sampler and copies.
+
+        The cached values are arbitrary.
+        """
         if self._static is None:
-            what = "there is no CUDA graph to time: it takes a GPU and Triton for every layer"
+            what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
             raise UnsupportedError(what, where="replay_times", found=f"device {self._device}")
         cache, needed = self._cache, self._cache.pages_for(context_len)
         if batch_size * needed > cache.allocator.num_free:

@@ -1,8 +1,8 @@
-"""`Scheduler`: decides which sequences run in the next step, and on which KV pages. Knows token ids and pages, no tensors.
+"""`Scheduler`: decides which sequences run in the next step, and on which KV pages. Uses token ids and page numbers, no tensors.
 
 Prefill and decode are not separate phases. The KV cache holds the first `num_computed` tokens of a sequence, and a step computes
 the next ones, within a token budget (as in vLLM's v1 scheduler and in Sarathi-Serve's chunked prefill). A step may be scheduled
-before the tokens of the previous step are known: a token that is still on the device counts as `pending`.
+before the tokens of the previous step are known: such a token is on the device only, and is called `pending`.
 """
 
 from array import array
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.prefix_cache import PrefixCache
 from minirt.engine.step_input import Chunk
+from minirt.engine.waiting_queue import WaitingQueue
 from minirt.errors import ContextLengthError, InputError
 
 # The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
-STEPS_UNTIL_LARGER = 64  # after memory ran out, a step of twice the tokens is tried again after so many steps
+STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -29,15 +30,19 @@ class Sequence:
     tokens: array  # of int64
     prompt_len: int
     final_len: int
+    priority: int = 0  # the lowest runs first
+    group: int | None = None  # the sequences of one group have the same prompt
+    leads: bool = False  # whether the others of its group wait until its prompt is computed
+    rank: tuple[int, int] = (0, -1)  # its priority and its place among all arrivals: the order of admission
     num_computed: int = 0
     pending: int = 0  # number of sampled tokens that the host has not read yet: 0 or 1
     row: int = 0  # the row of the pending token among the last step's sampled tokens
-    drafts: list[int] = field(default_factory=list)  # proposals for its next tokens, which a step verifies
+    drafts: list[int] = field(default_factory=list)  # proposed next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
-    slot: int = -1  # where the device keeps what lives as long as it runs
+    slot: int = -1  # row of its state in recurrent layers; −1: none
     salt: str | None = None
-    keys: list[bytes] = field(default_factory=list)  # of its first full pages, for the prefix cache
-    num_registered: int = 0  # of its pages, how many the prefix cache knows
+    keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
+    num_registered: int = 0  # number of its pages that are in the prefix cache
     num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
 
     @property
@@ -55,40 +60,57 @@ class Sequence:
         return len(self.pages) > 0 or self.num_generated > 0
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None) -> None:
-    """Raise InputError unless both limits of a step are in range. Kernels count sequences and tokens in 32 bits."""
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None) -> None:
+    """Raise InputError unless the limits are in range. Kernels count the sequences and tokens of a step in 32 bits."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if value is None and name == "max_num_batched_tokens":
             continue
         if type(value) is not int or not 1 <= value <= MOST:
             raise InputError("not an acceptable value", where=name, expected=f"an integer from 1 to {MOST}", found=repr(value))
+    if max_waiting is not None and (type(max_waiting) is not int or max_waiting < 0):
+        expected, found = "an integer >= 0, or None", repr(max_waiting)[:80]
+        raise InputError("not an acceptable value", where="max_waiting", expected=expected, found=found)
 
 
 class Scheduler:
-    """First come, first served, running sequences before waiting ones. Preempts the youngest when pages run out.
+    """Running sequences before waiting ones. Of these, the lowest priority value first, then first come, first served.
+
+    When pages run out, preempts the running sequence with the highest priority value, the youngest of several. A waiting sequence
+    preempts none.
 
     Args:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is computed in chunks.
         max_model_len: number of positions that the model serves.
-        prefix_cache: whether sequences share pages that hold the same beginning. Not with recurrent layers, whose state at the
-            end of a shared beginning is not kept.
+        prefix_cache: whether sequences with the same beginning share pages. Without effect if there are recurrent layers, because
+            their state at the end of the shared beginning is not kept.
+        max_waiting: maximum number of waiting sequences. None: no limit.
     """
 
     def __init__(
-        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, prefix_cache: bool = True
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_cache: bool = True,
+        max_waiting: int | None = None,
     ) -> None:
         self._cache = cache
         self.prefix_cache = PrefixCache(cache.allocator, cache.page_size) if prefix_cache and not cache.has_states else None
-        self._limit_tokens, self._steps_since = max_num_batched_tokens, 0  # of a step, after memory ran out
-        self._pinned: set[int] = set()  # pages that are held for prompts of their own
-        self._blocked = (-1, -1)  # the sequence that did not fit last, and the allocator's state then
+        # The token limit of a step, lowered when memory runs out, and the number of steps since then.
+        self._limit_tokens, self._steps_since = max_num_batched_tokens, 0
+        self._pinned: set[int] = set()  # pages of pinned prompts
+        self._blocked = (-1, -1)  # id of the last sequence that did not fit, and `allocator.num_changes` then
         self._free_slots = list(range(max_num_seqs))[::-1]
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting = max_num_seqs, max_num_batched_tokens, max_waiting
+        self._added: list[Sequence] = []  # since the last step, if they may be refused
         self.max_len = min(max_model_len, cache.capacity)
         self._limit = "--max-model-len" if max_model_len <= cache.capacity else "--kv-cache-memory"
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by id, the next one first
-        self.running: OrderedDict[int, Sequence] = OrderedDict()  # by id, the youngest last
+        self.waiting = WaitingQueue()
+        self.running: dict[int, Sequence] = {}  # by id, in the order of admission
+        self._num_arrivals = 0
+        self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
 
     def check_length(self, tokens: int) -> None:
         """Raise ContextLengthError if a prompt of this many tokens and one new token can never fit."""
@@ -102,7 +124,30 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
-        self.waiting[sequence.id] = sequence
+        sequence.rank = sequence.priority, self._num_arrivals
+        self._num_arrivals += 1
+        if sequence.group in self._followers:
+            self._followers[sequence.group][sequence.id] = sequence
+            return
+        if sequence.group is not None:
+            self._followers[sequence.group], sequence.leads = OrderedDict(), True
+        self.waiting.add(sequence)
+        if self.max_waiting is not None:
+            self._added.append(sequence)
+
+    def refused(self) -> list[Sequence]:
+        """Of the sequences added since the last step, the latest that do not fit into `max_waiting`. Call it after `schedule`.
+
+        So nothing is refused that the step computes. A group counts as one sequence until its prompt is computed. The caller
+        removes them.
+        """
+        if self.max_waiting is None or not self._added:
+            return []
+        added, self._added = self._added, []
+        excess = len(self.waiting) - self.max_waiting
+        still = [sequence for sequence in added if sequence in self.waiting] if excess > 0 else []
+        refused = still[max(0, len(still) - excess) :]
+        return [member for sequence in refused for member in (sequence, *self._followers.get(sequence.group, {}).values())]
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence and free its pages.
@@ -110,54 +155,88 @@ class Scheduler:
         A step in flight may still write to these pages. This is safe, because their next owner's writes follow in stream order.
         """
         self.running.pop(sequence.id, None)
-        self.waiting.pop(sequence.id, None)
+        self.waiting.remove(sequence)
+        if sequence.group is not None:
+            self._leave_group(sequence)
         self._free(sequence)
 
+    def _leave_group(self, sequence: Sequence) -> None:
+        """If it led its group, the next one does."""
+        followers = self._followers.get(sequence.group, OrderedDict())
+        if not sequence.leads:
+            followers.pop(sequence.id, None)
+        elif followers:
+            _, following = followers.popitem(last=False)
+            sequence.leads, following.leads = False, True
+            self.waiting.add(following)
+        else:
+            sequence.leads = False
+            del self._followers[sequence.group]
+
+    def _release_followers(self, sequence: Sequence) -> None:
+        """If it leads its group, and the others can share the full pages of its prompt by now, or never: let them run."""
+        full = (sequence.prompt_len - 1) // self._cache.page_size
+        if sequence.leads and (self.prefix_cache is None or sequence.num_registered >= full):
+            sequence.leads = False
+            for following in self._followers.pop(sequence.group).values():
+                self.waiting.add(following)
+
     def reset(self, waiting: Iterable[Sequence]) -> None:
-        """Start anew with these sequences, none of which has started. All pages become free, whoever held them, and nothing is
-        cached or pinned any more."""
+        """Drop all sequences, free all pages, and queue the sequences of `waiting`, none of which has started, in this order.
+
+        Nothing is cached or pinned any more.
+        """
         self.running.clear()
         self._pinned.clear()
         self._blocked = (-1, -1)
         self._free_slots = list(range(self.max_num_seqs))[::-1]
-        self.waiting = OrderedDict((sequence.id, sequence) for sequence in waiting)
-        for sequence in self.waiting.values():
-            sequence.slot, sequence.num_computed = -1, 0
+        self.waiting = WaitingQueue()
+        self._followers.clear()
+        for sequence in waiting:
+            sequence.slot, sequence.num_computed, sequence.leads = -1, 0, False
+            self.add(sequence)
+        self._added.clear()
         self._cache.allocator.reset()
 
     def schedule(self) -> list[tuple[Sequence, Chunk]]:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self._limit_tokens
-        chosen: list[tuple[Sequence, Chunk]] = []
+        chosen: dict[int, tuple[Sequence, Chunk]] = {}
         preempted = False
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
-            if sequence.id not in self.running:  # preempted for an older one, as all behind it are
-                break
+            if sequence.id not in self.running:  # preempted for an earlier one
+                continue
             if sequence.length >= sequence.final_len:  # its last token is pending
                 continue
             del sequence.drafts[sequence.final_len - sequence.length - 1 :]  # a step gives one token more than it verifies
             count = min(sequence.length + len(sequence.drafts) - sequence.num_computed, budget)
             while sequence.id in self.running and not self._reserve(sequence, count):
-                self._preempt_youngest()  # possibly `sequence` itself
+                last = self._preempt_last()  # possibly `sequence` itself
                 preempted = True
+                if last.id in chosen:
+                    budget += len(chosen.pop(last.id)[1].tokens)
             if sequence.id in self.running:
-                chosen.append((sequence, _chunk(sequence, count)))
+                chosen[sequence.id] = sequence, _chunk(sequence, count)
                 budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
-            sequence = next(iter(self.waiting.values()))
+            sequence = self.waiting.first()
             if not self._admit(sequence):
                 break
             count = min(sequence.length - sequence.num_computed, budget)
             self._reserve(sequence, count)
-            self.running[sequence.id] = self.waiting.pop(sequence.id)
-            chosen.append((sequence, _chunk(sequence, count)))
+            self.running[sequence.id] = self.waiting.pop()
+            self._release_followers(sequence)
+            chosen[sequence.id] = sequence, _chunk(sequence, count)
             budget -= count
-        return chosen
+        return list(chosen.values())
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the cached pages of its prefix, if all of it fits: otherwise it would be preempted."""
+        """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit.
+
+        Otherwise it would soon be preempted.
+        """
         allocator, size = self._cache.allocator, self._cache.page_size
         if self._blocked == (sequence.id, allocator.num_changes):
             return False
@@ -179,7 +258,7 @@ class Scheduler:
         return True
 
     def register(self, sequence: Sequence, computed: int) -> None:
-        """Let the prefix cache know the full pages among a sequence's first `computed` tokens, whose step has ended."""
+        """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
         full = min(computed // self._cache.page_size, len(sequence.pages))
         if self.prefix_cache is None or full <= sequence.num_registered:
             return
@@ -187,9 +266,10 @@ class Scheduler:
         for i in range(sequence.num_registered, full):
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
+        self._release_followers(sequence)
 
     def pin(self, tokens: array) -> int:
-        """Hold the cached pages of a prompt from now on, so that they are never evicted. Returns the number of tokens in them.
+        """Hold the cached pages of a prompt, so that they are never evicted. Returns the number of tokens in them.
 
         Raises:
             ContextLengthError: pinned prompts would take more than half of all pages.
@@ -211,21 +291,25 @@ class Scheduler:
         return len(pages) * self._cache.page_size
 
     def limit_tokens(self, most: int) -> None:
-        """Let the next steps have at most so many tokens, because a larger one did not fit into memory."""
+        """Limit the next steps to `most` tokens, because a larger step did not fit into memory."""
         self._limit_tokens, self._steps_since = most, 0
 
     def relax_limit(self) -> None:
-        """A step fits. After enough of them, larger steps are tried again."""
+        """Count a step that fits. After STEPS_UNTIL_LARGER of them, double the limit of `limit_tokens`."""
         self._steps_since += 1
         if self._steps_since >= STEPS_UNTIL_LARGER:
             self._limit_tokens, self._steps_since = min(2 * self._limit_tokens, self.max_num_batched_tokens), 0
 
-    def _preempt_youngest(self) -> None:
-        """Take the pages of the youngest running sequence, which is computed again from its start later."""
-        _, sequence = self.running.popitem()
-        self._free(sequence)
-        self.waiting[sequence.id] = sequence
-        self.waiting.move_to_end(sequence.id, last=False)
+    def _preempt_last(self) -> Sequence:
+        """Take the pages of the last running sequence by rank, which is computed again from its start later.
+
+        It keeps its rank, so that it is admitted before those that arrived later.
+        """
+        last = max(self.running.values(), key=lambda sequence: sequence.rank)
+        del self.running[last.id]
+        self._free(last)
+        self.waiting.add(last)
+        return last
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         needed = self._cache.pages_for(sequence.num_computed + count) - len(sequence.pages)
@@ -245,7 +329,7 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next `count` tokens: known ones, a pending one, then drafts. The last known or pending one and drafts need logits."""
+    """The next `count` tokens: known ones, a pending one, then drafts. Drafts and the last token before them need logits."""
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]

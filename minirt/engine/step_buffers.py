@@ -1,4 +1,4 @@
-"""`StepBuffers`: the static device buffers of a runner's steps, whose addresses CUDA graphs keep."""
+"""`StepBuffers`: the static device buffers of a runner's steps, at addresses that CUDA graphs can keep."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from minirt.modeling.model import Model
 
 
 class StepBuffers:
-    """Step input, block tables, logits and row maxima of all buckets, each in one buffer: steps run one after the other.
+    """One buffer each for step input, block tables, logits and row maxima. It serves all buckets: steps run one after the other.
 
     Args:
-        previous: [max_num_seqs] int64 on the device, where the sampler leaves a step's tokens for the next.
+        previous: [max_num_seqs] int64 on the device: the tokens that the previous step sampled.
         ranges: copies of ranges of integers, for the step input.
-        max_seq_len: tokens of the longest sequence there can be.
+        max_seq_len: tokens of the longest possible sequence.
         vocab_size: columns of the logits.
     """
 
@@ -37,7 +37,7 @@ class StepBuffers:
         self._input = CpuGpuBuffer((max(self._layout(bucket).words for bucket in buckets.all()),), device)
 
     def batch(self, bucket: Bucket) -> Batch:
-        """The batch over the buffers that a bucket's CUDA graph is captured with."""
+        """The batch, as views of the buffers, with which a bucket's CUDA graph is captured."""
         longest = min(KV_SPLIT, self._max_seq_len) if bucket.short else self._max_seq_len
         layout, splits = self._layout(bucket), max_splits(bucket.seqs, longest, self._cache.capacity)
         tables = self._block_tables[: bucket.seqs * self._table_width].view(bucket.seqs, self._table_width)
@@ -47,14 +47,14 @@ class StepBuffers:
         ))  # fmt: skip
 
     def send(self, layout: Layout, chunks: Sequence[Chunk], *, logits_needed: bool = True) -> None:
-        """Queue the copy of a step's input to the device; no chunks: padding alone, which touches no page."""
+        """Queue the copy of a step's input to the device. Without chunks, the step is only padding and touches no page."""
         used = pack_chunks(
             layout, self._input.host(), chunks, self._cache.page_size, logits_needed=logits_needed, ranges=self._ranges
         )
         self._input.send(used)
 
     def with_row_maxima(self, batch: Batch) -> Batch:
-        """The batch with room for row maxima; unchanged if too many rows want logits, or the head stores none."""
+        """The batch with buffers for row maxima; unchanged if too many rows need logits, or the head stores none."""
         rows = batch.logits_indices.shape[0]
         tiles = self._model.row_maxima_tiles(rows) if rows <= self._row_maxima.shape[0] else 0
         if not tiles:
@@ -64,6 +64,6 @@ class StepBuffers:
         return replace(batch, row_maxima=RowMaxima(self._row_maxima[:rows, :tiles], batch.logits_needed))
 
     def _layout(self, bucket: Bucket) -> Layout:
-        """At most one row of a sequence wants logits."""
+        """The layout of a bucket. Each sequence needs logits for at most one row."""
         seqs, tokens = bucket.seqs, bucket.tokens or bucket.seqs
         return Layout(tokens, min(tokens, seqs), seqs, seqs * self._table_width)

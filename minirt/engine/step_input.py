@@ -1,4 +1,4 @@
-"""`Batch`: one step's work for the model, any mix of prefill and decode, flat and ragged."""
+"""`Batch`: the input of one step, any mix of prefill and decode, as flat tensors."""
 
 import ctypes
 from array import array
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 class Chunk(NamedTuple):
     """The part of one sequence that a step computes: `tokens` at positions start, start + 1, …, in `pages`.
 
-    A token is an id, or ~r for the token that the step before sampled in row r, which only the device knows yet.
+    A token is an id, or the placeholder ~r: the token that the previous step sampled in row r. The host does not know it yet.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    num_logits: int = 1  # of its last tokens, how many need logits: 0 in the middle of a prompt, all for an evaluation
-    slot: int = -1  # where the device keeps what lives as long as the sequence runs; −1: nowhere
+    num_logits: int = 1  # number of its last tokens that need logits: 0 in the middle of a prompt, all for an evaluation
+    slot: int = -1  # row of the sequence's state in recurrent layers; −1: none
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a step's values lie in one flat int32 tensor.
+    """The places of a step's tensors in one flat int32 tensor.
 
-    Each tensor starts at a multiple of 16 bytes, so that kernels are compiled for one alignment. The page numbers are last: a
-    step copies only those in use to the device.
+    Each tensor starts at a multiple of 16 bytes, so that kernels are compiled for one alignment. The page numbers are last, so
+    a step copies only those in use to the device.
 
     Args:
-        tokens, logits, seqs, pages: room for so many tokens, rows of logits, sequences, and pages of all sequences together.
+        tokens, logits, seqs, pages: maximum number of tokens, rows with logits, sequences, and pages of all sequences together.
     """
 
     tokens: int
@@ -50,14 +50,14 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """int32 words: tokens, positions, slots, logits_indices (these int64), query_starts, seq_lens, split_starts,
-        logits_needed, seq_slots, page_starts, pages."""
+        """Sizes in int32 words of: tokens, positions, slots, logits_indices (these are int64), query_starts, seq_lens,
+        split_starts, logits_needed, seq_slots, page_starts, pages."""
         seqs = self.seqs
         return [2 * self.tokens] * 3 + [2 * self.logits, seqs + 1, seqs, seqs + 1, 1, seqs, seqs + 1, self.pages]
 
     @cached_property
     def starts(self) -> list[int]:
-        """The words before each tensor, and before the end."""
+        """First word of each tensor, and the total number of words."""
         return list(accumulate((_aligned(size) for size in self.sizes), initial=0))
 
     @property
@@ -65,7 +65,7 @@ class Layout:
         return self.starts[-2] + self.pages
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """The tensors, in the order of `sizes`."""
+        """The tensors as views of `flat`, in the order of `sizes`."""
         parts = [flat[start : start + size] for start, size in zip(self.starts, self.sizes, strict=False)]
         return *(part.view(torch.int64) for part in parts[:4]), *parts[4:]
 
@@ -78,19 +78,28 @@ def _aligned(words: int) -> int:
 class Batch:
     """T tokens of B sequences, sequence after sequence.
 
-    Tensors: `tokens` [T] int64 (see `input_ids`), `positions` [T] int64, `slots` [T] int64 (page · page_size + offset: where
-    a token's K and V go; −1: nowhere), `logits_indices` [R] int64 (rows of the T that need logits, maybe none: what `Select`
-    leaves to the layers behind it), `query_starts_device` [B + 1] int32, `seq_lens_device` [B] int32 (cached tokens, the new
-    ones included), `split_starts_device` [B + 1] int32 (number of the first KV_SPLIT tokens of each sequence among those of
-    all), `seq_slots` [B] int32 (the slot of each sequence, −1 for padding: the row of what lives as long as the sequence runs,
-    such as the state of a recurrent layer), `pages` int32 (the page numbers of all sequences, one sequence after the other) and
-    `page_starts` [B + 1] int32 (where each sequence's begin). They are views of `flat`, so that a batch built on the host reaches
-    the device in one copy. `block_tables` [B, width] int32 holds the same page numbers, a row for each sequence. `previous`
-    [≥ R] int64: what the step before sampled.
-    Host values: `query_lens`, `seq_lens`; bounds that size the kernels' grids, `max_seq_len` and `max_splits`; `every_row`:
-    logits_indices is 0 … T − 1. In a static batch the first two are bounds as well. `logits` [R, V]: where the head writes
-    its result; None: to a new tensor. `row_maxima`: where the head stores the largest logits; it then writes logits only if
-    `logits_needed` [1] int32, on the device, is 1.
+    Attributes:
+        flat: int32; the tensors up to `pages` are views of it, so a batch that was built on the host is sent in one copy.
+        layout: the places of the tensors in `flat`.
+        tokens: [T] int64, ids and placeholders; see `input_ids`.
+        positions: [T] int64.
+        slots: [T] int64, page · page_size + offset of each token's K and V; −1: not stored.
+        logits_indices: [R] int64, the rows that need logits, which `Select` keeps. May be empty.
+        query_starts_device: [B + 1] int32, the first row of each sequence; last, T.
+        seq_lens_device: [B] int32, number of cached tokens, including the new ones.
+        split_starts_device: [B + 1] int32, the number of KV splits of all sequences before; last, that of all.
+        logits_needed: [1] int32. With `row_maxima`, the head writes logits only if this is 1.
+        seq_slots: [B] int32, the row of each sequence's state in recurrent layers; −1 for padding.
+        page_starts: [B + 1] int32, the index in `pages` of each sequence's first page; last, the number of pages.
+        pages: int32, the page numbers of all sequences, one sequence after the other.
+        query_lens, seq_lens: new tokens and cached tokens of each sequence, on the host. In a static batch, upper bounds.
+        max_seq_len, max_splits: upper bounds of sequence length and of KV splits together, which set the kernels' grid sizes.
+        every_row: whether logits_indices is 0 … T − 1.
+        table_width: columns of `block_tables`.
+        static_tables: the static buffer of `block_tables`, if any.
+        previous: [≥ R] int64, the tokens that the previous step sampled.
+        logits: [R, V], the tensor that the head writes to; None: a new one.
+        row_maxima: the buffers in which the head stores the largest logit of each tile; None: it stores none.
     """
 
     flat: Tensor
@@ -127,7 +136,7 @@ class Batch:
 
     @property
     def input_ids(self) -> Tensor:
-        """Token ids [T] int64, those that the step before sampled filled in; what has no id (a failed row) becomes 0."""
+        """Token ids [T] int64. Placeholders are replaced by the previous step's tokens; a failed row gives 0."""
         if self.previous is None:
             return self.tokens
         sampled = self.previous[(~self.tokens).clamp(min=0)].clamp(min=0)
@@ -135,7 +144,8 @@ class Batch:
 
     @cached_property
     def block_tables(self) -> Tensor:
-        """Page numbers [B, width] int32: made from `pages`, or a static buffer, which `expand_block_tables` fills."""
+        """Page numbers [B, width] int32, a row for each sequence: computed from `pages`, or the static buffer that
+        `expand_block_tables` fills."""
         if self.static_tables is not None:
             return self.static_tables
         return reference.block_tables(self.pages, self.page_starts, self.table_width)
@@ -153,7 +163,7 @@ class Batch:
     def build(
         cls, chunks: Sequence[Chunk], page_size: int, *, pinned: bool = False, ranges: "Ranges | None" = None
     ) -> "Batch":
-        """Lay the chunks out flat, on the host; `pinned`: in memory from which a GPU copies while the host goes on."""
+        """Build the batch on the host. `pinned`: in pinned memory, for asynchronous copies."""
         seq_lens = [c.start + len(c.tokens) for c in chunks]
         pages = [-(-n // page_size) for n in seq_lens]
         logits = sum(c.num_logits for c in chunks)
@@ -170,9 +180,13 @@ class Batch:
         cls, flat: Tensor, layout: Layout, block_tables: Tensor, max_seq_len: int, max_splits: int, *, decode: bool,
         previous: Tensor, logits: Tensor,
     ) -> "Batch":  # fmt: skip
-        """A batch over a device buffer that `pack_chunks` fills for each step: one token of each sequence if `decode`, else any
-        mix. The bounds are the largest that a step may have. `block_tables` [B, width] int32 is filled on the device, by
-        `expand_block_tables`."""
+        """A batch of views of `flat`, a device buffer that gets each step's values (`pack_chunks`).
+
+        Args:
+            block_tables: [B, width] int32, which `expand_block_tables` fills on the device.
+            max_seq_len, max_splits: the largest values that a step may have.
+            decode: each sequence has one token; otherwise any mix.
+        """
         T, B = layout.tokens, layout.seqs
         query_lens = (1 if decode else T,) * B
         width = block_tables.shape[1]
@@ -190,7 +204,7 @@ class Batch:
         return replace(moved, previous=self.previous, logits=self.logits, row_maxima=self.row_maxima)
 
     def after(self, previous: Tensor) -> "Batch":
-        """The same batch, its tokens ~r taken from `previous`."""
+        """The same batch, with placeholders resolved from `previous`."""
         return replace(self, previous=previous)
 
     @classmethod
@@ -207,10 +221,10 @@ class Batch:
 
 
 class Ranges:
-    """Copies of ranges of integers. Copying numbers is many times as fast as counting them anew in each step.
+    """Copies of ranges of integers. Copying stored numbers is many times faster than counting in each step.
 
     Args:
-        stop: the numbers below `stop` are ready. Others are counted when they are first needed.
+        stop: the numbers below `stop` are stored at once. Larger ones are stored when they are first needed.
     """
 
     def __init__(self, stop: int = 0) -> None:
@@ -228,11 +242,11 @@ def pack_chunks(
     layout: Layout, flat: Tensor, chunks: Sequence[Chunk], page_size: int, *, logits_needed: bool = True,
     ranges: Ranges | None = None,
 ) -> int:  # fmt: skip
-    """Write chunks to a host buffer of a layout that has room for them, and padding behind them.
+    """Write chunks to a host buffer whose layout is large enough, followed by padding.
 
-    Padding tokens go nowhere (slot −1) and belong to no sequence; padding sequences have no tokens. Everything runs in the
-    calling thread: PyTorch would share more than 32,768 words among all cores, and wait for milliseconds where other processes
-    keep one of them busy.
+    Padding tokens are not stored (slot −1) and belong to no sequence; padding sequences have no tokens. Uses only this thread:
+    PyTorch splits copies of more than 32,768 words over all cores, and waits milliseconds for the last one if other processes
+    keep it busy.
 
     Returns:
         The number of words in use, counted from the buffer's start.
@@ -267,7 +281,7 @@ def pack_chunks(
         page_starts.append(len(used))
     rows, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
     zeros = array("q", bytes(8 * max(0, rows)))
-    # As if every padding token were wanted: of decode rows, each is.
+    # Padding rows count as rows that need logits, as every row of a decode step does.
     logits.extend(min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
     wide = [tokens + zeros, positions + zeros, slots + array("q", b"\xff" * 8 * rows), logits]
     narrow = [starts + starts[-1:] * seqs, lens + array("i", [0]) * seqs, splits + splits[-1:] * seqs]
@@ -276,17 +290,18 @@ def pack_chunks(
 
 
 def _copy(layout: Layout, flat: Tensor, parts: list[array]) -> int:
-    """The values of each of a layout's tensors to where it lies in a host buffer. → the words up to the end of the last."""
+    """Copy the values of each tensor to its place in a host buffer. Returns the number of words up to the last value."""
     if layout.words > flat.numel() or not flat.is_contiguous() or flat.device.type != "cpu":
         found = f"{flat.numel()} on {flat.device}, shape {tuple(flat.shape)}, strides {flat.stride()}"
-        expected = f"{layout.words} words in a row on the host"
-        raise InputError("no room for a step's values", where="flat", expected=expected, found=found)
+        expected = f"{layout.words} contiguous words on the host"
+        raise InputError("the buffer cannot hold the step", where="flat", expected=expected, found=found)
     address, end = flat.data_ptr(), 0
     for start, room, values in zip(layout.starts[:-1], layout.sizes, parts, strict=True):
         source, count = values.buffer_info()
         words = count * values.itemsize // 4
         if words > room:
-            raise InputError("no room for a step's values", where="layout", expected=f"at most {room} words", found=words)
+            what, expected = "the layout is too small for the step", f"at most {room} words"
+            raise InputError(what, where="layout", expected=expected, found=words)
         ctypes.memmove(address + 4 * start, source, 4 * words)
         end = start + words
     return end

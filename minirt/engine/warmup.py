@@ -1,4 +1,4 @@
-"""Which steps warm-up runs, so that every kernel that serving can need is compiled before the first request.
+"""The steps that warm-up runs. They need every kernel that serving can need, so all are compiled before the first request.
 
 The sizes follow from the regimes that the kernels' dispatch modules declare; nothing here restates them.
 """
@@ -26,13 +26,16 @@ def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:
-    """Prompts of `count` tokens together, none longer than `longest`, all on the cache's first pages; logits for one."""
+    """Prompts with `count` tokens in total, each at most `longest`, all on the first pages of the cache.
+
+    Only the first prompt needs logits.
+    """
     lengths = [min(longest, count - start) for start in range(0, count, longest)]
     return [Chunk([0] * n, 0, range(n), num_logits=int(i == 0)) for i, n in enumerate(lengths)]
 
 
 def _small(first: int, last: int) -> int:
-    """A number of tokens from first … last: the last, as CUDA graphs pad steps, but beyond 512 a small one, to save memory."""
+    """A number of tokens from `first` to `last`: `last`, to which CUDA graphs pad, or above 512 a small one, to save memory."""
     return last if last <= 512 else min(last, (first // 128 + 1) * 128)
 
 

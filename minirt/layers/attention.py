@@ -25,7 +25,7 @@ class Attention(Layer):
         rope: the rotary embedding; None: that of the config.
         scale: factor of the scores; None: 1/√D.
         window: a token sees itself and at most window − 1 tokens before it (sliding-window attention, Beltagy et al. 2020); None:
-            all. Only the eager implementation has it.
+            all tokens before it. Only the eager implementation has a window.
     """
 
     kind = "attention"
@@ -48,7 +48,7 @@ class Attention(Layer):
     ) -> None:
         super().__init__(config, name)
         if config.qk_norm != (q_norm is not None) or config.qk_norm != (k_norm is not None):
-            raise ConfigError("q_norm and k_norm must be named when, and only when, the model has QK-norm", where=name)
+            raise ConfigError("q_norm and k_norm must be given if the model has QK-norm, and only then", where=name)
         h, d = config.hidden_size, config.head_dim
         q_rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
         self.cache_spec = PagesSpec(config.num_kv_heads, d)
@@ -69,7 +69,7 @@ class Attention(Layer):
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
-            from minirt.kernels.attention.partial import workspace_floats  # more than decode steps take
+            from minirt.kernels.attention.partial import workspace_floats  # at least what decode steps need
 
             self.context.workspace.reserve(workspace_floats(max_splits, self.config.num_heads, self.config.head_dim))
 
@@ -123,9 +123,10 @@ def _triton_unsupported(layer: Layer, device: torch.device) -> str | None:
 
 @register("attention", "triton", unsupported=_triton_unsupported, capturable=True)
 def triton(layer: Attention) -> Forward:
-    """Norm + QKV + bias · QK-norm + RoPE + KV write (+ attention, when every sequence has one token) · O + residual.
+    """Kernels: norm + QKV + bias; QK-norm + RoPE + KV write (with attention, if every sequence has one token); O + residual.
 
-    Elsewhere attention is two kernels, for sequences of one token and for those of more; which are which is read on the device.
+    In other steps, attention has separate kernels for sequences with one new token and for the others; the device decides which
+    sequence is which.
     """
     from minirt.kernels.attention.dispatch import (
         paged_attention_decode,
@@ -159,7 +160,7 @@ def triton(layer: Attention) -> Forward:
                 v_scales=kv.v_scale, check=False,
             )  # fmt: skip
             a, shortest = torch.empty_like(q), 1
-            if batch.num_seqs > 1:  # maybe some have one token and a long context: they are split
+            if batch.num_seqs > 1:  # sequences with one new token and a long context are split
                 shortest = 2
                 paged_attention_decode(
                     q, kv.k, kv.v, batch.block_tables, batch.seq_lens_device, batch.split_starts_device, batch.max_splits,

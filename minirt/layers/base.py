@@ -1,8 +1,8 @@
-"""What layers share: the `Layer` contract and the registry of implementations.
+"""The `Layer` contract, and the registry of implementations.
 
-A layer maps the residual stream to the residual stream: `layer(x, batch, kv) -> x`, x [T, H]. (`Embedding` makes the stream,
-`Select` leaves the R rows of it that need logits, and `Head` turns these into logits. R may be 0.) What a layer computes is fixed
-by its kind; *how* is an implementation: a factory that gets the layer, weights in place, and returns `forward(x, batch, kv)`. The
+A layer maps the residual stream to the residual stream: `layer(x, batch, kv) -> x`, x [T, H]. (`Embedding` creates the stream,
+`Select` keeps the R rows that need logits, and `Head` turns these into logits. R may be 0.) The kind of a layer fixes *what* it
+computes; an implementation is *how*: a factory that takes the layer with its weights and returns `forward(x, batch, kv)`. The
 choice is made once, at load.
 """
 
@@ -27,14 +27,14 @@ from minirt.modeling.rope import rope_table
 if TYPE_CHECKING:
     from minirt.kernels.launch import Workspace
 
-BUILT_IN = ("eager", "triton")  # the implementations that are ours
+BUILT_IN = ("eager", "triton")  # the built-in implementations
 Forward = Callable[[Tensor, Batch, Any], Tensor]  # kv: LayerKV, LayerState or None, as the layer's `cache_spec` says
-Factory = Callable[[Any], Forward]  # of the registered kind of layer
+Factory = Callable[[Any], Forward]  # takes a layer of the registered kind
 
 
 class LayerContext:
-    """What the layers of one model share on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace, the dtype
-    of activations and that of the KV pages."""
+    """Shared by the layers of one model, on its device: cos|sin tables [max_model_len, D] fp32, the kernels' workspace, and the
+    dtypes of activations and KV pages."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LayerContext:
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
 
     def rope(self, rope: RopeConfig, head_dim: int) -> Tensor:
-        """The table for this rotary embedding, made once."""
+        """The cos|sin table of this rotary embedding, computed at the first call."""
         key = (rope, head_dim)
         if key not in self._ropes:
             self._ropes[key] = rope_table(rope, head_dim, self.max_model_len, self.device)
@@ -55,12 +55,12 @@ class LayerContext:
 
     @cached_property
     def pdl(self) -> bool:
-        """Whether a layer's kernels start before their predecessor has ended (programmatic dependent launch, from sm_90 on)."""
+        """Whether a kernel may start before the previous one has ended (programmatic dependent launch, from sm_90 on)."""
         return compute_capability(self.device) >= (9, 0)
 
     @cached_property
     def workspace(self) -> "Workspace":
-        """Scratch of the split kernels; made when the first Triton layer asks for it."""
+        """Scratch memory for kernels that split their work; created at the first use by a Triton layer."""
         from minirt.kernels.launch import Workspace
 
         return Workspace(self.device)
@@ -72,7 +72,7 @@ class LinearOp(NamedTuple):
     Args:
         gated: the rows of the weight are gate and up, and an activation combines both.
         residual: the residual stream is added.
-        logits: the result is logits, of which the kernel also stores the largest of each tile.
+        logits: the result is logits, and the kernel also stores the largest one of each tile.
     """
 
     linear: PackedLinear
@@ -84,15 +84,15 @@ class LinearOp(NamedTuple):
 class Layer:
     """One layer of the model: its name, its weights and, once bound, its implementation.
 
-    What the rest of minirt has to know of a kind of layer is stated here, in attributes and methods. A new kind is a subclass
-    with a `kind` of its own and implementations that are registered for it.
+    Attributes and methods state what the rest of minirt needs to know about a kind of layer. A new kind is a subclass with its
+    own `kind`, and implementations registered for it.
 
     Attributes:
-        kind: what implementations are registered for.
-        cache_spec: what the layer keeps between steps, and gets as `kv`; None: nothing. Only a layer that keeps something may
-            look at other tokens than a row's own: `Select` stands behind the last of them.
+        kind: the name for which implementations are registered.
+        cache_spec: what the layer keeps between steps, and gets as `kv`; None: nothing. Only layers with a cache spec may use
+            other tokens than a row's own, so `Select` comes after the last of them.
         residual: whether it adds to the residual stream.
-        copies: whether it only copies values, and so is exact in any dtype.
+        copies: whether it only copies values, so it is exact in any dtype.
     """
 
     kind: ClassVar[str]
@@ -103,7 +103,7 @@ class Layer:
     def __init__(self, config: ModelConfig, name: str) -> None:
         self.config, self.name = config, name
         self._forward: Forward | None = None
-        self.implementation: str | None = None  # the name of what it runs as, once bound
+        self.implementation: str | None = None  # the name of the bound implementation
         self.context = LayerContext(0, torch.device("meta"))
 
     def parameters(self) -> Iterator[Parameter]:
@@ -117,30 +117,33 @@ class Layer:
         return (value for value in self.parameters() if value.quantizable)
 
     def linear_ops(self) -> Sequence[LinearOp]:
-        """The layer's products, for tuning and for counting operations."""
+        """The layer's matrix products, for tuning and for counting operations."""
         return ()
 
     def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
-        """Bytes of weights that a step of so many tokens reads."""
+        """Bytes of the weights that a step of so many tokens reads."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
     def flops(self, rows: int) -> int:
-        """Floating-point operations of the products for so many rows, attention apart."""
+        """Floating-point operations of the matrix products for `rows` rows, without attention."""
         return sum(2 * rows * op.linear.out_features * op.linear.in_features for op in self.linear_ops())
 
     def row_maxima_tiles(self, rows: int) -> int:
-        """How many row maxima it stores for each of `rows` rows of logits: the width of `Batch.row_maxima`'s values; 0: none."""
+        """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""
         return 0
 
     def share(self, parameter: Parameter) -> None:
-        """Use `parameter` in the place of this layer's own parameter of the same checkpoint tensors (a tied head)."""
+        """Replace this layer's parameter of the same checkpoint tensors by `parameter` (a tied head)."""
         names = [name for name, _ in parameter.expected()]
         for attribute, value in list(vars(self).items()):
             if isinstance(value, Parameter) and [name for name, _ in value.expected()] == names:
                 setattr(self, attribute, parameter)
 
     def compile_key(self) -> tuple[Any, ...]:
-        """All that kernels can depend on but the values of weights: layers of one form and implementation launch the same."""
+        """All that kernels can depend on except the values of weights.
+
+        Layers with one compile key and implementation launch the same kernels.
+        """
         own = {name: value for name, value in vars(self).items() if name not in ("name", "_forward")}
         facts = {name: value.compile_key() if isinstance(value, Parameter) else value for name, value in own.items()}
         return type(self), *(
@@ -152,10 +155,10 @@ class Layer:
         return tuple(x.shape), x.dtype
 
     def reserve(self, max_splits: int) -> None:
-        """Make room in the workspace for steps with up to this many KV splits; before CUDA graphs are captured."""
+        """Make the workspace large enough for steps with `max_splits` KV splits. Call it before CUDA graphs are captured."""
 
     def bind(self, implementation: "Implementation") -> None:
-        """Run so from now on. What an implementation that is not ours returns is checked at each call."""
+        """Use this implementation from now on. Outputs of implementations that are not built in are checked at each call."""
         forward = implementation.factory(self)
         if not callable(forward):
             what, found = f"the factory of implementation {implementation.name!r} returns no function", type(forward).__name__
@@ -164,7 +167,7 @@ class Layer:
         self._forward = forward if implementation.name in BUILT_IN else self._checked(forward, implementation.name)
 
     def _checked(self, forward: Forward, name: str) -> Forward:
-        """`forward`, which refuses what kernels behind it would misread, since they look at nothing but addresses."""
+        """Wrap `forward` with a check of its output: the following kernels assume its shape, its dtype and contiguous rows."""
 
         def checked(x: Tensor, batch: Batch, kv: LayerKV | LayerState | None) -> Tensor:
             out = forward(x, batch, kv)
@@ -178,7 +181,7 @@ class Layer:
                     found += f", strides {out.stride()}"
                 else:
                     found += f", {out.layout}"
-            what, expected = f"implementation {name!r} returns what the next layer cannot take", f"a contiguous {dtype} tensor"
+            what, expected = f"the output of implementation {name!r} does not fit the next layer", f"a contiguous {dtype} tensor"
             raise UnsupportedError(what, where=self.name, expected=f"{expected} of shape {shape} on {x.device}", found=found)
 
         return checked
@@ -195,7 +198,8 @@ class Layer:
 class Implementation:
     """One way to compute a layer kind.
 
-    `unsupported(layer, device)` gives the reason why it cannot, or None. `capturable`: whether a CUDA graph can hold it.
+    `unsupported(layer, device)` returns the reason why it cannot run the layer, or None. `capturable`: whether a CUDA graph can
+    contain it.
     """
 
     kind: str
@@ -216,16 +220,17 @@ def register(
     capturable: bool = False,
 ) -> Callable[[Factory], Factory]:
     """Decorator: make `factory(layer) -> forward(x, batch, kv)` available by `name` to the layers of a kind, as in
-    `--impl 'layers.*.mlp=<name>'` or `--impl head=<name>`. What it returns has to be contiguous, of the layer's shape and dtype,
-    and on its device.
+    `--impl 'layers.*.mlp=<name>'` or `--impl head=<name>`. The output of `forward` must be contiguous, have the layer's shape
+    and dtype, and be on its device.
 
     Args:
         kind: "embedding", "attention", "mlp", "moe", "select", "head", or the kind of a layer class of your own.
         name: the implementation's name: letters, digits and any of `_ . + -`. "eager" and "triton" are taken, "auto" is reserved.
-        unsupported: called with the layer and the device; returns the reason why this layer cannot run so, or None.
-        capturable: a CUDA graph may hold the forward: it is called once for each size of a step, and its GPU work is replayed for
-            all steps of that size. So it never waits for the GPU, and reads what differs between steps (tokens, positions,
-            lengths) only from tensors on the device. While one layer of a model is not capturable, no step runs as a CUDA graph.
+        unsupported: called with the layer and the device; returns why the implementation cannot run this layer, or None.
+        capturable: a CUDA graph may contain the forward: it is called once for each size of a step, and its GPU work is replayed
+            for all steps of that size. So it must never wait for the GPU, and it must read all values that differ between steps
+            (tokens, positions, lengths) from tensors on the device. If one layer of a model is not capturable, no step runs as a
+            CUDA graph.
     Raises:
         InputError: an unusable kind, name or argument.
         UnsupportedError: the name is taken.
@@ -251,7 +256,11 @@ def register(
 
 
 def implementation(kind: str, name: str) -> Implementation:
-    """The registered implementation, or an error that lists those there are."""
+    """The registered implementation.
+
+    Raises:
+        UnsupportedError: there is none of this name. The error lists the known names.
+    """
     try:
         return _REGISTRY[kind, name]
     except KeyError:
@@ -264,7 +273,7 @@ def has_implementation(kind: str, name: str) -> bool:
 
 
 def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
-    """Why no Triton form can run on `device`, or None. Triton's interpreter counts as a device that can."""
+    """The reason why no Triton implementation can run on `device`, or None. With Triton's interpreter, a CPU can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     on_gpu = device.type == "cuda"

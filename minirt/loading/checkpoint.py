@@ -20,7 +20,7 @@ from minirt.modeling.parameters import Parameter
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
-# A file is mapped again after this many bytes, so that its pages never all count as the process's memory at once.
+# After this many bytes a file is mapped again, so that the whole file never counts as the process's memory.
 MAP_BYTES = 64 << 20
 THREADS = 4
 MAX_SHOWN = 200  # characters of a name or a text from a file in a message
@@ -52,7 +52,7 @@ class LoadReport:
 
 
 def _header_length(path: Path) -> int:
-    """The length of a file's header in bytes, as its first 8 bytes state it, within a bound."""
+    """The header's length in bytes, which the first 8 bytes of a file state; at most MAX_HEADER."""
     if not path.is_file():  # opening a named pipe would wait
         raise CheckpointError("is not a file, or is a broken link", where=path, hint="get the file again")
     with path.open("rb") as file:
@@ -77,16 +77,17 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _refuse_repeated_names(path: Path) -> None:
-    """Refuse a header that describes a tensor twice, of which safetensors takes the last. The header must be valid."""
+    """Refuse a header that describes a tensor twice: safetensors silently takes the last one. The header must be valid."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         parse_json(file.read(length).decode(), path, error=CheckpointError)
 
 
 def check_total_size(files: Sequence[Path], stated: float | None) -> None:
-    """Warn if the files hold another number of bytes of tensor data than the index states; None: it states none.
+    """Warn if the tensor data of the files has another size than `stated`, the index's number of bytes (None: it has none).
 
-    This is no error: every file is checked on its own, and a conversion to another dtype may leave the old number behind.
+    This is not an error: every file is checked on its own, and a conversion to another dtype may leave the old number in the
+    index.
     """
     found = sum(path.stat().st_size - 8 - _header_length(path) for path in files)
     if stated not in (None, found):

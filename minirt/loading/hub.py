@@ -82,7 +82,7 @@ def _local_folder(model: str) -> Path | None:
     """The folder of this name; None if nothing has this name.
 
     Raises:
-        ModelNotFoundError: the name is that of a file, a broken link or a link loop, or its folder cannot be looked into.
+        ModelNotFoundError: the name is that of a file, a broken link or a link loop, or its parent folder cannot be read.
     """
     folder = Path(os.path.expanduser(model))
     if not model:
@@ -170,7 +170,7 @@ def _read_index(path: Path) -> _Index | None:
 
 
 def _warn_of_unread_shards(folder: Path, names: list[str]) -> None:
-    """Warn of shards beside those that are read. Files with another stem, such as consolidated.safetensors, are usual."""
+    """Warn of shards that are not read. Files with another stem, such as consolidated.safetensors, are common: no warning."""
 
     def stem(name: str) -> str | None:
         match = re.fullmatch(r"(.+?)(-\d+-of-\d+)?\.safetensors", name)
@@ -246,7 +246,7 @@ def _progress_bars(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn exceptions of huggingface_hub into a ModelNotFoundError that says the cause and what to do."""
+    """Turn exceptions of huggingface_hub into a ModelNotFoundError with the cause and a hint."""
     from huggingface_hub import constants, errors
 
     local = "download it elsewhere and give the folder, or use --random-weights"

@@ -1,4 +1,4 @@
-"""`load`: from LoadOptions to a model with its weights. `plan_model`: the same without weights. `find`: files and config."""
+"""`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def find(
         raise InputError("the model's name is empty", hint="give a folder, a Hub id or a preset")
     try:
         preset = models.preset(name) if not Path(name).expanduser().is_dir() else None
-    except (OSError, RuntimeError) as error:  # a name that is too long, a folder that is not ours to see, an unknown user
+    except (OSError, RuntimeError) as error:  # a name that is too long, a folder without permission, an unknown user
         what = f"cannot be looked up: {error.strerror if isinstance(error, OSError) else error}"
         raise ModelNotFoundError(what, where=name[:80]) from error
     if preset is not None and not need_weights and revision is None:
@@ -62,13 +62,13 @@ def plan_model(options: LoadOptions) -> Model:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights in place, and what came with it.
+    """A model with its weights, and the other contents of its files.
 
     Attributes:
         tokenizer, generation_config: None if the model has no such file.
         eos_token_ids: the tokens that end a sequence.
         bytes_read: bytes of the checkpoint that were read.
-        unused_tensors: checkpoint tensors that a composed model leaves out.
+        unused_tensors: checkpoint tensors that a composed model does not use.
     """
 
     model: Model
@@ -117,7 +117,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
-    """Refuse a tokenizer of another model: one with ids that this model has no embedding for."""
+    """Refuse a tokenizer with ids that this model has no embedding for: it belongs to another model."""
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise TokenizerError(
             "the tokenizer has ids that the model does not", where="tokenizer.json",

@@ -12,7 +12,7 @@ def check_memory(
     model: Model, length: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype, kv_cache_memory: int | None,
     max_num_seqs: int,
 ) -> None:  # fmt: skip
-    """Raise OutOfMemoryError if the model will not fit. To be called before anything is allocated.
+    """Raise OutOfMemoryError if the model will not fit. Call it before anything is allocated.
 
     Of `kv_cache_memory`, only the bytes that `page_count` would use are counted.
     """

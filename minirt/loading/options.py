@@ -24,27 +24,29 @@ class LoadOptions:
         revision: a branch, tag or commit of a Hub model.
         device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
         dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
-        impl: which implementation each layer runs, see `minirt.modeling.plan.parse_impl`.
+        impl: which implementation each layer runs; see `minirt.modeling.plan.parse_impl`.
         quantization: None, or "fp8": the weights of all linear layers as e4m3 with a scale for each output channel, quantized
             while they are loaded. Activations and the embedding keep the dtype.
         quantize_head: quantize the LM head too. None: unless it is tied to the embedding.
         kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
-        kv_cache_memory: bytes for KV pages. None: 90% of what a GPU has free, on a CPU at most a quarter of the free memory, and
-            never more than `max_num_seqs` sequences of full length need.
-        max_model_len: tokens of the longest sequence, prompt and completion together. None: all that the model has positions for.
-        max_num_seqs: requests that one step computes at most; more wait.
-        max_num_batched_tokens: tokens that one step computes at most. Longer prompts are computed in chunks, and running requests
-            get a token in each of these steps. None: 8,192 on a GPU, 512 on a CPU.
-        threads: how many threads PyTorch's CPU operations use, in the whole process. None: what OMP_NUM_THREADS says, else what
-            PyTorch is set to, but at most the CPUs that this process may use (affinity and cgroup quota).
-        prefix_cache: keep the KV pages of finished requests until their room is needed, so that a request with the same beginning
-            does not compute it again.
+        kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but never more
+            than `max_num_seqs` sequences of full length need.
+        max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
+        max_num_seqs: maximum number of requests in one step; further ones wait.
+        max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
+            requests. None: 8,192 on a GPU, 512 on a CPU.
+        threads: number of threads of PyTorch's CPU operations, in the whole process. None: the value of OMP_NUM_THREADS, else
+            PyTorch's own setting limited to the CPUs that this process may use (affinity and cgroup quota).
+        max_waiting: maximum number of requests that wait while a step computes others. Further requests end with a
+            `QueueFullError`. None: no limit.
+        prefix_cache: keep the KV pages of finished requests until their memory is needed, so that a request with the same
+            beginning does not compute it again.
         random_weights: fill the weights with random values from `seed` instead of reading them; a preset then needs no download.
         check_weights: refuse NaN and Inf in the checkpoint.
-        layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`, to which the model adds a
-            `Select` unless there is one. Checkpoint tensors that it leaves out are listed in `Generator.unused_tensors`.
-        warmup: on a GPU, compile every kernel and capture every CUDA graph before loading returns. False starts sooner: each is
-            compiled or captured when a step first needs it, in the middle of generation.
+        layers: composes another model from the config: `layers(config) -> [Embedding, …, Head]`. The model inserts a
+            `Select` unless the list has one. `Generator.unused_tensors` lists the checkpoint tensors that no layer uses.
+        warmup: on a GPU, compile every kernel and capture every CUDA graph before loading returns. With False, loading
+            is faster, but kernels are compiled and CUDA graphs captured during generation, at first use.
         cuda_graphs: on a GPU, run small steps as CUDA graphs. False launches every kernel of every step from the host (vLLM's
             `enforce_eager`). It does not select eager layers: `impl="eager"` does.
     Raises:
@@ -64,6 +66,7 @@ class LoadOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     threads: int | None = None
+    max_waiting: int | None = None
     prefix_cache: bool = True
     random_weights: bool = False
     seed: int = 0
@@ -74,11 +77,11 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
-            what = "there is nothing to quantize the head with"
+            what = "quantize_head needs a quantization"
             raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=self.quantization)
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
-        check_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
 
     @property
     def formats(self) -> Quantization | None:
@@ -97,14 +100,14 @@ def pick_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.d
 
 
 def pick_kv_dtype(dtype: str, model: torch.dtype) -> torch.dtype:
-    """"auto" → the model's; "fp8" → e4m3 with a scale for each token and head."""
+    """"auto" → the model's dtype; "fp8" → e4m3 with a scale for each token and head."""
     if dtype not in ("auto", "fp8"):
         raise ConfigError("unknown dtype", where="--kv-cache-dtype", expected="auto or fp8", found=dtype)
     return FP8 if dtype == "fp8" else model
 
 
 def pick_length(config: ModelConfig, asked: int | None) -> int:
-    """Positions to serve: those asked for, else all that the model has."""
+    """Number of positions to serve: `asked`, else all positions of the model."""
     if asked is None:
         return config.context_len
     if type(asked) is not int or not 1 <= asked <= config.context_len:

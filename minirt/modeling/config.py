@@ -226,11 +226,11 @@ class Fields:
 def check_token_ids(raw: Mapping[str, Any], where: str, vocab_size: int) -> None:
     """Check the special token ids that config.json or generation_config.json states.
 
-    Nothing reads pad_token_id. -1 and the vocabulary's size are usual for "none"; other ids outside the vocabulary are warned
-    about.
+    pad_token_id is not used: an id outside the vocabulary gives a warning, except -1 and the vocabulary's size, which are common
+    values for "none".
 
     Raises:
-        ConfigError: a value is no token id, or bos_token_id or eos_token_id is outside the vocabulary.
+        ConfigError: a value is not a token id, or bos_token_id or eos_token_id is outside the vocabulary.
     """
     fields = Fields(raw, where)
     eos = raw.get("eos_token_id")

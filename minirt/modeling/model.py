@@ -28,9 +28,9 @@ from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 class Model:
     """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
 
-    A layer object may stand in the list more than once: its weights exist once, its KV pages once for each place.
-    Behind the last attention no token looks at another: unless the list has a `Select` from there on, one is put there.
-    `quantization` sets the format of the linears; a tied head that is quantized has a copy of its own.
+    A layer object that appears more than once has one set of weights, and a cache for each place. Inserts a `Select` after the
+    last attention layer (more exactly, the last layer with a `cache_spec`) unless the list has one. `quantization` sets the
+    format of the linear layers; a tied head that is quantized has its own copy of the weights.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Model:
 
     @property
     def cache_specs(self) -> list[PagesSpec | StateSpec]:
-        """What each layer that keeps something between steps keeps, in order."""
+        """The cache specs of the layers that have one, in order."""
         return [layer.cache_spec for layer in self.layers if layer.cache_spec is not None]
 
     @property
@@ -67,7 +67,7 @@ class Model:
 
     @property
     def decode_read_bytes(self) -> int:
-        """Weight bytes that a decode step of one token reads: those of every layer at every place where it stands."""
+        """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list."""
         return self.step_read_bytes(1)
 
     def step_read_bytes(self, tokens: int) -> int:
@@ -91,8 +91,12 @@ class Model:
     def allocate(
         self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
     ) -> None:
-        """Reserve all weights and the rope tables for positions below `max_model_len`; KV pages will be of `kv_dtype`, by
-        default the model's."""
+        """Reserve memory for all weights, and create the context that the layers share.
+
+        Args:
+            max_model_len: number of positions of the rope tables.
+            kv_dtype: dtype of the KV pages; None: the model's.
+        """
         self.device, self.dtype, self.kv_dtype, self.max_model_len = device, dtype, kv_dtype or dtype, max_model_len
         for parameter in self.parameters():
             parameter.allocate(device, dtype)
@@ -101,12 +105,12 @@ class Model:
             layer.context = shared
 
     def reserve_splits(self, max_splits: int) -> None:
-        """Make room for the partial results of steps with up to this many KV splits; before CUDA graphs are captured."""
+        """Reserve memory for the partial results of `max_splits` KV splits. Call it before CUDA graphs are captured."""
         for layer in self.unique_layers():
             layer.reserve(max_splits)
 
     def row_maxima_tiles(self, rows: int) -> int:
-        """How many row maxima the head stores for each of `rows` rows of logits; 0: none."""
+        """Number of row maxima per row that the head stores for `rows` rows of logits; 0: none."""
         return self.layers[-1].row_maxima_tiles(rows)
 
     def resolve(self, impl: str | Sequence[str] = "auto") -> Plan:
@@ -167,12 +171,14 @@ class Model:
 
     @torch.inference_mode()
     def dry_run(self, batch: Batch, cache: KVCache) -> None:
-        """Run one layer of each form and implementation, which launch every kernel that the whole model does: of those behind
-        `Select`, which have another number of rows, one of each again."""
+        """Run one layer for each compile key and implementation. Together they launch every kernel of the model.
+
+        Layers after `Select` have another number of rows, so they are run separately.
+        """
         firsts: dict[tuple[Any, ...], tuple[Layer, LayerKV | LayerState | None]] = {}
         selected = False
         for (layer, kv), row in zip(self._with_cache(cache), self.plan.rows, strict=True):
-            # What others than ours look at is not known.
+            # For other implementations, it is not known on what their kernels depend.
             key = (row.implementation, layer.compile_key()) if row.implementation in BUILT_IN else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
             selected = selected or layer.kind == "select"
@@ -188,43 +194,43 @@ class Model:
             x = torch.empty(0, device=self.device)
             for layer, kv in layers:
                 x = layer(x, batch, kv)
-            if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # a head that does not know of `logits`
+            if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # the head did not write to `logits`
                 x = batch.logits.copy_(x)
         return x
 
 
 def _in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
-    """The layers, checked, with a `Select` right behind the last attention unless they have one from there on."""
+    """The layers, checked, with a `Select` inserted after the last attention layer unless there is one."""
     if not isinstance(layers, Iterable):
-        raise ConfigError("a model is made of layers", expected="a sequence of them", found=type(layers).__name__)
+        raise ConfigError("a model needs layers", expected="a sequence of layers", found=type(layers).__name__)
     layers = list(layers)
     for place, layer in enumerate(layers):
         if not isinstance(layer, Layer) or not isinstance(getattr(layer, "kind", None), str):
             found, expected = type(layer).__name__, "a minirt.layers.Layer with a kind"
             raise ConfigError("not a layer", where=f"layers[{place}]", expected=expected, found=found)
         if layer.context.device.type != "meta":
-            what = "this layer belongs to a model already, with its weights"
+            what = "this layer already belongs to a model"
             raise ConfigError(what, where=f"layers[{place}], {layer.name}", hint="make new layers for each model")
     kinds = [layer.kind for layer in layers]
     if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
         raise ConfigError(
-            "a model is one embedding, any residual layers, at most one select behind the last attention, one head",
+            "a model needs one embedding first, then residual layers, at most one select after the last attention, one head last",
             found=", ".join(kinds) or "no layers",
         )
     behind = 1 + max(place for place, layer in enumerate(layers) if place == 0 or layer.cache_spec is not None)
     selects = [place for place, kind in enumerate(kinds) if kind == "select"]
-    hint = "leave it out, and the model puts one behind the last attention"
+    hint = "leave it out: the model inserts one after the last attention"
     if len(selects) > 1:
         where, first = f"layers[{selects[1]}]", f"layers[{selects[0]}]"
-        raise ConfigError(f"a second select layer has no rows to choose from: {first} is one", where=where, hint=hint)
+        raise ConfigError(f"there are two select layers; {first} is the first", where=where, hint=hint)
     if selects and selects[0] < behind:
-        what = "attention behind a select layer would have too few rows"
-        raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"one behind layers[{behind - 1}]", hint=hint)
+        what = "attention after a select layer would lack rows"
+        raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"a place after layers[{behind - 1}]", hint=hint)
     return layers if selects else [*layers[:behind], Select(config), *layers[behind:]]
 
 
 def some_names(layers: Sequence[Layer]) -> str:
-    """What layers are called, for a message: the first and the last of them."""
+    """Names of layers for a message; of many layers, only the first and last ones."""
     names = [layer.name for layer in layers]
     return ", ".join(names if len(names) <= 8 else [*names[:3], "…", *names[-3:]])
 

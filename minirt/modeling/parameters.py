@@ -1,7 +1,7 @@
 """Weights as layers hold them: `Parameter`, and its kinds `PackedLinear` (stacked parts), `PackedExperts` and `NormWeight`.
 
-A parameter knows the checkpoint tensors that fill it and the format it keeps them in, so that loading, random weights and byte
-counts meet in one place.
+A parameter knows which checkpoint tensors fill it and in which format it stores them. So loading, random weights and byte counts
+are in one place.
 """
 
 import copy
@@ -19,14 +19,14 @@ from minirt.modeling.formats import CHUNK, FP8
 
 @dataclass(frozen=True)
 class Part:
-    """One logical linear inside a packed one: its checkpoint prefix (`….q_proj`) and its number of rows."""
+    """One linear layer of the checkpoint inside a packed one: its name prefix (`….q_proj`) and its number of rows."""
 
     name: str
     rows: int
 
 
 class Parameter(ABC):
-    """Weights of one layer. A layer's parameters are its attributes of this type; subclasses may be your own.
+    """Weights of one layer. A layer's parameters are its attributes of this type. You may write subclasses.
 
     Attributes:
         format: the quantized format of the weights, such as "fp8"; None: the model's dtype.
@@ -43,11 +43,11 @@ class Parameter(ABC):
 
     @abstractmethod
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a model of this dtype keeps here."""
+        """Bytes of these weights in a model of this dtype."""
 
     @abstractmethod
     def compile_key(self) -> tuple[Hashable, ...]:
-        """All that kernels can depend on but the values."""
+        """Everything that kernels can depend on, except the values of the weights."""
 
     @abstractmethod
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -73,8 +73,8 @@ class Parameter(ABC):
 class PackedLinear(Parameter):
     """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
 
-    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. Quantized (`format` "fp8"), the weights
-    are e4m3 and stand for weight · scale, `scale` [N] fp32; else `scale` is None.
+    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. With `format` "fp8", the
+    weights are e4m3 and represent weight · scale, with `scale` [N] fp32. Otherwise `scale` is None.
     """
 
     quantizable = True

@@ -1,4 +1,4 @@
-"""`Backend`: the one door to the `tokenizers` library. Whatever fails behind it arrives as a `TokenizerError`."""
+"""`Backend`: all calls of the `tokenizers` library. Every failure in them becomes a `TokenizerError`."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ class Backend:
     """A `tokenizers.Tokenizer`, loaded from the content of a tokenizer.json.
 
     The library is written in Rust. Where it panics, it raises PanicException, which derives from BaseException and cannot be
-    imported, so no ordinary handler sees it. `_call` turns it, and every other exception, into a `TokenizerError`; each use of
-    the library goes through it.
+    imported, so `except Exception` does not catch it. `_call` turns it, and every other exception, into a `TokenizerError`. Each
+    use of the library goes through `_call`.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
-        """Load `content`, which was read from `path`; `path` is what errors name."""
+        """Load `content`, which was read from `path`. Errors name `path`."""
         import tokenizers
 
         self._path = path
@@ -31,7 +31,7 @@ class Backend:
         self._call(lambda: self._library.no_padding(), "cannot be loaded", _DAMAGED)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; `add_special_tokens`: with those of the post-processor."""
+        """Token ids of `text`. `add_special_tokens`: include those that the post-processor adds."""
         try:
             return self._call(lambda: self._library.encode(text, add_special_tokens=add_special_tokens).ids, "failed", _TEXT)
         except TokenizerError as error:
@@ -41,7 +41,7 @@ class Backend:
             raise
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of `ids`. Ids that no token has decode to ""."""
+        """The text of `ids`. Unknown ids decode to ""."""
         try:
             return self._call(lambda: self._library.decode(ids, skip_special_tokens=skip_special_tokens), "failed", _DAMAGED)
         except TokenizerError as error:

@@ -31,7 +31,7 @@ class ChatTemplate:
             messages: a non-empty list; each message is {"role": str, "content": str}.
             special_tokens: name → text (bos_token, eos_token, …). Templates refer to them by name.
         Raises:
-            InputError: `messages` has another form.
+            InputError: `messages` is not such a list.
             TokenizerError: there is no template, or the template fails, rejects the messages, renders nothing, or takes more
                 time, memory or output than `minirt.text.rendering` allows.
         """
@@ -54,7 +54,7 @@ class ChatTemplate:
 
 
 def _default_template(value: Any, path: Path) -> str | None:
-    """The template that tokenizer_config.json has in `chat_template`: a text, or the one named "default" of a list."""
+    """The template in `value`, the `chat_template` of tokenizer_config.json: a text, or a list with one named "default"."""
     expected = 'a text, or a list of {"name", "template"} with one named default'
     if isinstance(value, list):
         if not all(isinstance(entry, dict) and entry.keys() >= {"name", "template"} for entry in value):

@@ -1,8 +1,8 @@
-"""`Renderer`: runs a chat template in a process of its own, where the system bounds its time and memory.
+"""`Renderer`: runs a chat template in a separate process, whose time and memory the operating system limits.
 
-A template is a program that comes with the model. Jinja's sandbox keeps it from Python's internals, not from endless loops,
-exponential texts or `'a' * 10**9`, and a thread that runs such an operation cannot be stopped. The process stays for the next
-conversation, so only the first one waits for it to start (about 0.1 s).
+A template is a program that comes with the model. Jinja's sandbox protects Python's internals, but does not prevent endless
+loops, exponential texts or `'a' * 10**9`, and a thread that runs such an operation cannot be stopped. The process is reused, so
+only the first conversation waits for its start (about 0.1 s).
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from typing import Any
 from minirt.errors import shortened
 
 MAX_CPU_SECONDS = 5
-MAX_SECONDS = 60  # also with a process that waits for memory
+MAX_SECONDS = 60  # wall-clock time, also of a process that waits, such as for memory
 MAX_MEMORY = 1 << 30
-MAX_OUTPUT = 1 << 20  # characters; and four times those of the conversation
-_IDLE = 4  # processes that are kept, if that many threads have rendered at once
+MAX_OUTPUT = 1 << 20  # characters, in addition to four times those of the conversation
+_IDLE = 4  # maximum number of idle processes that are kept
 
 
 class RenderingError(Exception):
@@ -51,7 +51,7 @@ class Renderer:
             else:
                 self._put(process)
             raise
-        except BaseException:  # Ctrl-C: its answer would be read as that of the next conversation
+        except BaseException:  # Ctrl-C: the answer still to come would be taken for that of the next conversation
             process.close()
             raise
         self._put(process)
@@ -81,7 +81,7 @@ def _close_all(processes: "list[_Process]") -> None:
 
 
 class _Process:
-    """One process that renders one template. One line of JSON asks, one line answers."""
+    """One process that renders one template. Each request and each answer is a line of JSON."""
 
     def __init__(self, source: str) -> None:
         limits = (MAX_CPU_SECONDS, MAX_SECONDS, MAX_MEMORY)
@@ -97,7 +97,7 @@ class _Process:
         self._send(source)
 
     def usable(self) -> bool:
-        """Not in a fork of the process that started it: two would read each other's answers."""
+        """Whether it runs, and this process started it. After a fork, parent and child would read each other's answers."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -133,7 +133,7 @@ class _Process:
 
 
 def _line(value: Any) -> bytes:
-    """JSON on one line. Texts may have lone surrogates, and escaping all letters outside ASCII would take much longer."""
+    """JSON on one line, in UTF-8 that may have lone surrogates. Escaping all non-ASCII characters would take much longer."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
@@ -181,7 +181,7 @@ def _rendered(template: Any, variables: dict[str, Any]) -> str:
 
 
 def compile_template(source: str) -> Any:
-    """The template in the environment that transformers gives it."""
+    """Compile the template in the same Jinja environment as transformers."""
     import functools
     from datetime import datetime
 

@@ -79,9 +79,9 @@ class Tokenizer:
         return self._backend.token_to_id(text)
 
     def min_tokens(self, text: str) -> int:
-        """A number of token ids that `text` has at least, from its number of characters; 0 if that says nothing.
+        """A lower bound on the number of token ids of `text`, from its number of characters; 0 if there is none.
 
-        It takes no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
+        It takes almost no time, while tokenizing takes seconds for each megabyte and cannot be interrupted.
         """
         return self._bound(text)
 
@@ -92,8 +92,8 @@ class Tokenizer:
         special token in `text` becomes that token.
 
         Args:
-            max_tokens: refuse a text that surely has more, because it has so many characters, without tokenizing it. A text of
-                which `min_tokens` does not say so is returned whole.
+            max_tokens: raise, without tokenizing, if `min_tokens` shows that the text has more tokens. Other texts are encoded
+                completely, even if they have more.
         Raises:
             ContextLengthError: see `max_tokens`.
             InputError: `text` is not a string, or has a lone surrogate.
@@ -128,7 +128,7 @@ class Tokenizer:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that a model need not have; {} without it."""
+    """The JSON object in an optional file; {} if it is absent."""
     return read_json(path, limit=MAX_SMALL_FILE, error=TokenizerError) if present(path) else {}
 
 
@@ -144,7 +144,7 @@ def _special_tokens(path: Path, values: Mapping[str, Any]) -> dict[str, str | No
 
 
 def _check_added_tokens(added: Any, backend: Backend, path: Path) -> None:
-    """Warn of tokens that tokenizer_config.json adds, id → token, and tokenizer.json has not, or with other ids."""
+    """Warn of tokens in `added` (id → token, from tokenizer_config.json) that tokenizer.json lacks or has with other ids."""
     tokens = added.items() if isinstance(added, dict) else ()
     texts = {key: token.get("content") for key, token in tokens if isinstance(token, dict)}
     other = [text for key, text in texts.items() if isinstance(text, str) and str(backend.token_to_id(text)) != key]

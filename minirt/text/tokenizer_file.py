@@ -1,6 +1,6 @@
-"""What tokenizer.json says: contradictions that the library would accept, the decoder, and how few tokens a text can have.
+"""Reads tokenizer.json: contradictions that the library accepts, the decoder's steps, a lower bound on the tokens of a text.
 
-The library has loaded the file, so its parts are well-formed; what it leaves open is read with care.
+The library has already loaded the file, so its parts are well-formed. Fields that the library ignores may have any JSON type.
 """
 
 import functools
@@ -17,8 +17,8 @@ from minirt.text.backend import Backend
 _WINDOW_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
 # Unicode's White_Space, which an added token with lstrip or rstrip removes.
 _WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-_NOT_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))  # bytes that no UTF-8 text has
-_COMPOSED = 4  # characters that NFC or NFKC combine into one, at most
+_NOT_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))  # bytes that never occur in UTF-8
+_COMPOSED = 4  # maximum number of characters that NFC or NFKC combine into one
 
 
 @functools.cache
@@ -78,13 +78,13 @@ def check(content: Mapping[str, Any], backend: Backend, path: Path) -> None:
 
 @dataclass(frozen=True)
 class TokenBound:
-    """How few tokens a text can have, from its number of characters or bytes.
+    """A lower bound on the number of tokens of a text, from its number of characters or bytes.
 
     Attributes:
-        longest: characters of the longest token, or bytes with a byte-level tokenizer; None where nothing can be told.
-        composed: characters that the normalizer combines into one at most, in a text that is not ASCII.
+        longest: characters of the longest token, or bytes with a byte-level tokenizer; None: there is no bound.
+        composed: maximum number of characters that the normalizer combines into one, in texts that are not ASCII.
         strips: whether added tokens remove whitespace around them.
-        dropped: bytes that a byte-level vocabulary lacks, so that they give no token.
+        dropped: bytes that a byte-level vocabulary lacks, so they give no token.
     """
 
     longest: int | None = None
@@ -96,12 +96,12 @@ class TokenBound:
     def of(cls, content: Mapping[str, Any], vocabulary: Mapping[str, int]) -> "TokenBound":
         """The bound for a tokenizer.json. `vocabulary`: all tokens, added ones included.
 
-        Only for BPE, and only if no step can drop characters or merge any number of them into one token: every normalizer and
-        pre-tokenizer is one of those below, and each unknown character is a token of its own, or a byte that is not counted.
+        There is one only for BPE, and only if no step can drop characters or merge any number of them into one token: every
+        normalizer and pre-tokenizer is one of those below, and each unknown character is its own token or an uncounted byte.
         """
         model, composed, same = _object(content.get("model")), 1, True
         for step in _steps(content.get("normalizer"), "normalizers"):
-            same = same and step["type"] in ("NFC", "NFKC")  # no other one leaves ASCII as it is
+            same = same and step["type"] in ("NFC", "NFKC")  # only these leave ASCII unchanged
             match step:
                 case {"type": "NFC" | "NFKC"}:
                     composed *= _COMPOSED
@@ -137,18 +137,18 @@ class TokenBound:
             return cls()
         dropped = b""
         if (missing := _missing_bytes(content, model)) != b"" and (model.get("unk_token") is None or model.get("fuse_unk")):
-            if missing is None or not same or changes != 1:  # other bytes than those of the text reach the model
+            if missing is None or not same or changes != 1:  # the model gets other bytes than those of the text
                 return cls()
             dropped = missing
         longest = max(1, *map(len, vocabulary))
         added = [_object(token) for token in content.get("added_tokens") or ()]
-        if dropped:  # then bytes are counted; a byte-level token has a letter for each, an added token is plain text
+        if dropped:  # bytes are counted: a byte-level token has one letter per byte, an added token is plain text
             longest = max(longest, *(len(str(token.get("content")).encode()) for token in added), 1)
         strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
         return cls(longest, composed, strips, dropped)
 
     def __call__(self, text: str) -> int:
-        """A number of tokens that `text` has at least. Takes milliseconds for a million characters."""
+        """A lower bound on the number of tokens of `text`. Takes milliseconds for a million characters."""
         plain = self.composed == 1 or text.isascii()
         if self.longest is None or (self.dropped and not plain):
             return 0
@@ -180,7 +180,7 @@ def _vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _steps(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a part of tokenizer.json, in order. A "Sequence" has them in `inner`, possibly one in another."""
+    """The steps of a part of tokenizer.json, in order. A "Sequence" has them under the key `inner`, and may be nested."""
     part = _object(part)
     if part.get("type") == "Sequence":
         for step in part.get(inner) or ():

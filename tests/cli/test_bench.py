@@ -52,13 +52,13 @@ def test_decode_prints_a_table(run, folder):
     assert "torch.sum" in second
     assert "datasheet" not in second
     assert products.startswith("Matrix product, same run: ")
-    assert third.startswith("Correctness: not checked: every layer runs its eager form")
+    assert third.startswith("Correctness: not checked: every layer is eager")
     rows = table(out)
     assert [row["test"] for row in rows] == ["tg128 b1 @ d16", "tg128 b3 @ d16"]
     for row in rows:
         assert row["model"] == f"{folder.name} float32"
         assert row["backend"] == "CPU eager"
-        assert row["graph ms"] == row["of datasheet"] == "-"
+        assert row["CUDA graph ms"] == row["of datasheet"] == "-"
         median, plus, spread = row["t/s"].split()
         assert float(median.replace(",", "")) > 0
         assert plus == "±"

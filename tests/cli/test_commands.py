@@ -399,7 +399,7 @@ def test_fp8_reaches_the_model(run, folder):
     plan = ("plan", "-m", folder, "--device", "cpu", "--json", "--fp8")
     assert json.loads(run(*plan, "--no-fp8-head")[1])["weight_bytes"] == size
     assert json.loads(run(*plan)[1])["weight_bytes"] < size
-    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "go with --fp8", code=2)
+    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "need --fp8", code=2)
     refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8")
 
 

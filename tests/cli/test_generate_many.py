@@ -226,13 +226,30 @@ def test_a_result_is_printed_once_those_before_it_are(monkeypatch):
     monkeypatch.setattr(generate_many, "write", out.append)
     requests = [SimpleNamespace(line=2 * i + 1) for i in range(4)]
     results = generate_many._Results(requests, as_json=False, texts=False)
-    results.all = [completion([i], None) for i in range(4)]
+    results.expect([completion([i], None) for i in range(4)])
     for finished, printed in ((2, ""), (0, "0"), (3, "0"), (1, "0123")):
         results.all[finished].finish_reason = "length"
         results.print_ready()
         assert "".join(out).replace("\n", "") == printed
     results.print_rest()
     assert len(out) == 4
+
+
+def test_samples_of_a_line(run, folder, file, expected):
+    """Each is a result of its own. A greedy line with several samples is refused before the model is loaded."""
+    base = ("generate", "-m", folder, *CACHE, "--max-tokens", 4, "--ignore-eos", "--json", "--prompts")
+    lines = ["hello", {"prompt": "hello", "n": 3, "seed": 4}, {"prompt": "x", "n": 1}]
+    code, out, err = run(*base, file(*lines))
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(record["line"], record.get("sample")) for record in records] == [(1, None), (2, 0), (2, 1), (2, 2), (3, None)]
+    for i in range(3):
+        truth = expected("hello", seed=4 + i, temperature=1.0, max_tokens=4, ignore_eos=True)
+        assert records[1 + i]["token_ids"] == truth.token_ids
+    assert "5 prompts" in err
+    code, _, err = run(*base, file({"prompt": "hello", "n": 3, "temperature": 0}))
+    assert code == 1
+    assert 'p.jsonl line 1, "n": greedy decoding has one sample' in err
 
 
 def test_a_failure_does_not_take_the_others_along(run, folder, file, tmp_path):

@@ -17,7 +17,7 @@ from minirt.engine.engine import Engine, Request
 from minirt.engine.kv_cache import KVCache, PageAllocator
 from minirt.engine.runner import StepResult
 from minirt.engine.step_input import Batch
-from minirt.errors import ContextLengthError, InputError, MinirtError
+from minirt.errors import ContextLengthError, InputError, MinirtError, QueueFullError
 from minirt.sampling_params import SamplingParams, resolve
 
 VOCAB = 97
@@ -64,12 +64,12 @@ def undisturbed(prompt, count, eos=None):
     return tokens[len(prompt) :]
 
 
-def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True):
+def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True, max_waiting=None):
     cache = KVCache([(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
     return Engine(
         Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget,
-        lookahead=lookahead, prefix_cache=prefix_cache,
+        lookahead=lookahead, prefix_cache=prefix_cache, max_waiting=max_waiting,
     ), cache  # fmt: skip
 
 
@@ -206,6 +206,31 @@ def test_budget_bounds_every_step():
     it, _ = engine(budget=7)
     run(it, [(0, list(range(30)), 5), (1, list(range(25)), 5)])
     assert max(it._model.tokens_per_step) <= 7
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_more_than_max_waiting_are_refused(limit):
+    """What a step computes does not count, and what already waits is never refused."""
+    it, cache = engine(seqs=2, max_waiting=limit, lookahead=0)
+    first = [add(it, [50 + i], resolve(SamplingParams(max_tokens=3), None)) for i in range(7)]
+    errors = [output for output in it.step() if output.error is not None]
+    assert [output.request_id for output in errors] == first[2 + limit :]
+    assert {type(output.error) for output in errors} == {QueueFullError}
+    assert f"at most {limit}" in str(errors[0].error)
+    late = add(it, [60])
+    assert [output.request_id for output in it.step() if output.error is not None] == [late]
+    ended = [output.request_id for _ in range(40) for output in it.step() if output.finish_reason == "length"]
+    assert sorted(ended) == first[: 2 + limit]
+    assert not it.has_work
+    assert cache.allocator.num_free == 64
+
+
+def test_preempted_sequences_are_not_refused():
+    it, _ = engine(pages=9, seqs=4, length=32, max_waiting=1)
+    ids = [add(it, [50 + i] * 7, resolve(SamplingParams(max_tokens=20), None)) for i in range(4)]
+    outputs = [output for _ in range(200) for output in it.step()]
+    assert len(it._model.tokens_per_step) > 40, "nothing was preempted"
+    assert {output.request_id for output in outputs if output.finish_reason == "length"} == set(ids)
 
 
 def test_ten_thousand_aborts_leak_nothing():

@@ -11,14 +11,14 @@ import sys
 import threading
 
 import pytest
-from engine.test_engine import engine, undisturbed
+from engine.test_engine import PAGE, engine, undisturbed
 from support.native import native_error
 
 from minirt.engine import engine as engine_module
-from minirt.engine import engine_thread, kv_cache, scheduler
+from minirt.engine import engine_thread, kv_cache, scheduler, waiting_queue
 from minirt.engine.engine import Request
 from minirt.engine.engine_thread import EngineThread
-from minirt.errors import DeviceFailedError, EngineError, MinirtError
+from minirt.errors import DeviceFailedError, EngineError, MinirtError, QueueFullError
 from minirt.sampling_params import SamplingParams, resolve
 
 EOS = 5
@@ -42,14 +42,20 @@ def thread():
         each.stop()
 
 
-def request(thread, prompt, count):
+def request(thread, prompt, count, priority=0, group=None):
     sampling = resolve(SamplingParams(max_tokens=count, temperature=0.0), None)
-    return Request(thread.new_id(), prompt, sampling, (EOS,))
+    return Request(thread.new_id(), prompt, sampling, (EOS,), priority=priority, group=group)
 
 
-def complete(thread, prompts, count=8, leave_after=None):
-    """Tokens for each prompt, from one client. Raises the first error; `leave_after`: stop after so many outputs."""
-    asked = [request(thread, prompt, count) for prompt in prompts]
+def complete(thread, prompts, count=8, leave_after=None, priority=0, samples=1):
+    """Tokens for each prompt, from one client. Raises the first error; `leave_after`: stop after so many outputs.
+
+    The tokens of the mock model do not depend on the seed, so the `samples` of a prompt are equal.
+    """
+    asked = []
+    for prompt in prompts:
+        group = thread.new_id() if samples > 1 else None
+        asked += [request(thread, prompt, count, priority, group) for _ in range(samples)]
     tokens, running = {r.id: [] for r in asked}, {r.id for r in asked}
     with thread.connect() as client:
         client.submit(asked)
@@ -98,12 +104,15 @@ def spread(count, work):
 
 
 def test_sixteen_threads_with_aborts_and_exceptions(thread):
-    """1,600 calls. Some leave early, and a layer raises now and then. Whoever gets all tokens gets those of a solo run."""
+    """3,200 calls. Some leave early, and a layer raises now and then. Whoever gets all tokens gets those of a solo run.
+
+    Prompts share beginnings of none to three pages, priorities differ, and some have several samples.
+    """
     it, cache = thread(pages=60, seqs=8, budget=40)
     model, steps = it.engine._runner._model, iter(range(10**9))
 
     def fails_sometimes(batch, cache):
-        if next(steps) % 41 == 40:
+        if next(steps) % 61 == 60:
             raise RuntimeError("a layer's own error")
         return model(batch, cache)
 
@@ -112,11 +121,14 @@ def test_sixteen_threads_with_aborts_and_exceptions(thread):
 
     def work(i):
         draw = random.Random(i)
-        for _ in range(100):
-            prompts = [[draw.randrange(90) for _ in range(draw.randrange(1, 20))] for _ in range(draw.choice((1, 1, 2, 3)))]
+        for _ in range(200):
+            stems = [list(range(20, 20 + draw.randrange(14))) for _ in range(draw.choice((1, 1, 2, 3)))]
+            prompts = [[*stem, *(draw.randrange(90) for _ in range(draw.randrange(1, 9)))] for stem in stems]
+            samples = draw.choice((1, 1, 3))
             leave = draw.randrange(1, 9) if draw.random() < 0.3 else None
             try:
-                assert complete(it, prompts, leave_after=leave) == expected(prompts)
+                tokens = complete(it, prompts, 6, leave, priority=draw.randrange(3), samples=samples)
+                assert tokens == [own for own in expected(prompts, 6) for _ in range(samples)]
                 done.append(i)
             except Stopped:
                 left.append(i)
@@ -124,7 +136,8 @@ def test_sixteen_threads_with_aborts_and_exceptions(thread):
                 failed.append(str(error))
 
     spread(16, work)
-    assert len(done) + len(left) + len(failed) == 1600
+    assert len(done) + len(left) + len(failed) == 3200
+    assert it.engine.prefix_cache_stats.hits > 3200
     assert min(len(done), len(left), len(failed)) > 20, "all three happen"
     assert all("a layer's own error" in message for message in failed)
     assert at_rest(it, cache)
@@ -149,7 +162,7 @@ def test_streams_are_read_in_any_order(thread):
     assert at_rest(it, cache)
 
 
-FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, kv_cache)}
+FILES = {module.__file__ for module in (engine_module, engine_thread, scheduler, waiting_queue, kv_cache)}
 
 
 class Injected(BaseException):
@@ -187,16 +200,17 @@ def count_lines(thread_work, at=None):
 def test_an_exception_at_any_line_of_the_engines_thread(thread):
     """No caller waits for ever or gets a wrong token, no page is lost, and the next request runs.
 
-    The pages are few, so that sequences are preempted, too.
+    The pages are few, so that sequences are preempted, too. One of two samples waits for the other.
     """
-    prompts = [[10, 11, 12, 13, 14, 15], [20, 21, 22], [30] * 9]
+    prompts = [[10, 11, 12, 13, 14, 15], [30] * 9]
+    twice = [tokens for tokens in expected(prompts, 9) for _ in range(2)]
     ended, causes = [], []
 
     def scenario(end):
         it, cache = thread(pages=6, seqs=3, budget=8, length=24)
         for leave in (None, 2):
             try:
-                assert complete(it, prompts, 9, leave) == expected(prompts, 9)
+                assert complete(it, prompts, 9, leave, samples=2) == twice
                 ended.append("done")
             except Stopped:
                 ended.append("left")
@@ -208,14 +222,14 @@ def test_an_exception_at_any_line_of_the_engines_thread(thread):
         except EngineError as error:
             causes.append(error.__cause__)
         end()
-        assert complete(it, prompts, 9) == expected(prompts, 9)
+        assert complete(it, prompts, 9, samples=2) == twice
         assert at_rest(it, cache)
         it.stop()
 
     total = count_lines(scenario)
     assert ended == ["done", "left"]
     assert total > 1000
-    step = max(1, total // 400)
+    step = max(1, total // 300)
     for at in range(1, total + 1, step):
         spread(1, lambda _, at=at: count_lines(scenario, at))
     assert ended.count("failed") > 100
@@ -345,6 +359,43 @@ def test_a_call_waits_until_it_can_run(thread):
     assert at_rest(it, cache)
 
 
+def test_exactly_max_waiting_requests_wait(thread):
+    """Twenty threads submit during one step. Two run, three wait, and the others are told at once."""
+    it, cache = thread(seqs=2, max_waiting=3)
+    model, entered, gate = it.engine._runner._model, threading.Event(), threading.Event()
+
+    def held(batch, cache):
+        entered.set()
+        assert gate.wait(60)
+        return model(batch, cache)
+
+    it.engine._runner._model = held
+    results, submitted = [], threading.Barrier(21)
+
+    def work(i):
+        with it.connect() as client:
+            client.submit([request(it, [40 + i], 6)])
+            if i < 20:
+                submitted.wait(20)
+            outputs = client.receive()
+            while outputs[-1].finish_reason is None:
+                outputs += client.receive()
+        results.append(outputs[-1].error)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in (20, *range(20))]
+    threads[0].start()
+    assert entered.wait(20)
+    for each in threads[1:]:
+        each.start()
+    submitted.wait(20)
+    gate.set()
+    for each in threads:
+        each.join(20)
+    assert sum(error is None for error in results) == 5
+    assert [type(error) for error in results if error is not None] == [QueueFullError] * 16
+    assert at_rest(it, cache)
+
+
 def test_a_forked_process_is_told(thread):
     it, _ = thread()
     complete(it, [[1]])
@@ -355,7 +406,7 @@ def test_a_forked_process_is_told(thread):
 
 
 def test_a_step_costs_nothing_for_requests_that_wait(thread):
-    """Lines of Python run in a step, with 2 and with 5,000 requests behind the two that run."""
+    """Lines of Python in the steps of one page, with 2 and with 5,000 requests behind the two that run."""
 
     def lines(waiting):
         it, _ = thread(seqs=2)
@@ -370,14 +421,15 @@ def test_a_step_costs_nothing_for_requests_that_wait(thread):
             count += event == "line"
             return trace if "minirt" in frame.f_code.co_filename else None
 
-        def step(engine):
+        def steps(engine):
             sys.settrace(trace)
             try:
-                it._deliver(engine.step())
+                for _ in range(PAGE):  # one of them fills a page
+                    it._deliver(engine.step())
             finally:
                 sys.settrace(None)
 
-        it.call(step)
+        it.call(steps)
         client.close()
         return count
 

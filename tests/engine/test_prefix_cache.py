@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.test_engine import PAGE, DraftingRunner, add, engine, run, undisturbed
+from engine.test_engine_faults import limited
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,11 +52,15 @@ def consistent(allocator):
     aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 13)), max_size=4),
     lookahead=st.integers(0, 1),
     drafts=st.booleans(),
+    most=st.integers(1, 60),
 )  # fmt: skip
-def test_shared_prefixes_change_no_token(requests, pages, seqs, budget, aborts, lookahead, drafts):
+def test_shared_prefixes_change_no_token(requests, pages, seqs, budget, aborts, lookahead, drafts, most):
+    """Also where memory runs out in steps of more than `most` tokens."""
     it, cache = engine(pages, seqs, budget, length=36, lookahead=0 if drafts else lookahead)
     if drafts:
         it._runner = DraftingRunner(it._model, cache, 0)
+    else:
+        limited(it, most, torch.OutOfMemoryError("CUDA out of memory."))
     tokens, reasons = run(it, requests, aborts)
     for i, (_, prompt, count) in enumerate(requests):
         wanted = undisturbed(prompt, min(count, 36 - len(prompt)), eos=5)

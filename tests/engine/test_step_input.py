@@ -143,7 +143,7 @@ def test_a_buffer_without_room_is_refused():
     layout = Layout(8, 8, 8, 160)
     for flat in (torch.zeros(9, dtype=torch.int32), torch.zeros(2 * layout.words, dtype=torch.int32)[::2]):
         before = flat.clone()
-        with pytest.raises(InputError, match="no room for a step's values"):
+        with pytest.raises(InputError, match="the buffer cannot hold the step"):
             pack_chunks(layout, flat, decode_chunks([17, 300]), PAGE)
         assert torch.equal(flat, before)
 
@@ -152,7 +152,7 @@ def test_a_buffer_without_room_is_refused():
 def test_a_layout_without_room_is_refused(layout):
     """The error comes before anything is written past a tensor or past the buffer."""
     flat = torch.full((layout.words + 64,), 12345, dtype=torch.int32)
-    with pytest.raises(InputError, match="no room for a step's values"):
+    with pytest.raises(InputError, match="the layout is too small for the step"):
         pack_chunks(layout, flat, [Chunk([5, 6, 7, 8], 0, [1])], PAGE)
     assert bool((flat[layout.words :] == 12345).all())
 

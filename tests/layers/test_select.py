@@ -125,10 +125,10 @@ def test_a_wrong_place_is_refused():
     embedding, a0, m0, a1, m1, head = models.build(CONFIG)
     own = Select(CONFIG)
     for wrong, last in (([embedding, a0, own, m0, a1, m1, head], 4), ([embedding, a0, own, a0, m0, head], 3)):
-        with pytest.raises(ConfigError, match=rf"layers\[2\]: attention .* few rows; expected one behind layers\[{last}\] .lea"):
+        with pytest.raises(ConfigError, match=rf"layers\[2\]: attention .* lack rows; expected .* after layers\[{last}\] .lea"):
             Model(CONFIG, wrong)
     for wrong in ([embedding, a0, m0, own, own, head], [embedding, a0, m0, own, Select(CONFIG), a0, head]):
-        with pytest.raises(ConfigError, match=r"layers\[4\]: a second select layer .*: layers\[3\] is one .leave"):
+        with pytest.raises(ConfigError, match=r"layers\[4\]: there are two select layers; layers\[3\] is the first .leave"):
             Model(CONFIG, wrong)
     for wrong in ([own, embedding, head], [embedding, a0, head, own]):
         with pytest.raises(ConfigError, match="one embedding"):

@@ -180,7 +180,7 @@ def test_what_an_own_implementation_returns_is_checked(wrong, kind, hf_folder):
     pattern = {"attention": "layers.1.attention", "mlp": "layers.1.mlp"}.get(kind, kind)
     with load(hf_folder("Qwen2"), impl=["eager", f"{pattern}={name}"]) as generator:
         expected = r"a contiguous torch.float32 .* \(7, \d+\) on cpu"
-        returns = rf"{pattern}: implementation '{name}' returns .*; expected {expected}; found "
+        returns = rf"{pattern}: the output of implementation '{name}' does not fit .*; expected {expected}; found "
         with pytest.raises(UnsupportedError, match=returns):
             generator.logits(PROMPT)
 
@@ -197,7 +197,7 @@ def test_layers_are_of_one_model(hf_folder):
 
     with load(folder, layers=keep) as generator:
         expected = generator.logits(PROMPT)
-        with pytest.raises(ConfigError, match=r"layers\[0\], embedding: this layer belongs to a model already.*make new layers"):
+        with pytest.raises(ConfigError, match=r"layers\[0\], embedding: this layer already belongs to a model.*make new layers"):
             load(folder, layers=keep, quantization="fp8")
         assert torch.equal(generator.logits(PROMPT), expected)
 
@@ -216,7 +216,7 @@ def test_impossible_compositions(hf_folder):
     with pytest.raises(CheckpointError, match=r"4 of .* missing.*model\.extra_norm\.weight"):
         load(folder, layers=stranger)
     for wrong in (lambda c: None, lambda c: 3):
-        with pytest.raises(ConfigError, match=r"made of layers; expected a sequence of them; found (NoneType|int)"):
+        with pytest.raises(ConfigError, match=r"needs layers; expected a sequence of layers; found (NoneType|int)"):
             load(folder, layers=wrong)
     for place, wrong in enumerate((None, MLP, stranger)):
         message = rf"layers\[{place}\]: not a layer; expected a minirt.layers.Layer with a kind; found (NoneT|t|f)"

@@ -169,7 +169,7 @@ def test_planted_faults_are_refused(impl, run, folder):
     code, out, err = run("compare", "-m", folder, *CPU, *SHORT, "--layer", layer, "--impl", impl, "-q", "-o", "json")
     record = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert code == 1
-    assert err.splitlines()[-1].startswith("minirt: compare: errs more than its bound allows")
+    assert err.splitlines()[-1].startswith("minirt: compare: exceeds its error bound")
     assert f"{layer}, prefill 9: " in err
     for words in FAULTS[impl]:
         assert any(words in fault for fault in record["faults"]), record["faults"]

@@ -286,7 +286,7 @@ def test_a_fault_ends_the_command_with_1(run, folder, monkeypatch):
     monkeypatch.setattr(*wrong(linear, "norm_gate_up", swapped_halves))
     code, out, err = run(*BASE, "gate_up", "-m", folder, "-t", 2)
     assert code == 1
-    assert "errs more than its bound allows: gate_up" in err
+    assert "exceeds its error bound: gate_up" in err
     assert "**broken** | - " in out
     assert "**1 checks failed; nothing was timed there:**" in out
 
@@ -297,7 +297,7 @@ def test_wrong_inputs(run, folder, tmp_path):
     refused(run(*BASE, "o", "--dtype", "bfloat16"), "interpreter", "float16")
     refused(run(*BASE, "o", "-m", "nobodys-model"), "nobodys-model")
     refused(run(*BASE, "o", "-c", "7"), "--context-len: none of the named kernels has a context")
-    refused(run(*BASE, "o", "-t", "0"), "whole numbers above 0", code=2)
+    refused(run(*BASE, "o", "-t", "0"), "positive integers", code=2)
     refused(run(*BASE, "o", "--pictures", tmp_path / "none"), "does not exist", code=2)
     refused(run(*BASE, "o", "--output-file", tmp_path / "none" / "a.md"), "does not exist", code=2)
     refused(run(*BASE, "o", "--baseline", tmp_path / "none.json"), "--baseline", "none.json: cannot be read")

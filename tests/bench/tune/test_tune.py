@@ -213,14 +213,14 @@ def call(capfd, monkeypatch):
 
 
 def test_no_gpu_is_an_error(call):
-    refused(call("tune", "--device", "cpu"), "nothing to tune without a GPU")
+    refused(call("tune", "--device", "cpu"), "tuning needs a GPU")
 
 
 @pytest.mark.parametrize("option", [("-o", "json"), ("--output-file", "x")])
 def test_what_is_stored_has_one_form(call, option):
     code, _, text = call("tune", "--show", *option)
     assert code == 2
-    assert "not with --show" in text
+    assert "combined with --show" in text
 
 
 @pytest.mark.gpu

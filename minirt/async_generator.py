@@ -1,0 +1,245 @@
+"""`AsyncGenerator`: the public API for asyncio. Wraps a `Generator`; any number of event loops may use it at once.
+
+Each event loop has one client of the engine's thread. A step's outputs wake the loop once, whatever number of its requests they
+belong to. They wait in a queue for each call, and become text in the loop's thread when the call reads them.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator as AsyncGeneration
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakMethod
+
+from minirt import models
+from minirt.engine.engine import TokenOutput
+from minirt.engine.engine_thread import EngineThread
+from minirt.errors import InputError, MinirtError, SlowReaderError
+from minirt.generator import Call, Generator, Messages, Prompt, is_single
+from minirt.loading.options import LoadOptions
+from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.sampling_params import SamplingParams
+
+MAX_UNREAD = 4096  # the default of `AsyncGenerator`
+_LONG = 2000  # characters or tokens: from here on, encoding takes longer than a change of threads
+
+
+class AsyncGenerator:
+    """A `Generator` for asyncio programs. All its methods may be called from several event loops in several threads.
+
+    Cancelling a task that waits here, or closing an iterator, aborts its requests. A reader that falls behind delays nobody.
+    Text is encoded in a worker thread if it is long, so that it does not block the event loop.
+
+    Attributes:
+        generator: the `Generator`, for everything that does not wait: `config`, `plan`, `encode`, `max_len` …
+    """
+
+    def __init__(self, generator: Generator, *, max_unread: int = MAX_UNREAD) -> None:
+        """Wrap a `Generator`, which may have other callers, too.
+
+        Args:
+            max_unread: a stream ends with a `SlowReaderError` if so many of its pieces wait for their reader when more come.
+        """
+        if type(max_unread) is not int or max_unread < 1:
+            expected, found = "an integer >= 1", repr(max_unread)[:80]
+            raise InputError("not an acceptable value", where="max_unread", expected=expected, found=found)
+        self.generator, self._max_unread = generator, max_unread
+        self._clients: dict[asyncio.AbstractEventLoop, _LoopClient] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    async def from_pretrained(
+        cls,
+        model: str | Path | LoadOptions = models.EMBEDDED,
+        *,
+        max_unread: int = MAX_UNREAD,
+        progress: Callable[[str, int, int], None] | None = None,
+        **options: Any,
+    ) -> "AsyncGenerator":
+        """Load a model in a worker thread, in which `progress` runs, too. Other arguments: see `Generator.from_pretrained`."""
+        load = Generator.from_pretrained
+        return cls(await asyncio.to_thread(load, model, progress=progress, **options), max_unread=max_unread)
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> Any:
+        """Complete one prompt (→ `Completion`) or many at once (→ list of `Completion`), as `Generator.generate` does."""
+        call = await self._prepare(prompts, params, priority, single=is_single(prompts))
+        async with aclosing(self._run(call)) as pieces:
+            async for _ in pieces:
+                pass
+        return call.result()
+
+    async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Any:
+        """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
+        return await self.generate(await self.encode_chat(messages), params, priority=priority)
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[Piece]:
+        """Yield the completion piece by piece, as `Generator.stream` does. Closing the iterator aborts.
+
+        Raises:
+            SlowReaderError: more than `max_unread` pieces were not read. The pieces before them come first.
+            MinirtError: the request failed.
+        """
+        async with aclosing(self.stream_completion(prompt, params, priority=priority)) as pieces:
+            async for piece, _ in pieces:
+                yield piece
+
+    async def stream_completion(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncGeneration[tuple[Piece, Completion], None]:
+        """As `stream`, with the completion that the piece belongs to, as it stands then."""
+        call = await self._prepare(prompt, params, priority, single=True)
+        async with aclosing(self._run(call, self._max_unread)) as pieces:
+            async for stream, piece in pieces:
+                if stream.completion.error is not None:
+                    raise stream.completion.error
+                yield piece, stream.completion
+
+    async def encode_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation through the chat template, for `stream` and `generate`."""
+        return await asyncio.to_thread(self.generator.encode_chat, messages, self.generator.max_len - 1)
+
+    async def close(self) -> None:
+        """Close the generator. Open requests of all its callers end with an error."""
+        await asyncio.to_thread(self.generator.close)
+
+    async def __aenter__(self) -> "AsyncGenerator":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> Call:
+        if _size([prompts] if single else prompts) < _LONG:
+            return self.generator._prepare(prompts, params, priority, single=single)
+        return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single=single)
+
+    async def _run(self, call: Call, limit: int | None = None) -> AsyncGeneration[tuple[CompletionStream, Piece], None]:
+        """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts.
+
+        Args:
+            limit: outputs that may wait for the reader. None: the caller reads at once.
+        """
+        client = self._client()
+        reader = _Reader(limit)
+        try:
+            client.submit(call, reader)
+            while call.open:
+                output = await reader.get()
+                if output.request_id in call.open:  # else it ended at a stop string; the engine was ahead
+                    stream, piece = call.push(output)
+                    if piece.finish_reason is not None:
+                        client.end([output.request_id], abort=output.finish_reason is None)
+                    yield stream, piece
+        finally:
+            client.end(list(call.open), abort=True)
+
+    def _client(self) -> "_LoopClient":
+        """The client of the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._clients:
+                for closed in [loop for loop in self._clients if loop.is_closed()]:
+                    del self._clients[closed]
+                self._clients[loop] = _LoopClient(self.generator._engine, loop)
+            return self._clients[loop]
+
+
+class _Reader:
+    """The outputs that a call has not read yet. With `limit` of them it is full: it takes no more, and `get` raises at its end.
+
+    What arrives together goes in together, so that no reader is called slow because the event loop was busy.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._queue: asyncio.Queue[TokenOutput | MinirtError] = asyncio.Queue()
+
+    def put(self, outputs: Sequence[TokenOutput]) -> bool:
+        """Returns False if it was full before."""
+        if self._limit is None or self._queue.qsize() < self._limit:
+            for output in outputs:
+                self._queue.put_nowait(output)
+            return True
+        expected, hint = f"at most {self._limit} unread pieces", "read faster, ask for fewer tokens, or raise max_unread"
+        self._queue.put_nowait(SlowReaderError("the stream was read too slowly, and is aborted", expected=expected, hint=hint))
+        return False
+
+    async def get(self) -> TokenOutput:
+        item = await self._queue.get()
+        if isinstance(item, MinirtError):
+            raise item
+        return item
+
+
+class _LoopClient:
+    """One event loop's client of the engine's thread, for all calls of the loop."""
+
+    def __init__(self, thread: EngineThread, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: deque[list[TokenOutput]] = deque()  # outputs that have not been sorted yet
+        self._woken = False  # whether the loop is to sort them
+        self._calls: dict[int, tuple[Call, _Reader]] = {}  # by request; the loop's thread alone reads and writes this
+        method = WeakMethod(self._deliver)  # the thread must not keep this object alive
+
+        def deliver(outputs: list[TokenOutput]) -> None:
+            if (own := method()) is not None:
+                own(outputs)
+
+        self._client = thread.connect(deliver)
+
+    def submit(self, call: Call, reader: _Reader) -> None:
+        """Queue a call's requests, whose outputs go to `reader`."""
+        requests = call.start()
+        if requests:
+            self._calls |= {request.id: (call, reader) for request in requests}
+            self._client.submit(requests)
+
+    def end(self, request_ids: Sequence[int], abort: bool) -> None:
+        """Deliver nothing more of these requests. `abort`: the engine still has them."""
+        for request_id in request_ids:
+            self._calls.pop(request_id, None)
+        if abort and request_ids:
+            with suppress(MinirtError):  # the engine has ended, and its requests with it
+                self._client.abort(request_ids)
+
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
+        """Called in the engine's thread. Wakes the loop, unless it is about to sort anyway."""
+        self._arrived.append(outputs)
+        if self._woken and not self._loop.is_closed():
+            return
+        self._woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._sort)
+        except RuntimeError:  # the loop is closed, so that nobody waits for these requests
+            self._client.close()
+
+    def _sort(self) -> None:
+        """Called in the loop's thread. Outputs go to the readers of their calls."""
+        self._woken = False  # from here on, what arrives wakes the loop again
+        mail: dict[_Reader, tuple[Call, list[TokenOutput]]] = {}
+        while self._arrived:
+            for output in self._arrived.popleft():
+                if output.request_id in self._calls:
+                    call, reader = self._calls[output.request_id]
+                    mail.setdefault(reader, (call, []))[1].append(output)
+        for reader, (call, outputs) in mail.items():
+            if not reader.put(outputs):
+                self.end(list(call.open), abort=True)
+
+
+def _size(prompts: Any) -> int:
+    """Characters or tokens of all prompts. What is no prompt is refused later."""
+    if not isinstance(prompts, list | tuple):
+        return 0
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str | list | tuple))

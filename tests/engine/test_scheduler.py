@@ -1,0 +1,246 @@
+"""The order in which the scheduler admits and preempts, on the mock model of test_engine.py.
+
+Catches a request that overtakes a more important one, the wrong victim of a preemption, lost requests, and a queue that grows.
+"""
+
+import random
+from array import array
+
+import pytest
+from engine.test_engine import engine, undisturbed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minirt.engine.engine import Request
+from minirt.engine.scheduler import Sequence
+from minirt.engine.waiting_queue import WaitingQueue
+from minirt.sampling_params import SamplingParams, resolve
+
+EOS = 5
+
+
+def greedy(count):
+    return resolve(SamplingParams(max_tokens=count, temperature=0.0), None)
+
+
+class Watched:
+    """Runs requests, and checks in each step who was admitted and preempted. Priorities and arrivals are the test's own."""
+
+    def __init__(self, it):
+        self.it, self.order, self.tokens, self.reasons = it, {}, {}, {}
+        self.preemptions = 0
+
+    def add(self, prompt, count, priority=0, **options):
+        request = Request(len(self.order), prompt, greedy(count), (EOS,), priority=priority, **options)
+        self.order[request.id], self.tokens[request.id] = (priority, request.id), []
+        self.it.add(request)
+        return request.id
+
+    def abort(self, request_id):
+        self.it.abort(request_id)
+        self.reasons.setdefault(request_id, "abort")
+
+    def step(self):
+        before, inner = set(self.it._scheduler.running), self.it._scheduler.schedule
+
+        def schedule():
+            work = inner()
+            running = set(self.it._scheduler.running)
+            assert running >= {sequence.id for sequence, _ in work}
+            assert len({sequence.id for sequence, _ in work}) == len(work) <= self.it.max_num_seqs
+            assert sum(len(chunk.tokens) for _, chunk in work) <= self.it.max_num_batched_tokens
+            self._check(before, running)
+            return work
+
+        self.it._scheduler.schedule = schedule
+        for output in self.it.step():
+            assert output.request_id not in self.reasons, "a token after the end"
+            self.tokens[output.request_id] += output.token_ids
+            if output.finish_reason:
+                self.reasons[output.request_id] = output.finish_reason
+        self.it._scheduler.schedule = inner
+
+    def _check(self, before, running):
+        victims, admitted = before - running, running - before
+        self.preemptions += len(victims)
+        for victim in victims:
+            assert all(self.order[victim] > self.order[other] for other in before & running)
+        for other in self.waiting() - victims:
+            assert all(self.order[one] < self.order[other] for one in admitted), "overtaken"
+
+    def waiting(self):
+        """Requests that could have been admitted."""
+        held = {i for followers in self.it._scheduler._followers.values() for i in followers}
+        return set(self.it._requests) - set(self.it._scheduler.running) - held
+
+
+PROMPTS = st.builds(
+    lambda stem, cut, tail: ([7, 8, 9, 10, 11, 12, 13, 14, 15], [20] * 9)[stem][:cut] + tail,
+    st.integers(0, 1), st.integers(0, 9), st.lists(st.integers(50, 52), min_size=1, max_size=9),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 15), PROMPTS, st.integers(1, 14), st.sampled_from([0, 0, -1, 3, 10**30]), st.sampled_from([1, 1, 2, 5])
+        ),
+        min_size=2,
+        max_size=12,
+    ),
+    pages=st.integers(9, 30),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 11), st.integers(0, 4)), max_size=6),
+    lookahead=st.integers(0, 1),
+    prefix_cache=st.booleans(),
+)
+def test_any_priorities_and_samples(requests, pages, seqs, budget, aborts, lookahead, prefix_cache):
+    """The mock model's tokens do not depend on the seed, so all samples of a prompt have the same."""
+    it, cache = engine(pages, seqs, budget, length=36, lookahead=lookahead, prefix_cache=prefix_cache)
+    watched, ids = Watched(it), {}
+    for step in range(3000):
+        for i, (arrival, prompt, count, priority, n) in enumerate(requests):
+            if arrival == step:
+                group = len(watched.order) if n > 1 else None
+                ids[i] = [watched.add(prompt, count, priority, group=group) for _ in range(n)]
+        for when, i, sample in aborts:
+            if when == step and i in ids:
+                watched.abort(ids[i][sample % len(ids[i])])
+        watched.step()
+        if not it.has_work and step >= 15:
+            break
+    for i, (_, prompt, count, _, _) in enumerate(requests):
+        wanted = undisturbed(prompt, min(count, 36 - len(prompt)), EOS)
+        for sample in ids[i]:
+            tokens = watched.tokens[sample]
+            assert tokens == (wanted[: len(tokens)] if watched.reasons[sample] == "abort" else wanted)
+    assert cache.allocator.num_free == pages, "pages leaked"
+    assert len(it._scheduler.waiting) == len(it._scheduler._followers) == 0
+    assert sorted(it._scheduler._free_slots) == list(range(seqs))
+
+
+def test_the_lowest_priority_value_comes_first():
+    it, _ = engine(seqs=1, lookahead=0)
+    watched = Watched(it)
+    for priority in (2, 0, 1, 0, -5):
+        watched.add([50, 51], 2, priority)
+    while it.has_work:
+        watched.step()
+    assert list(watched.reasons) == [4, 1, 3, 2, 0]
+
+
+@pytest.mark.parametrize("priorities", [(0, 0, 0), (1, 0, 0), (0, 1, 0)])
+def test_who_is_preempted(priorities):
+    """The highest value, of equal ones the youngest. An earlier sequence that was chosen for the step gives its place back."""
+    it, cache = engine(pages=8, seqs=3, budget=64, length=32, lookahead=0, prefix_cache=False)
+    watched = Watched(it)
+    for i, priority in enumerate(priorities):
+        watched.add([50 + i] * 7, 12, priority)
+    watched.step()
+    assert len(it._scheduler.running) == 3
+    while watched.preemptions == 0:
+        watched.step()
+    victim = max(range(3), key=lambda i: (priorities[i], i))
+    assert victim not in it._scheduler.running
+    while it.has_work:
+        watched.step()
+    assert [watched.tokens[i] for i in range(3)] == [undisturbed([50 + i] * 7, 12, EOS) for i in range(3)]
+    assert cache.allocator.num_free == 8
+
+
+def test_a_preempted_request_goes_back_before_others_of_its_priority():
+    it, _ = engine(pages=8, seqs=3, budget=64, length=32, lookahead=0, prefix_cache=False)
+    watched = Watched(it)
+    for i in range(3):
+        watched.add([50 + i] * 7, 12, 1)
+    watched.step()
+    later, urgent = watched.add([60] * 7, 12, 1), watched.add([61] * 7, 12, 0)
+    while it.has_work:
+        watched.step()
+    assert watched.preemptions > 0
+    ends = list(watched.reasons)
+    assert ends.index(urgent) < ends.index(2) < ends.index(later)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("length", "computed"), [(3, [3] * 5), (4, [4] * 5), (5, [5, 1, 1, 1, 1]), (17, [17, 1, 1, 1, 1])])
+def test_samples_compute_their_prompt_once(length, computed, lookahead):
+    """The others wait for its full pages, and compute the rest. A request that comes later does not overtake them."""
+    it, cache = engine(seqs=4, lookahead=lookahead)
+    watched, prompt = Watched(it), list(range(30, 30 + length))
+    for _ in range(5):
+        watched.add(prompt, 6, group=0)
+    later = watched.add([70] * 9, 2)
+    first = {}
+    inner = it._runner.start
+
+    def start(chunks, sampled):
+        for chunk, sequence in zip(chunks, it._scheduler.running.values(), strict=False):
+            first.setdefault(sequence.id, len(chunk.tokens))
+        return inner(chunks, sampled)
+
+    it._runner.start = start
+    while it.has_work:
+        watched.step()
+    assert [first[i] for i in range(5)] == computed
+    assert all(watched.tokens[i] == undisturbed(prompt, 6, EOS) for i in range(5))
+    assert watched.tokens[later] == undisturbed([70] * 9, 2, EOS)
+    assert cache.allocator.num_free == cache.num_pages
+
+
+def test_without_the_prefix_cache_samples_do_not_wait():
+    it, _ = engine(seqs=4, lookahead=0, prefix_cache=False)
+    watched = Watched(it)
+    for _ in range(4):
+        watched.add([30] * 9, 3, group=0)
+    watched.step()
+    assert it._model.tokens_per_step == [36]
+
+
+def test_when_the_first_sample_leaves_the_next_computes_the_prompt():
+    it, cache = engine(seqs=4, budget=8, lookahead=0)
+    watched, prompt = Watched(it), list(range(30, 50))
+    for _ in range(4):
+        watched.add(prompt, 3, group=0)
+    watched.abort(2)
+    watched.step()
+    watched.abort(0)  # in the middle of the prompt
+    while it.has_work:
+        watched.step()
+    steps = it._model.tokens_per_step[:3]
+    assert steps == [8, 8, 4 + 4], "the second goes on from the pages of the first, and the fourth from those of both"
+    assert watched.tokens[1] == watched.tokens[3] == undisturbed(prompt, 3, EOS)
+    assert cache.allocator.num_free == cache.num_pages
+
+
+def test_a_group_counts_once_and_is_refused_as_a_whole():
+    it, _ = engine(seqs=1, lookahead=0, max_waiting=1)
+    watched = Watched(it)
+    groups = [[watched.add([30 + g] * 9, 3, group=3 * g) for _ in range(3)] for g in range(4)]
+    while it.has_work:
+        watched.step()
+    for g, group in enumerate(groups):
+        assert {watched.reasons[i] for i in group} == ({"error"} if g > 1 else {"length"})
+
+
+def test_the_queue_of_waiting_sequences():
+    """Against a sorted list, with removals anywhere. Its heap stays within twice what waits."""
+    draw, queue, model = random.Random(0), WaitingQueue(), {}
+    for arrival in range(20_000):
+        sequence = Sequence(draw.randrange(400), array("q", [1]), 1, 2)
+        if sequence.id not in model:  # ids are used again
+            sequence.rank = draw.choice((0, 0, 3, -2**70)), arrival
+            model[sequence.id] = sequence
+            queue.add(sequence)
+        if draw.random() < 0.4:
+            queue.remove(model.pop(draw.choice(list(model))))
+        queue.remove(Sequence(draw.randrange(400), array("q", [1]), 1, 2))  # one with an id in use, but another sequence
+        if model and draw.random() < 0.1:
+            first = min(model.values(), key=lambda sequence: sequence.rank)
+            assert queue.first() is first
+            assert queue.pop() is model.pop(first.id)
+        assert len(queue) == len(model)
+        assert len(queue._heap) <= 2 * len(model) + 16
+    assert [queue.pop().rank for _ in range(len(model))] == sorted(sequence.rank for sequence in model.values())
