@@ -57,7 +57,7 @@ def choose_config(T: int, itemsize: int, gated: bool, cc: int) -> ExpertsConfig:
     if itemsize == 4:
         return ExpertsConfig(rows, 32, 32, 4, 1)
     columns, block_k = (64 if gated or rows == 16 else 128), 128 // itemsize
-    stage_bytes = (rows + columns * (2 if gated else 1)) * block_k * 2  # weights are widened to 16 bits at most
+    stage_bytes = (rows + columns * (2 if gated else 1)) * block_k * itemsize
     return ExpertsConfig(rows, columns, block_k, 8 if rows == 128 else 4, fit_stages(stage_bytes, shared_limit(cc) - 4096, 4))
 
 

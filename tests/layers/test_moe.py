@@ -1,4 +1,4 @@
-"""The eager mixture of experts against a loop over single tokens in fp64; FP8 experts; what the layer states of itself."""
+"""Mixtures of experts: eager against a loop over single tokens in fp64, Triton against eager, what the layer states of itself."""
 
 from typing import Any
 
@@ -24,10 +24,14 @@ SIZES = {
 NO_BATCH: Any = None  # a mixture of experts does not look at it
 
 
-def mixture(quantization: Quantization | None = None, **options: Any) -> MoE:
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+CPU = torch.device("cpu")
+
+
+def mixture(quantization: Quantization | None = None, device: torch.device = CPU, **options: Any) -> MoE:
     config = models.parse_config(SIZES | options)
     model = Model(config, models.build(config), quantization)
-    model.allocate(torch.device("cpu"), torch.float32, 64)
+    model.allocate(device, torch.float32, 64)
     model.resolve("eager")
     checkpoint.randomize(model, 5)
     return next(layer for layer in model.layers if isinstance(layer, MoE))
@@ -230,3 +234,45 @@ def test_an_implementation_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.implementation for row in plan.rows if row.kind == "moe"] == ["eager", "watched"]
     model.layers[-2](values(2, 48), NO_BATCH)
     assert seen == ["layers.1.moe"]
+
+
+@pytest.mark.parametrize("T", [0, 1, 9])
+@pytest.mark.parametrize("quantization", [None, Quantization("fp8")], ids=["plain", "fp8"])
+def test_triton_is_eager(T: int, quantization: Quantization | None) -> None:
+    """In Triton's interpreter, or on a GPU: with a shared expert, sizes that are no multiple of a tile."""
+    layer = mixture(quantization, device=DEVICE)
+    forward = implementation("moe", "triton").factory(layer)
+    x = values(T, 48).to(DEVICE)
+    out, expected = forward(x, NO_BATCH, None), layer(x, NO_BATCH)
+    assert out.shape == x.shape
+    assert (out - expected).norm() <= (1e-2 if quantization and T > 1 else 2e-6) * (expected - x).norm()
+
+
+def test_triton_is_in_the_plan_and_capturable() -> None:
+    config = models.parse_config(SIZES)
+    model = Model(config, models.build(config))
+    model.allocate(DEVICE, torch.float32, 64)
+    plan = model.resolve(["eager", "*.moe=triton"])
+    assert [(row.implementation, row.capturable) for row in plan.rows if row.kind == "moe"] == [("triton", True)]
+
+
+def test_compare_with_triton(hf_folder: Any) -> None:
+    """`minirt compare` measures the layer like any other: errors, bytes of the experts that are read, operations."""
+    from minirt import Generator
+    from minirt.bench.compare import layers as compare
+
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    folder = hf_folder("Qwen3Moe", seed=3, **sizes)
+    with Generator.from_pretrained(folder, device="cpu", impl=["eager", "*.moe=triton"], kv_cache_memory=1 << 22) as generator:
+        model = generator.model
+        places = compare.places(model)
+        place = next(place for place in places if place.layer.kind == "moe")
+        tokens = [(7 * i * i + 3) % 211 for i in range(27)]
+        steps = compare.prefill(model, places, tokens[:9]), compare.decode(model, places, [tokens[9:14]] * 3)
+        for step, rows in zip(steps, (1, 3), strict=True):
+            found = compare.compare(place, step)
+            assert found.faults == []
+            assert 0 < found.found["added"].relative < 1e-5
+            work = compare.work(place, step)
+            assert work.flops == place.layer.flops(rows)
+            assert work.bytes == place.layer.decode_read_bytes(torch.float32, rows) + 2 * rows * 64 * 4
