@@ -128,6 +128,14 @@ class Layer:
         """Floating-point operations of the matrix products for `rows` rows, without attention."""
         return sum(2 * rows * op.linear.out_features * op.linear.in_features for op in self.linear_ops())
 
+    def settled(self, x: Tensor) -> Tensor | None:
+        """Which rows of x [T, H] have a result that depends on no near-tie: [T] bool; None: all of them.
+
+        A layer that compares values to choose what it computes may choose differently after another rounding. `minirt compare`
+        leaves such rows out.
+        """
+        return None
+
     def row_maxima_tiles(self, rows: int) -> int:
         """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""
         return 0

@@ -80,6 +80,17 @@ class MoE(Layer):
         one = self.gate_up.num_parameters + self.down.num_parameters
         return super().flops(rows) + 2 * rows * self.moe.experts_per_token * one // self.moe.num_experts
 
+    def settled(self, x: Tensor) -> Tensor | None:
+        """Rows whose last chosen expert is ahead of the first one not chosen by 3 times the rounding error of eager logits."""
+        k, eps = self.moe.experts_per_token, self.config.rms_norm_eps
+        if k == self.moe.num_experts:
+            return None
+        router, norm = self.router.weight, self.norm.weight
+        exact = reference.linear(reference.rms_norm(x.double(), norm.double(), eps), router.double())
+        rounded = reference.linear(reference.rms_norm(x, norm, eps), router)
+        ordered = exact.sort(-1, descending=True).values
+        return ordered[:, k - 1] - ordered[:, k] > 3 * (rounded.double() - exact).abs().amax(-1)
+
 
 def expected_experts(num_experts: int, experts_per_token: int, tokens: int) -> float:
     """The expected number of distinct experts that `tokens` tokens use, if each token's are equally likely and independent."""

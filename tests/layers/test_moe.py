@@ -276,3 +276,61 @@ def test_compare_with_triton(hf_folder: Any) -> None:
             work = compare.work(place, step)
             assert work.flops == place.layer.flops(rows)
             assert work.bytes == place.layer.decode_read_bytes(torch.float32, rows) + 2 * rows * 64 * 4
+
+
+def test_rows_with_a_near_tie_are_not_settled() -> None:
+    """Two experts with equal logits, one of them chosen, the other the first that is not."""
+    layer = mixture(num_experts_per_tok=2)
+    x = values(50, 48)
+    settled = layer.settled(x)
+    assert settled is not None
+    assert settled.all(), "in fp32 there is no near-tie"
+    layer.router.weight[7] = layer.router.weight[3] * (1 + 1e-8)
+    h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
+    ranks = F.linear(h, layer.router.weight).argsort(dim=-1, descending=True, stable=True).tolist()
+    border = torch.tensor([rank[1] in (3, 7) and rank[2] in (3, 7) for rank in ranks])
+    assert 0 < border.sum() < 50
+    settled = layer.settled(x)
+    assert settled is not None
+    assert torch.equal(settled, ~border)
+    assert mixture(num_experts_per_tok=11).settled(x) is None
+
+
+def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert chosen otherwise breaks the bound in a settled row only; NaN breaks it everywhere."""
+    from minirt import Generator
+    from minirt.bench.compare import layers as compare
+    from minirt.layers import base
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    wrong: dict[int, float] = {}
+
+    @register("moe", "wrong")
+    def factory(layer: MoE) -> Any:
+        inner = implementation("moe", "eager").factory(layer)
+
+        def forward(x: torch.Tensor, batch: Batch, kv: None) -> torch.Tensor:
+            out = inner(x, batch, kv)
+            for row, value in wrong.items():
+                out[row] += value
+            return out
+
+        return forward
+
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    folder = hf_folder("Qwen3Moe", seed=3, **sizes)
+    with Generator.from_pretrained(folder, device="cpu", impl=["eager", "*.moe=wrong"], kv_cache_memory=1 << 22) as generator:
+        model = generator.model
+        places = compare.places(model)
+        place = next(place for place in places if place.layer.kind == "moe")
+        step = compare.decode(model, places, [[5, 6, n] for n in (7, 8, 9)])
+        monkeypatch.setattr(MoE, "settled", lambda self, x: torch.tensor([True, False, True]))
+        for planted, fault in (({}, ""), ({1: 1.0}, ""), ({2: 1.0}, "relative error"), ({1: torch.nan}, "not finite")):
+            wrong.clear()
+            wrong.update(planted)
+            faults = compare.compare(place, step).faults
+            assert bool(faults) == bool(fault)
+            assert fault in " ".join(faults)
+        monkeypatch.setattr(MoE, "settled", lambda self, x: torch.zeros(3, dtype=torch.bool))
+        wrong.clear()
+        assert compare.compare(place, step).found == {}
