@@ -78,6 +78,7 @@ class PackedLinear(Parameter):
     """
 
     quantizable = True
+    random_gain = 1.0  # factor of random weights
 
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
         self.parts = tuple(parts)
@@ -139,7 +140,7 @@ class PackedLinear(Parameter):
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
-        deviation = (0.5 / self.in_features) ** 0.5
+        deviation = self.random_gain * (0.5 / self.in_features) ** 0.5
         if self.scale is None:
             self.weight.normal_(0.0, deviation, generator=generator)
         else:

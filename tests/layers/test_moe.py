@@ -334,3 +334,34 @@ def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypat
         monkeypatch.setattr(MoE, "settled", lambda self, x: torch.zeros(3, dtype=torch.bool))
         wrong.clear()
         assert compare.compare(place, step).found == {}
+
+
+def test_random_weights_route_about_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks with random weights read about as many experts as `expected_experts` says, in every layer."""
+    from minirt.engine.kv_cache import KVCache
+    from minirt.engine.step_input import Chunk
+
+    chosen: list[torch.Tensor] = []
+    route = reference.route
+
+    def watched(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, experts = route(logits, top_k, normalize)
+        chosen.append(experts)
+        return weights, experts
+
+    monkeypatch.setattr(reference, "route", watched)
+    sizes = {"model_type": "qwen3_moe", "hidden_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
+    sizes |= {"num_hidden_layers": 12, "vocab_size": 997}
+    config = models.parse_config(SIZES | sizes)
+    model = Model(config, models.build(config))
+    model.allocate(CPU, torch.float32, 256)
+    model.resolve("eager")
+    checkpoint.randomize(model)
+    cache = KVCache(model.cache_specs, 4, model.device, model.kv_dtype)
+    tokens = torch.randint(0, 997, (192,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.inference_mode():
+        model(Batch.build([Chunk(tokens, 0, [0, 1, 2], num_logits=192)], cache.page_size), cache)
+    assert len(chosen) == 12
+    for experts in chosen:
+        touched = [group.unique().numel() for group in experts.split(8)]
+        assert sum(touched) / len(touched) > 0.85 * expected_experts(32, 4, 8)
