@@ -21,7 +21,7 @@ LENGTHS = (*range(9, 16), 300)
 LONG = 1100
 _FP8_NOISE = 2**-6  # also with fp32 activations, where the last bit can move a value to another e4m3 code
 NEW_TOKENS = 16
-_GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, repetition_penalty=1.0)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def step_times(
     rng = random.Random(seed)
 
     def run(new_tokens: int) -> tuple[float, float]:
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **sampling)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, repetition_penalty=1.0, **sampling)
         prompts = random_prompts(rng, [context_len] * batch_size, generator.config.vocab_size)
         seconds, completions = timed_run(generator, prompts, [params] * batch_size, clock)
         return seconds, max(completion.time_to_first_token_s for completion in completions)

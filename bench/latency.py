@@ -30,7 +30,7 @@ def run(
         a list of one result. Times are in seconds and come from `repeats` runs, after one run that is not counted.
     """
     rng = random.Random(seed)
-    params = [SamplingParams(max_tokens=output_len, ignore_eos=True, **sampling)] * batch_size
+    params = [SamplingParams(max_tokens=output_len, ignore_eos=True, repetition_penalty=1.0, **sampling)] * batch_size
     times, first_tokens = [], []
     for _ in range(repeats + 1):
         prompts = random_prompts(rng, [input_len] * batch_size, generator.config.vocab_size)

@@ -64,7 +64,7 @@ def run(
         not counted.
     """
     rng, results = random.Random(seed), []
-    params = [SamplingParams(max_tokens=1, ignore_eos=True, **sampling)]
+    params = [SamplingParams(max_tokens=1, ignore_eos=True, repetition_penalty=1.0, **sampling)]
     for length in input_lens:
         prompts = [random_prompts(rng, [length], generator.config.vocab_size) for _ in range(repeats + 2)]
         times = [timed_run(generator, prompt, params, clock)[0] for prompt in prompts][2:]
@@ -109,8 +109,9 @@ def beside(
         request while long prompts are computed: p50, p99 and the longest.
     """
     rng, firsts, gaps, rates = random.Random(seed), [], [], []
-    params = [SamplingParams(max_tokens=_steps(generator, input_len, count), ignore_eos=True, **sampling)] * count
-    params += [SamplingParams(max_tokens=1, ignore_eos=True, **sampling)] * LONG_PROMPTS
+    steps, shared = _steps(generator, input_len, count), {"ignore_eos": True, "repetition_penalty": 1.0, **sampling}
+    params = [SamplingParams(max_tokens=steps, **shared)] * count
+    params += [SamplingParams(max_tokens=1, **shared)] * LONG_PROMPTS
     for i in range(repeats + 1):
         prompts = random_prompts(rng, [_CONTEXT] * count + [input_len] * LONG_PROMPTS, generator.config.vocab_size)
         _, completions = timed_run(generator, prompts, params, clock)

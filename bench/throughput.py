@@ -36,7 +36,7 @@ def run(
     rng = random.Random(seed)
     inputs = [rng.randint(*input_range) for _ in range(num_prompts)]
     outputs = [rng.randint(*output_range) for _ in range(num_prompts)]
-    params = [SamplingParams(max_tokens=length, ignore_eos=True, **sampling) for length in outputs]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True, repetition_penalty=1.0, **sampling) for length in outputs]
     times: list[float] = []
     counted: list[Completion] = []
     for i in range(repeats + 1):

@@ -79,7 +79,8 @@ class AsyncGenerator:
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Any:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        return await self.generate(await self.encode_chat(messages), params, priority=priority)
+        tokens = await asyncio.to_thread(self.generator.encode_chat, messages, self.generator._limit(params))
+        return await self.generate(tokens, params, priority=priority)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0

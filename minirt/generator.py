@@ -20,6 +20,7 @@ from minirt.engine.engine import Engine, Request, TokenOutput
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
+from minirt.engine.logits_processors import Rules
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
 from minirt.errors import EngineError, InputError, TokenizerError, UnsupportedError, inside
@@ -174,7 +175,7 @@ class Generator:
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Any:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self.max_len - 1), params, priority=priority)
+        return self.generate(self.encode_chat(messages, self._limit(params)), params, priority=priority)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
@@ -250,7 +251,8 @@ class Generator:
         Raises:
             InputError, ContextLengthError, ConfigError, TokenizerError.
         """
-        self._check(self.encode(token_ids, self.max_len - 1), self.effective_sampling(params))
+        sampling = self.effective_sampling(params)
+        self._check(self._encode(token_ids, sampling), sampling)
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
@@ -335,10 +337,23 @@ class Generator:
             raise TokenizerError("the model has no tokenizer", where=self.name, hint="give token ids instead of text")
         return self.tokenizer
 
-    def _check(self, tokens: Sequence[int], sampling: EffectiveSampling) -> None:
-        if sampling.stop and self.tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer", where=self.name, found=f"from {sampling.sources['stop']}")
-        self._live.check(tokens)
+    def _limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
+        """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
+        return self.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
+
+    def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
+        """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
+        tokens, kept = self.encode(prompt, self._limit(sampling)), sampling.truncate_prompt_tokens
+        return tokens if kept is None else tokens[-(self.max_len - 1 if kept < 0 else kept) :]
+
+    def _check(self, tokens: Sequence[int], sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
+        """Raise the error with which a request would be refused. Returns its bad words in token ids."""
+        for name, what in (("stop", "stop strings need"), ("bad_words", "bad words need")):
+            if getattr(sampling, name) and self.tokenizer is None:
+                raise TokenizerError(f"{what} a tokenizer", where=self.name, found=f"from {sampling.sources[name]}")
+        words = tuple(ids for word in sampling.bad_words for ids in self._text().spellings(word))
+        self._live.check(tokens, sampling, Rules.of(sampling, self.eos_token_ids, words))
+        return words
 
     def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> "Call":
         """Encode and check the requests of one call, without adding them to the engine. `single`: `prompts` is one prompt."""
@@ -347,17 +362,25 @@ class Generator:
         call = Call([], [], [], single)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
-                tokens, sampling = self.encode(prompt, self.max_len - 1), self.effective_sampling(own)
-                self._check(tokens, sampling)
+                sampling = self.effective_sampling(own)
+                tokens = self._encode(prompt, sampling)
+                words = self._check(tokens, sampling)
             count = 1 if own is None else own.n
             ids = [self._engine.new_id() for _ in range(count)]
             group = ids[0] if count > 1 else None
             for sample, request_id in enumerate(ids):
-                seeded = replace(sampling, seed=(sampling.seed + sample) % 2**64) if sample else sampling
-                decoder = IncrementalDecoder(self.tokenizer) if self.tokenizer else None
-                completion, stops = Completion(tokens, [], "", None, seeded), StopStrings(sampling.stop)
+                seeded = sampling
+                if sample:  # the first sample scores the prompt
+                    seeded = replace(sampling, seed=(sampling.seed + sample) % 2**64, prompt_logprobs=None)
+                decoder = None
+                if self.tokenizer is not None and sampling.detokenize:
+                    decoder = IncrementalDecoder(self.tokenizer, sampling.skip_special_tokens)
+                completion = Completion(tokens, [], "", None, seeded, logprobs=None if sampling.logprobs is None else [])
+                stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
                 call.streams.append(CompletionStream(completion, decoder, stops, self.device, prompt=i, sample=sample))
-                request = Request(request_id, tokens, seeded, self.eos_token_ids, priority=priorities[i], group=group)
+                request = Request(
+                    request_id, tokens, seeded, self.eos_token_ids, bad_words=words, priority=priorities[i], group=group
+                )
                 call.requests.append(request)
             outputs = [stream.completion for stream in call.streams[-count:]]
             call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])

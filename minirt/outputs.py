@@ -8,6 +8,7 @@ import torch
 
 from minirt.device import peak_memory
 from minirt.engine.engine import TokenOutput
+from minirt.engine.logprobs import TokenLogprobs
 from minirt.errors import MinirtError
 from minirt.sampling_params import EffectiveSampling
 from minirt.text.detokenizer import IncrementalDecoder
@@ -30,9 +31,12 @@ class Piece(NamedTuple):
 class Completion:
     """The result of one prompt.
 
-    `finish_reason`: "stop" (an EOS token or a stop string), "length", "error" (see `error`), or None while the request runs.
+    `finish_reason`: "stop" (an EOS token, a stop token or a stop string), "length", "error" (see `error`), or None while the
+    request runs.
     `token_times_s`: when each token reached Python, in seconds since the start of the request.
     `cached_tokens`: tokens of the prompt whose KV values were found in the prefix cache.
+    `logprobs`: of each token; None unless the request asks. `prompt_logprobs`: of each token of the prompt, None for the first;
+    None unless the request asks, and before the first token.
     """
 
     prompt_token_ids: list[int]
@@ -43,6 +47,8 @@ class Completion:
     token_times_s: list[float] = field(default_factory=list)
     peak_memory_bytes: int = 0
     cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: MinirtError | None = None
 
     @property
@@ -72,7 +78,7 @@ class Samples:
 
 @dataclass
 class CompletionStream:
-    """Turns the tokens of one request into text, and fills its `Completion`.
+    """Turns the tokens of one request into text, and fills its `Completion`. Without a decoder there is no text.
 
     `prompt`: the index of its prompt among those of the call. `sample`: which of the prompt's samples it is.
     """
@@ -92,29 +98,35 @@ class CompletionStream:
             done.finish_reason, done.error = output.finish_reason, output.error
             return Piece("", (), output.finish_reason, self.sample)
         done.cached_tokens = output.num_cached
+        if output.prompt_logprobs is not None:
+            done.prompt_logprobs = [None, *output.prompt_logprobs]
         now, text = time.perf_counter() - self.started, ""
         for i, token in enumerate(output.token_ids, 1):
             done.token_times_s.append(now)
             done.token_ids.append(token)
-            last = i == len(output.token_ids) and output.finish_reason is not None
-            new, stopped = self._decode(token, last)
+            new, stopped = self._decode(token, output.finish_reason if i == len(output.token_ids) else None)
             text += new
             if stopped:  # tokens after the stop string do not count
                 done.finish_reason = "stop"
                 break
         else:
             i, done.finish_reason = len(output.token_ids), output.finish_reason
+        if done.logprobs is not None:
+            done.logprobs += output.logprobs[:i]
         done.text += text
         if done.finish_reason is not None:
             done.peak_memory_bytes = peak_memory(self.device)
         return Piece(text, output.token_ids[:i], done.finish_reason, self.sample)
 
-    def _decode(self, token: int, last: bool) -> tuple[str, bool]:
-        """The text that a token completes, and whether a stop string was found. `last`: also text that was held back."""
+    def _decode(self, token: int, finish_reason: str | None) -> tuple[str, bool]:
+        """The text that a token completes, and whether a stop string was found. At the end nothing is held back."""
         if self.decoder is None:
             return "", False
-        text, stopped = self.stops.push(self.decoder.push(token))
-        if last and not stopped:
-            tail, stopped = self.stops.push(self.decoder.flush())
+        sampling, left_out = self.completion.sampling, finish_reason == "stop"  # the token that ends the text is not part of it
+        text = "" if left_out and not sampling.include_stop_str_in_output else self.decoder.push(token)
+        check = len(self.completion.token_ids) > sampling.min_tokens
+        text, stopped = self.stops.push(text, check)
+        if finish_reason is not None and not stopped:
+            tail, stopped = self.stops.push(self.decoder.flush(), check)
             text += tail if stopped else tail + self.stops.flush()
         return text, stopped

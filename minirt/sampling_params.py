@@ -13,6 +13,7 @@ from typing import Any
 from minirt.errors import ConfigError, InputError, MinirtError
 
 DEFAULT_MAX_TOKENS = 256
+MAX_LOGPROBS = 20
 _FILE = "generation_config.json"
 
 
@@ -44,16 +45,32 @@ _RANGES = {
     "top_p": _Range(0, 1, "a number above 0 and at most 1 (1 is off)", open_low=True),
     "min_p": _Range(0, 1, "a number from 0 to 1 (0 is off)"),
     "seed": _Range(0, 2**64 - 1, "an integer from 0 to 2**64 - 1", integer=True),
+    "presence_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
+    "frequency_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
+    "repetition_penalty": _Range(0, math.inf, "a finite number above 0 (1 is off)", open_low=True),
     "max_tokens": _Range(1, math.inf, "an integer >= 1", integer=True),
+    "min_tokens": _Range(0, math.inf, "an integer >= 0", integer=True),
+    "truncate_prompt_tokens": _Range(-1, math.inf, "an integer >= 1, or -1 for what the model can take", integer=True),
+    "logprobs": _Range(-1, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens", integer=True),
+    "prompt_logprobs": _Range(-1, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or -1 for all tokens", integer=True),
     "n": _Range(1, 16384, "an integer from 1 to 16384", integer=True),
 }
+_BIAS = _Range(-100, 100, "token ids with numbers from -100 to 100")
 _OFF: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_PENALTIES: dict[str, float] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+_SWITCHES = {"ignore_eos": False, "include_stop_str_in_output": False, "skip_special_tokens": True, "detokenize": True}
+# Settings that only the user can set, with their defaults.
+_USERS: dict[str, Any] = {
+    "logit_bias": {}, "allowed_token_ids": None, "bad_words": (), "min_tokens": 0, "stop_token_ids": (),
+    "truncate_prompt_tokens": None, "logprobs": None, "prompt_logprobs": None,
+}  # fmt: skip
+_NOT_IN_FILE = {"seed", "presence_penalty", "frequency_penalty", *_USERS}  # the file has no such setting
 _IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # settings with another name in the file
 
 # Settings of generation_config.json that change the output of transformers and that minirt does not support, with the
 # values that mean "off" (null and empty always do). `resolve` reports those that are set.
 _NOT_SUPPORTED: dict[str, tuple] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), (1,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "typical_p", "guidance_scale"), (1,)),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), (0,)),
@@ -64,16 +81,41 @@ _NOT_SUPPORTED: dict[str, tuple] = {
 }
 
 
-def _stop_strings(value: object, where: str, error: type[MinirtError]) -> tuple[str, ...]:
+def _strings(value: object, where: str, error: type[MinirtError], what: str = "stop strings") -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
     if isinstance(strings, list | tuple) and all(isinstance(s, str) and s for s in strings):
         return tuple(strings)
     raise error(
-        "not acceptable stop strings",
+        f"not acceptable {what}",
         where=where,
         expected="a string, or a list or tuple of strings, none empty",
         found=repr(value)[:500],
     )
+
+
+def _token_ids(value: object, where: str) -> tuple[int, ...]:
+    """Different token ids, in their order. Whether the model has them is checked with the request."""
+    if isinstance(value, list | tuple) and all(_is_id(v) for v in value):
+        return tuple(dict.fromkeys(map(int, value)))
+    raise InputError("not token ids", where=where, expected="a list of integers >= 0", found=repr(value)[:500])
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _biases(value: object, where: str) -> dict[int, float]:
+    """Token id → bias. Ids may be decimal strings, as they are in JSON."""
+    if not isinstance(value, Mapping):
+        raise InputError("not biases", where=where, expected=_BIAS.text, found=repr(value)[:500])
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 19 else key
+        if not _is_id(token) or int(token) in biases:
+            what = "not a token id" if not _is_id(token) else "a token id appears twice"
+            raise InputError(what, where=where, expected=_BIAS.text, found=repr(key)[:500])
+        biases[int(token)] = _BIAS.check(bias, where, InputError)
+    return biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +129,29 @@ class SamplingParams:
         min_p: keep tokens with at least min_p times the probability of the most probable token; 0 is off.
         seed: seed of the random draws, 0 to 2**64 - 1. The same seed, prompt and settings give the same draws.
         max_tokens: maximum number of new tokens.
+        min_tokens: before this number of new tokens, neither an end-of-sequence token nor one of `stop_token_ids` is drawn, and
+            no stop string ends the text.
         stop: a string or several strings; generation ends where one of them appears.
+        stop_token_ids: tokens that end the generation, in addition to the model's end-of-sequence tokens.
+        include_stop_str_in_output: whether the text includes the stop string, or the text of the token that ended it.
         ignore_eos: continue past the model's end-of-sequence tokens.
+        presence_penalty: subtracted from the logits of tokens that were generated; -2 to 2.
+        frequency_penalty: subtracted from a token's logit for each time it was generated; -2 to 2.
+        repetition_penalty: positive logits of tokens in the prompt or the generated tokens are divided by it, negative ones are
+            multiplied; 1 is off.
+        logit_bias: token id → a number from -100 to 100 that is added to its logit.
+        allowed_token_ids: the only tokens that may be drawn.
+        bad_words: texts that are not generated: the token that would complete one is never drawn.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: False: make no text, only token ids.
+        truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the model can take.
+        logprobs: return the log-probability and the rank of each new token, and so many of the most probable tokens, 0 to 20;
+            -1: all tokens. They are those of the model, before temperature, penalties, biases and masks.
+        prompt_logprobs: the same for each token of the prompt but the first.
         n: number of samples for the prompt, which is computed once. Sample i has the seed `seed` + i (modulo 2**64).
 
     Raises:
-        InputError: a value has the wrong type or is out of range.
+        InputError: a value has the wrong type or is out of range, or values contradict each other.
     """
 
     temperature: float | None = None
@@ -101,8 +160,22 @@ class SamplingParams:
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -110,21 +183,43 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 value = accepted.check(value, f"SamplingParams.{name}", InputError)
-                object.__setattr__(self, name, max(value, 0))  # top_k = -1 becomes 0
-        if self.stop is not None:
-            object.__setattr__(self, "stop", _stop_strings(self.stop, "SamplingParams.stop", InputError))
+                object.__setattr__(self, name, max(value, 0) if name == "top_k" else value)  # top_k = -1 becomes 0
+        for name, what in (("stop", "stop strings"), ("bad_words", "bad words")):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _strings(getattr(self, name), f"SamplingParams.{name}", InputError, what))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _token_ids(getattr(self, name), f"SamplingParams.{name}"))
         if self.n is None:
             object.__setattr__(self, "n", 1)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias, "SamplingParams.logit_bias"))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                found = repr(getattr(self, name))
+                raise InputError("not an acceptable value", where=f"SamplingParams.{name}", expected="True or False", found=found)
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
         if self.n > 1 and self.temperature == 0:
             where, expected = "SamplingParams.n", "1 with temperature 0: all samples would be equal"
             raise InputError("greedy decoding has one sample", where=where, expected=expected, found=self.n)
-        if not isinstance(self.ignore_eos, bool):
-            raise InputError(
-                "not an acceptable value",
-                where="SamplingParams.ignore_eos",
-                expected="True or False",
-                found=repr(self.ignore_eos),
-            )
+        if self.truncate_prompt_tokens == 0:
+            _contradiction("truncate_prompt_tokens", "leaves no token of the prompt", _RANGES["truncate_prompt_tokens"].text, 0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _contradiction("allowed_token_ids", "allows no token", "at least one token id, or None for all", "none")
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _contradiction("min_tokens", "is above max_tokens", f"at most {self.max_tokens}", self.min_tokens)
+        if not self.detokenize:
+            for name in ("stop", "include_stop_str_in_output"):
+                if getattr(self, name):
+                    _contradiction(name, "needs the text, and detokenize is False", "detokenize=True", getattr(self, name))
+            if not self.skip_special_tokens:
+                _contradiction("skip_special_tokens", "is about the text, and detokenize is False", "detokenize=True", False)
+
+
+def _contradiction(name: str, what: str, expected: str, found: object) -> None:
+    raise InputError(f"{name} {what}", where=f"SamplingParams.{name}", expected=expected, found=found)
 
 
 @dataclass(frozen=True)
@@ -142,26 +237,51 @@ class EffectiveSampling:
     max_tokens: int
     stop: tuple[str, ...]
     ignore_eos: bool
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     sources: dict[str, str] = field(default_factory=dict)
     not_applied: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line with the settings that decide the choice of tokens, each with its source."""
-        if self.temperature == 0:
-            return f"greedy ({self.sources['temperature']})"
         names = [n for n in ("temperature", "top_k", "top_p", "min_p", "seed") if getattr(self, n) != _OFF.get(n)]
-        return " · ".join(f"{name} {getattr(self, name)} ({self.sources[name]})" for name in names)
+        if self.temperature == 0:
+            names = []
+        names += [n for n, off in _PENALTIES.items() if getattr(self, n) != off]
+        others = ("min_tokens", "logit_bias", "allowed_token_ids", "bad_words")
+        names += [n for n in others if getattr(self, n) not in (0, {}, None, ())]
+        parts = [f"{name} {_shortened(getattr(self, name))} ({self.sources[name]})" for name in names]
+        return " · ".join([f"greedy ({self.sources['temperature']})", *parts] if self.temperature == 0 else parts)
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] | None) -> EffectiveSampling:
     """Determine every setting: the user's value, else that of generation_config.json, else a default.
 
-    The file's temperature, top_k, top_p and min_p apply only if its do_sample is true, as in transformers. The default is
-    greedy decoding without filters. A user who sets a filter, a seed or n > 1, but no temperature, wants random draws: if
-    decoding would be greedy, the temperature becomes 1. A seed that is not set comes from the operating system's random numbers.
+    The file's temperature, top_k, top_p and min_p apply only if its do_sample is true, its repetition_penalty always, as in
+    transformers. The default is greedy decoding without filters. A user who sets a filter, a seed or n > 1, but no temperature,
+    wants random draws: if decoding would be greedy, the temperature becomes 1. A seed that is not set comes from the operating
+    system's random numbers.
 
     Raises:
         ConfigError: generation_config.json holds a malformed value for a setting that the user has not set.
+        InputError: a value contradicts one from the file, or a default.
     """
     params = params or SamplingParams()
     config = _checked_file(generation_config)
@@ -170,7 +290,7 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     sources: dict[str, str] = {}
 
     def settle(name: str, default: object) -> None:
-        stated = None if name == "seed" else config.get(_IN_FILE.get(name, name))
+        stated = None if name in _NOT_IN_FILE else config.get(_IN_FILE.get(name, name))
         if getattr(params, name) is not None:
             values[name], sources[name] = getattr(params, name), "user"
         elif stated is not None and (sampling or name not in _OFF):
@@ -193,7 +313,17 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
         values["seed"], sources["seed"] = int.from_bytes(os.urandom(8), "little"), "random"
     settle("max_tokens", DEFAULT_MAX_TOKENS)
     settle("stop", ())
-    values["ignore_eos"], sources["ignore_eos"] = params.ignore_eos, "user" if params.ignore_eos else "default"
+    for name, default in (_PENALTIES | _USERS).items():
+        settle(name, default)
+    for name, usual in _SWITCHES.items():
+        values[name] = getattr(params, name)
+        sources[name] = "default" if values[name] == usual else "user"
+    if values["min_tokens"] > values["max_tokens"]:
+        expected = f"at most {values['max_tokens']}, which is max_tokens ({sources['max_tokens']})"
+        _contradiction("min_tokens", "is above max_tokens", expected, values["min_tokens"])
+    if values["stop"] and not values["detokenize"]:
+        expected = f"stop=[] beside the stop strings of {sources['stop']}"
+        _contradiction("detokenize", "is False, and stop strings need the text", expected, values["stop"])
 
     set_here = [n for n, off in _NOT_SUPPORTED.items() if config.get(n) not in (None, [], {}, False, *off)]
     return EffectiveSampling(**values, sources=sources, not_applied=tuple(f"{n}={config[n]}" for n in set_here))
@@ -214,5 +344,6 @@ def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _from_file(name: str, value: object) -> Any:
     where = f"{_FILE}: {_IN_FILE.get(name, name)}"
     if name == "stop":
-        return _stop_strings(value, where, ConfigError)
-    return max(_RANGES[name].check(value, where, ConfigError, f"correct the file, or set {name} yourself"), 0)
+        return _strings(value, where, ConfigError)
+    number = _RANGES[name].check(value, where, ConfigError, f"correct the file, or set {name} yourself")
+    return max(number, 0) if name == "top_k" else number

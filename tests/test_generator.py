@@ -332,14 +332,124 @@ def test_seeded_draws(generator):
     assert batch[0].token_ids == alone, "a draw must not depend on the batch"
 
 
+def test_logprobs_are_log_softmax_of_the_logits(generator):
+    """Of the model's logits, whatever the penalties and the temperature are."""
+    options = {"temperature": 0.8, "seed": 4, "presence_penalty": 1.5, "logit_bias": {7: 3.0}}
+    for prompt in PROMPTS:
+        done = generator.generate(prompt, params(9, logprobs=3, prompt_logprobs=2, **options))
+        tokens, start = done.prompt_token_ids + done.token_ids, len(done.prompt_token_ids)
+        exact = generator.logits(tokens).double().log_softmax(-1)
+        assert done.prompt_logprobs[0] is None
+        assert len(done.prompt_logprobs) == start
+        assert len(done.logprobs) == len(done.token_ids)
+        for position, row in enumerate([*done.prompt_logprobs, *done.logprobs][1:], 1):
+            row_exact = exact[position - 1]
+            assert row.token_id == tokens[position]
+            assert row.logprob == pytest.approx(row_exact[row.token_id].item(), abs=1e-4)
+            assert row.rank == 1 + int((row_exact > row_exact[row.token_id]).sum())
+            assert [p for _, p in row.top] == pytest.approx(row_exact.topk(len(row.top)).values.tolist(), abs=1e-4)
+            assert len(row.top) == (2 if position < start else 3)
+    plain = generator.generate("hello", params(3))
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+    everything = generator.generate("hello", params(1, logprobs=-1)).logprobs[0]
+    assert len(everything.top) == generator.config.vocab_size
+    pieces = list(generator.stream_completion("hello", params(5, logprobs=0)))
+    assert len(pieces[-1][1].logprobs) == 5
+
+
+def test_penalties_and_masks_in_the_generator(generator):
+    plain = generator.generate("hello", params(20)).token_ids
+    penalized = generator.generate("hello", params(20, presence_penalty=2.0, frequency_penalty=2.0)).token_ids
+    assert len(set(penalized)) > len(set(plain))
+    assert set(generator.generate("hello", params(20, allowed_token_ids=[5, 6])).token_ids) <= {5, 6}
+    assert generator.generate("hello", params(4, logit_bias={9: 100.0})).token_ids == [9] * 4
+    alone = generator.generate("hello", params(12, repetition_penalty=1.4, frequency_penalty=0.5))
+    mixed = [params(12, repetition_penalty=1.4, frequency_penalty=0.5), params(12)]
+    together = generator.generate(["hello", "a"] * 2, mixed * 2)
+    assert together[0].token_ids == together[2].token_ids == alone.token_ids
+    for options in ({"logit_bias": {211: 1}}, {"stop_token_ids": [211]}, {"allowed_token_ids": [211]}):
+        with pytest.raises(InputError, match="not a token id of this model"):
+            generator.check("hello", params(**options))
+
+
+def test_bad_words_are_not_generated(generator):
+    token = generator.generate("hello", params(30)).token_ids[3]
+    word = generator.tokenizer.decode([token]).strip()
+    found = generator.generate("hello", params(30, bad_words=word)).token_ids
+    for spelling in generator.tokenizer.spellings(word):
+        assert all(tuple(found[i : i + len(spelling)]) != spelling for i in range(len(found)))
+    assert generator.tokenizer.spellings(" the")[0] == tuple(generator.encode("the")[1:])
+
+
+def test_stop_tokens_and_min_tokens(generator):
+    full = generator.generate("hello", params(30))
+    end = full.token_ids[6]
+    first = full.token_ids.index(end)
+    done = generator.generate("hello", params(30, stop_token_ids=[end]))
+    assert (done.finish_reason, done.token_ids) == ("stop", full.token_ids[: first + 1])
+    assert done.text == generator.tokenizer.decode(done.token_ids[:-1])
+    whole = generator.generate("hello", params(30, stop_token_ids=[end], include_stop_str_in_output=True))
+    assert whole.text == generator.tokenizer.decode(done.token_ids)
+    later = generator.generate("hello", params(30, stop_token_ids=[end], min_tokens=12))
+    assert end not in later.token_ids[:12]
+    stop = full.text[4:6]
+    included = generator.generate("hello", params(30, stop=stop, include_stop_str_in_output=True))
+    assert included.text == full.text[: full.text.find(stop) + 2]
+    unstopped = generator.generate("hello", params(30, min_tokens=30))
+    assert generator.tokenizer.eos_token_id not in unstopped.token_ids
+    stop = unstopped.text[4:6]
+    assert generator.generate("hello", params(30, stop=stop, min_tokens=30)).text == unstopped.text
+
+
+def test_special_tokens_and_no_text(generator):
+    eos = generator.tokenizer.eos_token_id
+    options = {"logit_bias": {eos: 100.0}, "stop": []}
+    assert generator.generate("hello", params(3, **options)).text == ""
+    assert generator.generate("hello", params(3, skip_special_tokens=False, **options)).text == "</s>" * 3
+    plain = generator.generate("hello", params(5))
+    silent = generator.generate("hello", params(5, detokenize=False))
+    assert (silent.text, silent.token_ids) == ("", plain.token_ids)
+    assert [piece.text for piece in generator.stream("hello", params(5, detokenize=False))] == [""] * 5
+
+
+def test_samples_with_penalties_and_logprobs(generator):
+    """Each is what its seed gives alone; the first has the scores of the prompt."""
+    options = {"temperature": 0.9, "presence_penalty": 0.8, "logprobs": 1, "bad_words": "an"}
+    found = generator.generate("hello", params(8, n=3, seed=5, prompt_logprobs=0, **options))
+    for i, completion in enumerate(found.outputs):
+        single = generator.generate("hello", params(8, seed=5 + i, prompt_logprobs=0, **options))
+        assert completion.token_ids == single.token_ids
+        assert [row.rank for row in completion.logprobs] == [row.rank for row in single.logprobs]
+        assert (completion.prompt_logprobs is None) == (i > 0)
+        assert i or [row and row.token_id for row in completion.prompt_logprobs[1:]] == completion.prompt_token_ids[1:]
+
+
+def test_prompts_are_truncated_at_their_beginning(generator):
+    tokens = generator.encode("the quick brown fox")
+    for prompt in ("the quick brown fox", tokens):
+        done = generator.generate(prompt, params(4, truncate_prompt_tokens=3))
+        assert done.prompt_token_ids == tokens[-3:]
+    assert generator.generate("a", params(4, truncate_prompt_tokens=300)).prompt_token_ids == generator.encode("a")
+    long = [5] * 300 + [6, 7]
+    done = generator.generate(long, params(4, truncate_prompt_tokens=-1))
+    assert done.prompt_token_ids == long[-255:]
+    assert len(generator.generate("hello " * 500, params(1, truncate_prompt_tokens=-1)).prompt_token_ids) == 255
+    with pytest.raises(ContextLengthError):
+        generator.generate(long, params(4, truncate_prompt_tokens=256))
+    message = [{"role": "user", "content": "hello " * 500}]
+    assert len(generator.chat(message, params(1, truncate_prompt_tokens=40)).prompt_token_ids) == 40
+
+
 def test_generation_config_counts_and_says_so(copy):
     path = copy / "generation_config.json"
-    path.write_text(json.dumps({"do_sample": True, "top_k": 3, "repetition_penalty": 1.1, "stop_strings": ["Z"]}))
+    config = {"do_sample": True, "top_k": 3, "repetition_penalty": 1.1, "typical_p": 0.9, "stop_strings": ["Z"]}
+    path.write_text(json.dumps(config))
     with load(copy) as loaded:
         settled = loaded.generate("hello", SamplingParams(max_tokens=2, top_k=5)).sampling
         assert (settled.top_k, settled.sources["top_k"]) == (5, "user")
         assert settled.sources["temperature"] == settled.sources["stop"] == "generation_config.json"
-        assert settled.not_applied == ("repetition_penalty=1.1",)
+        assert settled.not_applied == ("typical_p=0.9",)
+        assert (settled.repetition_penalty, settled.sources["repetition_penalty"]) == (1.1, "generation_config.json")
 
 
 BAD_FIELDS = [{"top_p": 2}, {"do_sample": 1}, {"eos_token_id": "2"}, {"temperature": float("nan")}]

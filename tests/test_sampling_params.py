@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from minirt.sampling_params import DEFAULT_MAX_TOKENS, EffectiveSampling, Sampli
 
 FILE = "generation_config.json"
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "ignore_eos")
+FLAGS = {"ignore_eos": False, "include_stop_str_in_output": False, "skip_special_tokens": True, "detokenize": True}
+ALL = tuple(field.name for field in fields(SamplingParams) if field.name != "n")  # a property of the call, not of a request
 
 
 def test_nothing_is_set_by_default() -> None:
     params = SamplingParams()
-    assert all(getattr(params, name) is None for name in FIELDS[:-1])
-    assert params.ignore_eos is False
+    assert all(getattr(params, name) is None for name in ALL if name not in FLAGS)
+    assert all(getattr(params, name) is usual for name, usual in FLAGS.items())
 
 
 @pytest.mark.parametrize(
@@ -34,10 +37,17 @@ def test_nothing_is_set_by_default() -> None:
         ("min_p", [0, 1, 0.05]),
         ("seed", [0, 1, 2**63, 2**64 - 1]),
         ("max_tokens", [1, 10**9]),
+        ("min_tokens", [0, 5]),
+        ("presence_penalty", [-2, 2, 0.5, Fraction(1, 4)]),
+        ("frequency_penalty", [-2.0, 2.0, 0]),
+        ("repetition_penalty", [1, 1.3, 1e-3]),
+        ("truncate_prompt_tokens", [-1, 1, 10**9]),
+        ("logprobs", [-1, 0, 20, np.int64(3)]),
+        ("prompt_logprobs", [-1, 0, 20]),
     ],
 )
 def test_accepted_values_are_kept(name: str, accepted: list) -> None:
-    kind = int if name in ("top_k", "seed", "max_tokens") else float
+    kind = float if name.endswith(("_p", "penalty", "temperature")) else int
     for value in accepted:
         found = getattr(SamplingParams(**{name: value}), name)
         assert found == value
@@ -53,6 +63,13 @@ def test_accepted_values_are_kept(name: str, accepted: list) -> None:
         ("min_p", [-1e-9, 1.1, math.inf], "from 0 to 1"),
         ("seed", [-1, 2**64, 0.0], r"from 0 to 2\*\*64 - 1"),
         ("max_tokens", [0, -1, 1.0], "an integer >= 1"),
+        ("min_tokens", [-1, 1.0], "an integer >= 0"),
+        ("presence_penalty", [-2.1, 2.01, math.inf], "a number from -2 to 2"),
+        ("frequency_penalty", [-2.1, 2.01, -math.inf], "a number from -2 to 2"),
+        ("repetition_penalty", [0, -1, math.inf], "a finite number above 0"),
+        ("truncate_prompt_tokens", [-2, 1.0], "an integer >= 1, or -1"),
+        ("logprobs", [-2, 21, 1.0], "an integer from 0 to 20, or -1"),
+        ("prompt_logprobs", [-2, 21, 1.0], "an integer from 0 to 20, or -1"),
     ],
 )
 def test_refused_values_are_named(name: str, refused: list, expected: str) -> None:
@@ -76,13 +93,65 @@ def test_stop_strings() -> None:
         SamplingParams(ignore_eos=1)
 
 
+def test_token_ids_and_biases() -> None:
+    assert SamplingParams(stop_token_ids=[5, 5, np.int64(2)]).stop_token_ids == (5, 2)
+    assert SamplingParams(allowed_token_ids=(7,)).allowed_token_ids == (7,)
+    assert SamplingParams(logit_bias={"12": -100, 3: 0.5}).logit_bias == {12: -100.0, 3: 0.5}
+    assert SamplingParams(bad_words="x").bad_words == ("x",)
+    for wrong in ([-1], [1.0], ["1"], [True], 3, "12", {1: 2}, [[1]]):
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            with pytest.raises(InputError, match=rf"SamplingParams\.{name}: not token ids"):
+                SamplingParams(**{name: wrong})
+    keys = ({-1: 1}, {"x": 1}, {"²": 1}, {"1": 1, 1: 2}, {True: 1}, {1.0: 1})
+    for wrong in (*keys, {1: 100.5}, {1: "1"}, {1: math.nan}, {1: None}, [1], "1"):
+        with pytest.raises(InputError, match=r"SamplingParams\.logit_bias"):
+            SamplingParams(logit_bias=wrong)
+    for wrong in ("", ["a", ""], [1], b"a"):
+        with pytest.raises(InputError, match=r"SamplingParams\.bad_words: not acceptable bad words"):
+            SamplingParams(bad_words=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "reason"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "is above max_tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "allows no token"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves no token of the prompt"),
+        ({"detokenize": False, "stop": "x"}, "stop", "needs the text"),
+        ({"detokenize": False, "include_stop_str_in_output": True}, "include_stop_str_in_output", "needs the text"),
+        ({"detokenize": False, "skip_special_tokens": False}, "skip_special_tokens", "is about the text"),
+    ],
+)
+def test_contradictions_are_refused(options: dict, name: str, reason: str) -> None:
+    with pytest.raises(InputError, match=rf"SamplingParams\.{name}: {name} {reason}"):
+        SamplingParams(**options)
+
+
+def test_contradictions_with_the_file_or_a_default_are_refused() -> None:
+    with pytest.raises(InputError, match=r"is above max_tokens; expected at most 256, which is max_tokens \(default\)"):
+        resolve(SamplingParams(min_tokens=257), None)
+    with pytest.raises(InputError, match=rf"max_tokens \({FILE}\)"):
+        resolve(SamplingParams(min_tokens=7), {"max_new_tokens": 6})
+    with pytest.raises(InputError, match=rf"detokenize is False, and stop strings need the text.*{FILE}"):
+        resolve(SamplingParams(detokenize=False), {"stop_strings": "END"})
+    assert resolve(SamplingParams(detokenize=False, stop=[]), {"stop_strings": "END"}).stop == ()
+
+
+def test_a_repetition_penalty_of_the_file_needs_no_do_sample() -> None:
+    e = resolve(SamplingParams(presence_penalty=0.5), {"repetition_penalty": 1.1, "presence_penalty": 9})
+    assert (e.repetition_penalty, e.sources["repetition_penalty"], e.presence_penalty) == (1.1, FILE, 0.5)
+    assert e.describe() == f"greedy (default) · presence_penalty 0.5 (user) · repetition_penalty 1.1 ({FILE})"
+    with pytest.raises(ConfigError, match=r"generation_config\.json: repetition_penalty"):
+        resolve(None, {"repetition_penalty": 0})
+
+
 def test_greedy_unless_somebody_asks_for_more() -> None:
     for config in (None, {}, {"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_k": 50}):
         for params in (None, SamplingParams()):
             e = resolve(params, config)
             assert (e.temperature, e.top_k, e.top_p, e.min_p, e.seed) == (0, 0, 1, 0, 0)
             assert (e.max_tokens, e.stop, e.ignore_eos, e.not_applied) == (DEFAULT_MAX_TOKENS, (), False, ())
-            assert e.sources == dict.fromkeys(FIELDS, "default")
+            assert e.sources == dict.fromkeys(ALL, "default")
             assert e.describe() == "greedy (default)"
 
 
@@ -93,7 +162,7 @@ def test_user_over_file_over_default() -> None:
     assert (e.temperature, e.top_k, e.top_p, e.min_p, e.seed) == (0.3, 0, 0.95, 0, 7)
     assert (e.max_tokens, e.stop, e.ignore_eos) == (99, ("END",), True)
     expected = ("user", "user", FILE, "default", "user", FILE, FILE, "user")
-    assert e.sources == dict(zip(FIELDS, expected, strict=True))
+    assert e.sources == dict.fromkeys(ALL, "default") | dict(zip(FIELDS, expected, strict=True))
     e = resolve(SamplingParams(temperature=0, max_tokens=5, stop="x"), config)
     assert (e.temperature, e.max_tokens, e.stop) == (0, 5, ("x",))
     assert e.describe() == "greedy (user)"
@@ -155,10 +224,10 @@ def test_a_malformed_value_that_the_user_replaces_does_no_harm() -> None:
 
 
 def test_what_is_not_supported_is_reported() -> None:
-    off = {"repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1, "penalty_alpha": None}
+    off = {"encoder_repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1, "penalty_alpha": None}
     off |= {"suppress_tokens": [], "epsilon_cutoff": 0.0, "bad_words_ids": None, "min_length": 0, "eos_token_id": [1]}
     assert resolve(None, off).not_applied == ()
-    on = {"repetition_penalty": 1.1, "num_beams": 4, "no_repeat_ngram_size": 3, "typical_p": 0.9, "penalty_alpha": 0.6}
+    on = {"encoder_repetition_penalty": 1.1, "num_beams": 4, "no_repeat_ngram_size": 3, "typical_p": 0.9, "penalty_alpha": 0.6}
     on |= {"suppress_tokens": [5], "epsilon_cutoff": 3e-4, "bad_words_ids": [[7]], "min_length": 2, "eos_token_id": 2}
     expected = {f"{name}={value}" for name, value in on.items() if name != "eos_token_id"}
     assert set(resolve(SamplingParams(temperature=0.2), on).not_applied) == expected

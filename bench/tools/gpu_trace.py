@@ -26,7 +26,7 @@ _AROUND = 10  # steps left out before the traced ones (prompts, and some until t
 def trace(generator: Generator, batch: int, context: int, sampling: dict) -> dict:
     """Trace STEPS decode steps in the middle of a run of `batch` prompts of `context` tokens."""
     prompts = [[(7 * i + j) % 1000 for j in range(context)] for i in range(batch)]
-    params = SamplingParams(max_tokens=1 + STEPS + 2 * _AROUND, ignore_eos=True, seed=1, **sampling)
+    params = SamplingParams(max_tokens=1 + STEPS + 2 * _AROUND, ignore_eos=True, repetition_penalty=1.0, seed=1, **sampling)
     generator.generate(prompts, params)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         generator.generate(prompts, params)

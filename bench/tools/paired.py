@@ -39,7 +39,7 @@ def child(model: str, fp8: bool) -> None:
         return [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(length)] for i in range(count)]
 
     def seconds(count: int, length: int, tokens: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=1.0)
         asked, started = prompts(count, length), time.perf_counter()
         generator.generate(asked, params)
         return time.perf_counter() - started

@@ -9,6 +9,7 @@ from minirt.cli.files import read_text, shown_name
 from minirt.cli.generate_many import generate_many
 from minirt.cli.options import (
     debug_option,
+    detail_options,
     encode_prompt,
     load_options,
     open_model,
@@ -33,6 +34,7 @@ _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text
 @click.option("--prompts", "many", metavar="FILE", help="Run all requests of a JSON-lines file at once; - is stdin.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message: apply the chat template.")
 @sampling_options
+@detail_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, one per line.")
 @quiet_option
 @debug_option
@@ -50,11 +52,11 @@ def generate(
 
     --prompts runs many requests through the engine at once, for throughput. Each line of FILE is a JSON string or a JSON
     object. An object has one of "prompt", "messages" (a conversation) and "prompt_token_ids". It may override the command
-    line's max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos and n. It may have an "id", which is copied to
-    the result. Results are printed in the order of the lines, each text followed by a newline. A text may contain newlines
-    itself, so programs should use --json, whose objects also give their "line". After Ctrl-C, SIGTERM or SIGHUP, all
-    finished results are printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out.
-    A failed request has the finish_reason "error"; the others continue, and the exit code is 1.
+    line's sampling options, by their names with underscores (max_tokens). It may have an "id", which is copied to the result.
+    Results are printed in the order of the lines, each text followed by a newline. A text may contain newlines itself, so
+    programs should use --json, whose objects also give their "line". After Ctrl-C, SIGTERM or SIGHUP, all finished results are
+    printed, and unfinished ones with the finish_reason "abort"; requests without a token are left out. A failed request has the
+    finish_reason "error"; the others continue, and the exit code is 1.
     """
     if many is not None:
         if prompts or files:
@@ -72,17 +74,19 @@ def generate(
     if not texts:
         raise click.UsageError(_NO_PROMPT)
     params = sampling_params(options)
+    if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
+        raise click.UsageError("--logprobs and --prompt-logprobs need --json, which prints them")
     with open_model(options, quiet) as generator:
-        inputs = []
+        inputs, shows_text = [], generator.tokenizer is not None and params.detokenize
         for place, text in zip(places, texts, strict=True):
             with inside(place):
-                inputs.append(encode_prompt(generator, text, chat))
+                inputs.append(encode_prompt(generator, text, chat, params))
                 generator.check(inputs[-1], params)  # check all prompts before any text is printed
         for place, text, tokens in zip(places, texts, inputs, strict=True):
             with inside(place):
                 for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
                     if not as_json:
-                        write(piece.text if generator.tokenizer else f"{piece.token_ids[0]} ")
+                        write(piece.text if shows_text else f"{piece.token_ids[0]} ")
             write(json_line({"prompt": text, **completion_record(completion)}) if as_json else "\n")
             if not quiet:
                 note(completion_summary(generator, completion))

@@ -10,6 +10,7 @@ from minirt.cli.files import read_file, shown_name
 from minirt.cli.options import open_model, sampling_params
 from minirt.cli.output import completion_record, format_bytes, json_line, load_summary, not_applied, note, write
 from minirt.cli.process import finishing
+from minirt.errors import InputError
 from minirt.progress import prompt_bar
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ def generate_many(name: str, options: dict[str, Any], *, chat: bool, as_json: bo
     from minirt.cli.request_file import read_prompt_lines
 
     requests = read_prompt_lines(read_file(name), shown_name(name), sampling_params(options))
+    for request in requests if not as_json else ():
+        for key in ("logprobs", "prompt_logprobs"):
+            if getattr(request.params, key) is not None:
+                raise InputError(f"{key} needs --json, which prints them", where=request.where)
     with open_model(options, quiet) as generator:
         inputs = [request.encode(generator, chat) for request in requests]
         results = _Results(requests, as_json, texts=generator.tokenizer is not None)
@@ -101,7 +106,8 @@ class _Results:
         if self._as_json:
             write(json_line({**request.record(), **sample, **completion_record(completion)}))
         else:
-            write((completion.text if self._texts else " ".join(map(str, completion.token_ids))) + "\n")
+            texts = self._texts and request.params.detokenize
+            write((completion.text if texts else " ".join(map(str, completion.token_ids))) + "\n")
 
     def summary(self, seconds: float) -> str:
         """Totals of prompts, tokens and time, and the lines of unfinished and omitted requests."""

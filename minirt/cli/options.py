@@ -57,6 +57,34 @@ class Numbers(click.ParamType):
         return numbers
 
 
+class TokenIds(click.ParamType):
+    """"0,17" → (0, 17)."""
+
+    name = "ID,ID,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(",")]
+        if not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+            self.fail(f"{value!r} is not token ids with ',' between", param, ctx)
+        return tuple(map(int, words))
+
+
+class Bias(click.ParamType):
+    """"17=-5.5" → (17, -5.5)."""
+
+    name = "ID=BIAS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"([0-9]{1,18})=([+-]?[0-9]{1,9}(?:\.[0-9]{0,18})?)", value.strip())
+        if not match:
+            self.fail(f"{value!r} is no token id and number, such as 17=-5.5", param, ctx)
+        return int(match[1]), float(match[2])
+
+
 NUMBERS, RANGE = Numbers("N,N,…", ","), Numbers("LOW:HIGH", ":")
 
 
@@ -136,6 +164,26 @@ sampling_options = option_group(
     click.option("--seed", type=int, help="Seed of sampling (and of random weights)."),
     click.option("--stop", multiple=True, help="End the text before this string (repeatable)."),
     click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token."),
+    click.option("--min-tokens", type=int, help="New tokens before an end token or a stop string may end the text."),
+    click.option("--stop-token-ids", type=TokenIds(), help="More tokens that end the text."),
+    click.option("--include-stop-str-in-output", is_flag=True, help="Print also what ended the text: a stop string or a token."),
+    click.option("--presence-penalty", type=float, help="Subtract this from the logits of generated tokens, -2 to 2."),
+    click.option("--frequency-penalty", type=float, help="Subtract this for each time a token was generated, -2 to 2."),
+    click.option("--repetition-penalty", type=float, help="Divide the positive logits of tokens seen by this; 1 is off."),
+    click.option("--logit-bias", type=Bias(), multiple=True, help="Add a number to a token's logit (repeatable)."),
+    click.option("--allowed-token-ids", type=TokenIds(), help="Draw no other tokens than these."),
+    click.option("--bad-words", multiple=True, metavar="TEXT", help="Never generate this text (repeatable)."),
+    click.option(
+        "--skip-special-tokens/--no-skip-special-tokens", default=True, show_default=True,
+        help="Leave special tokens out of the text.",
+    ),
+)
+# For what prints its results as JSON.
+detail_options = option_group(
+    click.option("--no-detokenize", is_flag=True, help="Make no text: print token ids."),
+    click.option("--truncate-prompt-tokens", type=int, help="Keep this many last tokens of a prompt; -1: as many as fit."),
+    click.option("--logprobs", type=int, help="With --json: log-probabilities of new tokens and of so many most probable ones."),
+    click.option("--prompt-logprobs", type=int, help="With --json: the same for the tokens of the prompt."),
 )
 output_format_option = click.option(
     "--output-format", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
@@ -149,12 +197,20 @@ quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and
 
 
 def sampling_params(options: dict[str, Any]) -> "SamplingParams":
-    """`sampling_options` as SamplingParams; InputError names the flag that is wrong."""
+    """`sampling_options` and `detail_options` as SamplingParams; InputError names the flag that is wrong."""
     from minirt.sampling_params import SamplingParams
 
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens", "stop_token_ids",
+             "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids",
+             "skip_special_tokens")  # fmt: skip
+    given = {name: options[name] for name in names} | {name: options[name] or None for name in ("stop", "bad_words")}
+    given |= {name: options.get(name) for name in ("truncate_prompt_tokens", "logprobs", "prompt_logprobs")}
+    given["detokenize"] = not options.get("no_detokenize", False)
+    biases = dict(options["logit_bias"])
+    if len(biases) < len(options["logit_bias"]):
+        raise InputError("a token id appears twice", where="--logit-bias", found=list(options["logit_bias"]))
     try:
-        return SamplingParams(stop=options["stop"] or None, **{name: options[name] for name in names})
+        return SamplingParams(logit_bias=biases or None, **given)
     except InputError as error:  # name the flag, not the field
         flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
         raise error.at(flag) from error
@@ -220,12 +276,17 @@ def require_tokenizer(generator: "Generator", flag: str) -> None:
         raise TokenizerError("the model has no tokenizer for a text", where=flag, found=generator.name)
 
 
-def encode_prompt(generator: "Generator", text: str, chat: bool) -> list[int]:
+def prompt_limit(generator: "Generator", params: "SamplingParams | None") -> int | None:
+    """The number of tokens above which a prompt is refused before it is tokenized; None: it will be truncated."""
+    return generator.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
+
+
+def encode_prompt(generator: "Generator", text: str, chat: bool, params: "SamplingParams | None" = None) -> list[int]:
     """Token ids of a prompt of the command line. With `chat`, `text` is a user message.
 
     Without a tokenizer, `text` is a list of ids such as "1 2 3".
     """
-    most = generator.max_len - 1
+    most = prompt_limit(generator, params)
     if chat:
         return generator.encode_chat([{"role": "user", "content": text}], most)
     if generator.tokenizer is not None:

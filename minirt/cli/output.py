@@ -1,6 +1,7 @@
 """Output of the commands: results on stdout, notes on stderr, and a completion as a record or a summary."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 from minirt.errors import MinirtError, printable
 
 if TYPE_CHECKING:
+    from minirt.engine.logprobs import TokenLogprobs
     from minirt.generator import Generator
     from minirt.outputs import Completion
 
@@ -75,10 +77,24 @@ def completion_record(completion: "Completion") -> dict[str, Any]:
         record[name] = getattr(completion, name) or None
     if completion.error is not None:
         record["error"] = str(completion.error)
+    for name in ("logprobs", "prompt_logprobs"):
+        rows = getattr(completion, name)
+        if rows is not None:
+            record[name] = [None if row is None else logprobs_record(row) for row in rows]
     effective = completion.sampling
     record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
     record["sampling_sources"] = effective.sources
     return record
+
+
+def logprobs_record(row: "TokenLogprobs") -> dict[str, Any]:
+    """The log-probabilities of one token. Minus infinity, which JSON does not have, is null."""
+
+    def number(logprob: float) -> float | None:
+        return logprob if math.isfinite(logprob) else None
+
+    top = [[token, number(logprob)] for token, logprob in row.top]
+    return {"token_id": row.token_id, "logprob": number(row.logprob), "rank": row.rank, "top": top}
 
 
 def load_summary(generator: "Generator") -> str:

@@ -7,17 +7,17 @@ lines are skipped. `read_prompt_lines` checks everything that can be checked wit
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from minirt.cli.options import encode_prompt
+from minirt.cli.options import encode_prompt, prompt_limit
 from minirt.errors import InputError, inside
 from minirt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minirt.generator import Generator
 
-SAMPLING_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "n")
+SAMPLING_KEYS = tuple(field.name for field in fields(SamplingParams))
 _KINDS: dict[str, tuple[type, str]] = {
     "prompt": (str, "a text"),
     "messages": (list, "a list of messages"),
@@ -40,11 +40,11 @@ class PromptLine:
         """Token ids, checked against the model. With `chat`, a text is a user message. Errors name file and line."""
         with inside(self.where):
             if self.kind == "messages":
-                tokens = generator.encode_chat(self.content, generator.max_len - 1)
+                tokens = generator.encode_chat(self.content, prompt_limit(generator, self.params))
             elif self.kind == "prompt_token_ids":
                 tokens = generator.encode(self.content)
             else:
-                tokens = encode_prompt(generator, self.content, chat)
+                tokens = encode_prompt(generator, self.content, chat, self.params)
             generator.check(tokens, self.params)
         return tokens
 

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from minirt.device import is_device_failure, is_out_of_memory
 from minirt.engine.kv_cache import KVCache
+from minirt.engine.logits_processors import Rules
+from minirt.engine.logprobs import TokenLogprobs
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.runner import ProgressCallback, Runner, Step
+from minirt.engine.sampling_stages import Row
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import (
@@ -45,6 +48,7 @@ class Request:
         sampling: the sampling parameters, including the maximum number of tokens.
         eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
         cache_salt: requests with different salts share no cached prefix.
+        bad_words: `sampling.bad_words` in token ids.
         priority: requests with lower values run first.
         group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
     """
@@ -56,13 +60,21 @@ class Request:
     cache_salt: str | None = None
     priority: int = 0
     group: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def rules(self) -> Rules | None:
+        """What it asks of its logits; None if nothing."""
+        return Rules.of(self.sampling, self.eos_token_ids, self.bad_words)
 
 
 class TokenOutput(NamedTuple):
     """The new tokens of one request, one or more.
 
     `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
-    `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache.
+    `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
+    if the request asks. `prompt_logprobs`: of each token of the prompt but the first, with the first output of a request that
+    asks; else None.
     """
 
     request_id: int
@@ -70,19 +82,24 @@ class TokenOutput(NamedTuple):
     finish_reason: str | None
     error: MinirtError | None = None
     num_cached: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(eq=False)
 class _RequestState:
     sequence: Sequence
     sampling: EffectiveSampling
-    eos: frozenset[int]
+    ends: frozenset[int]
+    rules: Rules | None
+    prompt_logprobs: list[TokenLogprobs] | None  # until they are returned with the first token
 
 
 class _InFlight(NamedTuple):
     step: Step
     sampled: list[tuple[Sequence, int]]  # in row order: each sequence that gets tokens, and its number of rows
     computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
+    scored: list[Sequence]  # in order: each sequence whose prompt tokens the step scores
 
 
 class Engine:
@@ -171,25 +188,45 @@ class Engine:
         with self._device_errors():
             return self._runner.replay_times(batch_size, context_len, repeats)
 
-    def check(self, prompt_token_ids: Seq[int]) -> None:
+    def check(self, prompt_token_ids: Seq[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None) -> None:
         """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
 
         Raises:
-            InputError: the prompt is empty, or an id is outside the vocabulary.
+            InputError: the prompt is empty; an id, of the prompt or of a setting, is outside the vocabulary; the settings leave
+                no token to draw.
             ContextLengthError: the prompt can never fit.
         """
         self.check_tokens(prompt_token_ids)
         self._scheduler.check_length(len(prompt_token_ids))
+        if sampling is not None:
+            for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+                largest = max(getattr(sampling, name) or (), default=-1)
+                if largest >= self._vocab_size:
+                    expected = f"ids from 0 to {self._vocab_size - 1}"
+                    raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
+        if rules is not None and (rules.bad_words or rules.end_ids):
+            largest = max(map(max, rules.bad_words), default=-1)
+            if largest >= self._vocab_size:
+                what, expected = "the model has no logits for a token of a bad word", f"ids from 0 to {self._vocab_size - 1}"
+                raise InputError(what, where="bad_words", expected=expected, found=largest)
+            forbidden = {token for token, _, prefix in rules.bans if not prefix}
+            allowed = range(self._vocab_size) if rules.allowed is None else rules.allowed
+            if forbidden.issuperset(allowed):
+                what = "no token is left to draw: bad_words and min_tokens forbid all that are allowed"
+                where = "min_tokens" if rules.end_ids else "bad_words"
+                raise InputError(what, where=where, expected="an allowed token that is not forbidden", found="none")
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has passed `check`."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         final_len = min(self.max_len, len(prompt) + sampling.max_tokens)
         sequence = Sequence(
-            request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt
+            request.id, array("q", prompt), len(prompt), final_len, request.priority, request.group, salt=request.cache_salt,
+            prompt_logprobs=sampling.prompt_logprobs,
         )  # fmt: skip
-        eos = frozenset() if sampling.ignore_eos else frozenset(request.eos_token_ids)
-        self._requests[request.id] = _RequestState(sequence, sampling, eos)
+        ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
+        scores = None if sampling.prompt_logprobs is None else list[TokenLogprobs]()
+        self._requests[request.id] = _RequestState(sequence, sampling, ends, request.rules, scores)
         self._scheduler.add(sequence)
 
     def __contains__(self, request_id: int) -> bool:
@@ -255,27 +292,34 @@ class Engine:
 
     def _start(self, work: list[tuple[Sequence, Chunk]]) -> str | None:
         """Start a step. Returns None, or the allocator's message if memory runs out; in this case nothing has changed."""
-        sampled = [(sequence, chunk.num_logits) for sequence, chunk in work if chunk.num_logits]
-        settings = [(self._requests[s.id].sampling, s.num_generated) for s, _ in sampled]
+        sampled = [(sequence, chunk.num_sampled) for sequence, chunk in work if chunk.num_sampled]
+        requests = [self._requests[sequence.id] for sequence, _ in sampled]
+        rows = [Row.of(r.sampling, r.sequence, r.rules) for r in requests]
         try:
-            step = self._runner.start([chunk for _, chunk in work], settings)
+            step = self._runner.start([chunk for _, chunk in work], rows)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not is_out_of_memory(error):
                 raise
             return str(error)
         for sequence, chunk in work:
             sequence.num_computed += len(chunk.tokens)
+            sequence.num_scored += len(chunk.targets)
         for row, (sequence, _) in enumerate(sampled):
             sequence.row = row
             sequence.pending += 1
         computed = [(sequence, sequence.num_computed) for sequence, _ in work]
-        self._in_flight.append(_InFlight(step, sampled, computed))
+        scored = [sequence for sequence, chunk in work if chunk.targets]
+        self._in_flight.append(_InFlight(step, sampled, computed, scored))
         self._scheduler.relax_limit()
         return None
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
         """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
         outputs, ends, result = [], {}, ended.step.result()
+        for sequence, scores in zip(ended.scored, result.prompt_logprobs, strict=True):
+            request = self._requests.get(sequence.id)
+            if request is not None and request.prompt_logprobs is not None:
+                request.prompt_logprobs += scores
         for i, ((sequence, num_rows), tokens) in enumerate(zip(ended.sampled, result.tokens, strict=True)):
             request = self._requests.get(sequence.id)
             if request is None:  # the request ended or was aborted after this step had started
@@ -284,7 +328,8 @@ class Engine:
             sequence.num_computed -= num_rows - len(tokens)  # the KV values of rejected drafts are overwritten
             if result.drafts is not None:
                 sequence.drafts = result.drafts[i]
-            ends[sequence.id] = self._extend(request, tokens)
+            logprobs = None if result.logprobs is None else result.logprobs[i]
+            ends[sequence.id] = self._extend(request, tokens, logprobs or ())
             outputs.append(ends[sequence.id])
         for sequence, computed in ended.computed:
             output = ends.get(sequence.id)
@@ -295,21 +340,28 @@ class Engine:
                 self.abort(output.request_id)
         return outputs
 
-    def _extend(self, request: _RequestState, tokens: Seq[int]) -> TokenOutput:
+    def _extend(self, request: _RequestState, tokens: Seq[int], logprobs: Seq[TokenLogprobs]) -> TokenOutput:
         """Append new tokens to a request, up to the one that ends it."""
         sequence, ends, count = request.sequence, None, 0
         for token in tokens:
             if token < 0:  # the sampler returns −1 for unusable logits
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
-                error = NumericsError("the logits are NaN or +inf, or only -inf", where=where, hint=hint)
+                what = "the logits are NaN or +inf, or only -inf"
+                if request.rules is not None and (request.rules.bans or request.rules.allowed is not None):
+                    what += ", or the settings of the request leave no token"
+                error = NumericsError(what, where=where, hint=hint)
                 return TokenOutput(sequence.id, (), "error", error)
             sequence.tokens.append(token)
             count += 1
-            ends = "stop" if token in request.eos else "length" if len(sequence.tokens) >= sequence.final_len else None
+            ends = "stop" if token in request.ends else "length" if len(sequence.tokens) >= sequence.final_len else None
             if ends is not None:
                 break
-        return TokenOutput(sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached)
+        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        return TokenOutput(
+            sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached, logprobs=tuple(logprobs[:count]),
+            prompt_logprobs=None if scores is None else tuple(scores),
+        )  # fmt: skip
 
     def _queue_full(self) -> QueueFullError:
         limit = self._scheduler.max_waiting

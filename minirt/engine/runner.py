@@ -15,15 +15,16 @@ from minirt.device import on_device
 from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_splits
 from minirt.engine.cuda_graphs import StepGraphs
 from minirt.engine.kv_cache import KVCache
-from minirt.engine.sampler import SamplingBatch, SamplingBuffers, sample
+from minirt.engine.logprobs import TokenLogprobs
+from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.sampling_stages import Drawn, Row, SamplingStages, Scored
 from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.modeling.model import Model
-from minirt.sampling_params import EffectiveSampling, SamplingParams, resolve
+from minirt.sampling_params import SamplingParams, resolve
 
-Settings = Sequence[tuple[EffectiveSampling, int]]  # for each sampled row: its sampling values, and the index of the new token
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[int, int], None]  # (done, total)
 
@@ -56,24 +57,34 @@ class StepResult(NamedTuple):
         tokens: new tokens, one or more. −1: the logits were NaN or +inf, or only -inf.
         drafts: proposed tokens after these, which the next step verifies; None: the runner proposes none. With drafts, the engine
             must not look ahead.
+        logprobs: the log-probabilities of these tokens; None if no chunk asked. An entry is None if its chunk did not ask.
+        prompt_logprobs: for each chunk with `targets`, in order, their log-probabilities.
     """
 
     tokens: list[list[int]]
     drafts: list[list[int]] | None = None
+    logprobs: "list[list[TokenLogprobs] | None] | None" = None
+    prompt_logprobs: "Sequence[list[TokenLogprobs]]" = ()
 
 
 @dataclass(frozen=True)
 class Step:
     """A step that was started."""
 
-    _tokens: Tensor
+    _drawn: Drawn
+    _scored: list[Scored]
     _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
 
     def result(self) -> StepResult:
         """Waits for the end of the step, also if no chunk needed logits."""
         if self._ended is not None:
             self._ended.synchronize()
-        return StepResult([[token] for token in self._tokens.tolist()])
+        logprobs = self._drawn.logprobs()
+        return StepResult(
+            [[token] for token in self._drawn.tokens.tolist()],
+            logprobs=None if logprobs is None else [None if row is None else [row] for row in logprobs],
+            prompt_logprobs=[scored.logprobs() for scored in self._scored],
+        )
 
 
 class Runner:
@@ -102,9 +113,7 @@ class Runner:
         self._static: _Static | None = None
         self._cuda = device.type == "cuda"
         self._ranges = Ranges(cache.capacity if self._cuda else 0)
-        if self._cuda:
-            self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
-            self._sampling = SamplingBuffers(max_num_seqs, vocab_size, device)
+        self._stages = SamplingStages(self._previous, vocab_size, max_seq_len)
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
             if cuda_graphs:
@@ -118,38 +127,35 @@ class Runner:
         return self._static is not None
 
     @torch.inference_mode()
-    def start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
-        """Queue a step. Each chunk needs logits for at most one row; `settings` has an entry for each that does.
+    def start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
+        """Queue a step. `rows` has an entry for each chunk from which a token is drawn: one with `num_sampled` 1, not 0.
 
         Raises:
-            torch.OutOfMemoryError: no memory for the step's activations.
+            torch.OutOfMemoryError: no memory for the step's activations. In this case nothing has changed.
         """
         with on_device(self._device):
-            return self._start(chunks, settings)
+            return self._start(chunks, rows)
 
-    def _start(self, chunks: Sequence[Chunk], settings: Settings) -> Step:
-        logits, row_maxima = self._scores(chunks, any(own.temperature > 0 for own, _ in settings))
-        count = len(settings)
+    def _start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
+        scores = any(chunk.targets for chunk in chunks)
+        needed = scores or any(r.sampling.temperature > 0 or r.rules or r.num_top is not None for r in rows)
+        logits, row_maxima = self._scores(chunks, needed)
+        scored = list[Scored]()
+        if scores:
+            scored = self._stages.score(logits, chunks)
+            logits, row_maxima = self._stages.sampled_rows(logits, chunks), None
+        drawn = self._stages.draw(logits, row_maxima, rows) if rows else Drawn(torch.empty(0, dtype=torch.int64))
         if not self._cuda:
-            if not count:
-                return Step(torch.empty(0, dtype=torch.int64))
-            tokens = sample(logits, SamplingBatch.build(settings), out=self._previous[:count])
-            return Step(tokens.clone())
-        self._host.reverse()  # two buffers, since the tokens in the other one may not have been read yet
-        tokens = self._host[0][:count]
-        if count:
-            batch, workspace = self._sampling.fill(settings), self._sampling.workspace
-            sample(logits, batch, workspace=workspace, row_maxima=row_maxima, out=self._previous[:count])
-            tokens.copy_(self._previous[:count], non_blocking=True)
+            return Step(drawn, scored)
         ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
         ended.record()
-        return Step(tokens, ended)
+        return Step(drawn, scored, ended)
 
-    def _scores(self, chunks: Sequence[Chunk], sampled: bool) -> Scores:
+    def _scores(self, chunks: Sequence[Chunk], logits_needed: bool) -> Scores:
         static, bucket = self._static, None if self._static is None else self._buckets.find(chunks)
         if static is not None and bucket is not None:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
-            static.buffers.send(batch.layout, chunks, logits_needed=sampled)
+            static.buffers.send(batch.layout, chunks, logits_needed=logits_needed)
             static.graphs.replay(bucket)
             logits, rows = static.buffers.logits, sum(c.num_logits for c in chunks)
         else:
@@ -216,6 +222,7 @@ class Runner:
                         self._dry_run(static, static.buffers.batch(bucket))
                 for params in sampling_kinds():
                     self._sample(params)
+                self._stages.compile()
             if static is not None:
                 for done, bucket in enumerate(buckets, kernels + 1):
                     self._capture(static, bucket, compiled=True)
@@ -247,7 +254,7 @@ class Runner:
         try:
             with on_device(self._device):
                 chunks = [Chunk([1], context_len - 1, own) for own in pages]
-                self._scores(chunks, sampled=False)
+                self._scores(chunks, logits_needed=False)
                 return self._static.graphs.replay_times(self._buckets.decode(chunks), repeats)
         finally:
             for own in pages:

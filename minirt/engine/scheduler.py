@@ -19,6 +19,7 @@ from minirt.errors import ContextLengthError, InputError
 # The default token budget of a step. On a CPU a larger step is no faster, and an interrupt or another request waits for it.
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
 STEPS_UNTIL_LARGER = 64  # number of steps after which twice as many tokens are tried again, once memory ran out
+MAX_SCORED_TOKENS = 512  # maximum number of prompt tokens that a step scores: each takes a row of logits
 MOST = 1 << 20  # the upper bound of both limits of a step: sequences and tokens
 
 
@@ -39,7 +40,10 @@ class Sequence:
     row: int = 0  # the row of the pending token among the last step's sampled tokens
     drafts: list[int] = field(default_factory=list)  # proposed next tokens, which a step verifies
     pages: array = field(default_factory=lambda: array("i"))
-    slot: int = -1  # row of its state in recurrent layers; −1: none
+    slot: int = -1  # row of what the device keeps while it runs, such as recurrent states and token counts; −1: none
+    admissions: int = 0  # number of times it was admitted; in between, other sequences may have had its slot
+    prompt_logprobs: int | None = None  # number of most probable tokens to list for each prompt token; None: no scores
+    num_scored: int = 0  # number of prompt tokens, without the first, whose scores are known or in a step that was started
     salt: str | None = None
     keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
     num_registered: int = 0  # number of its pages that are in the prefix cache
@@ -55,9 +59,14 @@ class Sequence:
         return self.length - self.prompt_len
 
     @property
+    def unscored(self) -> int:
+        """Number of prompt tokens that still are to be scored."""
+        return 0 if self.prompt_logprobs is None else self.prompt_len - 1 - self.num_scored
+
+    @property
     def has_started(self) -> bool:
-        """Whether it holds pages, or a token was sampled for it."""
-        return len(self.pages) > 0 or self.num_generated > 0
+        """Whether it holds pages, or a token was sampled or scored for it."""
+        return len(self.pages) > 0 or self.num_generated > 0 or self.num_scored > 0
 
 
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_waiting: int | None = None) -> None:
@@ -202,7 +211,7 @@ class Scheduler:
         """The chunks of the next step, with their pages reserved. Empty if there is nothing to compute (yet)."""
         budget = self._limit_tokens
         chosen: dict[int, tuple[Sequence, Chunk]] = {}
-        preempted = False
+        preempted, scores = False, MAX_SCORED_TOKENS
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
@@ -212,24 +221,31 @@ class Scheduler:
                 continue
             del sequence.drafts[sequence.final_len - sequence.length - 1 :]  # a step gives one token more than it verifies
             count = min(sequence.length + len(sequence.drafts) - sequence.num_computed, budget)
+            count = min(count, scores) if sequence.unscored else count
+            if not count:
+                continue
             while sequence.id in self.running and not self._reserve(sequence, count):
                 last = self._preempt_last()  # possibly `sequence` itself
                 preempted = True
                 if last.id in chosen:
-                    budget += len(chosen.pop(last.id)[1].tokens)
+                    chunk = chosen.pop(last.id)[1]
+                    budget, scores = budget + len(chunk.tokens), scores + len(chunk.targets)
             if sequence.id in self.running:
                 chosen[sequence.id] = sequence, _chunk(sequence, count)
                 budget -= count
+                scores -= len(chosen[sequence.id][1].targets)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
             sequence = self.waiting.first()
-            if not self._admit(sequence):
+            if (sequence.unscored and not scores) or not self._admit(sequence):
                 break
             count = min(sequence.length - sequence.num_computed, budget)
+            count = min(count, scores) if sequence.unscored else count
             self._reserve(sequence, count)
             self.running[sequence.id] = self.waiting.pop()
             self._release_followers(sequence)
             chosen[sequence.id] = sequence, _chunk(sequence, count)
             budget -= count
+            scores -= len(chosen[sequence.id][1].targets)
         return list(chosen.values())
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -243,7 +259,8 @@ class Scheduler:
         pages: list[int] = []
         if self.prefix_cache is not None:
             self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
-            pages = self.prefix_cache.find(sequence.keys[: (sequence.length - 1) // size])  # at least one token is computed
+            known = 0 if sequence.unscored else (sequence.length - 1) // size  # at least one token is computed
+            pages = self.prefix_cache.find(sequence.keys[:known])
         needed = self._cache.pages_for(sequence.length + 1) - len(pages)
         if needed > allocator.num_free - allocator.count_free(pages):
             self._blocked = sequence.id, allocator.num_changes
@@ -251,6 +268,7 @@ class Scheduler:
         allocator.share(pages)
         sequence.pages, sequence.slot = array("i", pages), self._free_slots.pop()
         sequence.num_computed, sequence.num_registered = len(pages) * size, len(pages)
+        sequence.admissions += 1
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_computed
             if self.prefix_cache is not None:
@@ -329,7 +347,10 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next `count` tokens: known ones, a pending one, then drafts. Drafts and the last token before them need logits."""
+    """The next `count` tokens: known ones, a pending one, then drafts.
+
+    Drafts and the last token before them need logits, and so do tokens of the prompt whose successors are not scored yet.
+    """
     start = sequence.num_computed
     stop = start + count
     tokens = sequence.tokens[start:stop]
@@ -337,4 +358,10 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         if sequence.pending:
             tokens.append(~sequence.row)
         tokens.extend(sequence.drafts[: stop - sequence.length])
-    return Chunk(tokens, start, sequence.pages, max(0, stop - sequence.length + 1), sequence.slot)
+    num_logits, targets = max(0, stop - sequence.length + 1), array("q")
+    if sequence.unscored:
+        first = max(start, sequence.num_scored)
+        targets = sequence.tokens[first + 1 : min(stop + 1, sequence.prompt_len)]
+    return Chunk(
+        tokens, start, sequence.pages, num_logits + len(targets), sequence.slot, targets, sequence.prompt_logprobs or 0
+    )

@@ -29,7 +29,14 @@ class Chunk(NamedTuple):
     start: int
     pages: Sequence[int]
     num_logits: int = 1  # number of its last tokens that need logits: 0 in the middle of a prompt, all for an evaluation
-    slot: int = -1  # row of the sequence's state in recurrent layers; −1: none
+    slot: int = -1  # row of what the device keeps while the sequence runs; −1: none
+    targets: Sequence[int] = ()  # prompt tokens after the tokens of its first rows of logits; these rows score them
+    num_top: int = 0  # number of most probable tokens to list for each target
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of rows of logits that a token is drawn from."""
+        return self.num_logits - len(self.targets)
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,39 @@ from minirt.errors import InputError
 
 
 class StopStrings:
-    """Finds the first stop string in streamed text. Withholds the stop string and everything after it.
+    """Finds the first stop string in streamed text. Withholds the stop string (unless it is included) and everything after it.
 
     The first stop string is the one that is complete first; if several end at the same character, the longest one.
     So the result does not depend on how the text is cut into pieces, and a complete match never waits for a longer one.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
         self._stops = tuple(stops)
         self._longest_tail = max(map(len, stops), default=1) - 1
-        self._held, self._found = "", False
+        self._held, self._found, self._include = "", False, include
+        self._passed = 0  # characters of the held text in which no stop string may end
 
-    def push(self, text_piece: str) -> tuple[str, bool]:
-        """Add text. Returns (text that is safe to emit, whether a stop string was found); after a match always ("", True)."""
+    def push(self, text_piece: str, check: bool = True) -> tuple[str, bool]:
+        """Add text. Returns (text that is safe to emit, whether a stop string was found); after a match always ("", True).
+
+        `check`: whether a stop string that ends in this text counts.
+        """
         if self._found:
             return "", True
         text = self._held + text_piece
-        starts = [(text.find(stop), len(stop)) for stop in self._stops]
-        if matches := [(start + length, start) for start, length in starts if start >= 0]:
+        passed = self._passed if check else len(text)
+        starts = [(text.find(stop, max(0, passed - len(stop) + 1)), len(stop)) for stop in self._stops]
+        if matches := [(start + length, start) for start, length in starts if start >= 0 and start + length > passed]:
             self._found, self._held = True, ""
-            return text[: min(matches)[1]], True
+            end, start = min(matches)
+            return text[: end if self._include else start], True
         tails = (text[-n:] for n in range(min(self._longest_tail, len(text)), 0, -1))
         self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
-        return text[: len(text) - len(self._held)], False
+        emitted = len(text) - len(self._held)
+        self._passed = max(0, passed - emitted)
+        return text[:emitted], False
 
     def flush(self) -> str:
         """Return the text still held back; "" after a match. Call after the last piece."""

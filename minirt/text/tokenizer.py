@@ -109,6 +109,12 @@ class Tokenizer:
         """
         return self._encode(self.render_chat(messages), False, max_tokens)
 
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The token ids of a word without special tokens: as it is, and after a space. Only those that differ."""
+        word = word.lstrip() or word
+        found = (tuple(self._encode(prefix + word, False)) for prefix in ("", " "))
+        return [ids for ids in dict.fromkeys(found) if ids]
+
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         if not isinstance(text, str):
             raise InputError("a prompt must be a string", found=type(text).__name__)

@@ -81,10 +81,10 @@ def test_threads(run, folder, monkeypatch):
 
 
 def test_effective_sampling_is_shown_with_its_sources(run, copy):
-    config = {"do_sample": True, "top_k": 7, "repetition_penalty": 1.2}
+    config = {"do_sample": True, "top_k": 7, "typical_p": 0.8}
     (copy / "generation_config.json").write_text(json.dumps(config))
     _, _, err = run("generate", "-m", copy, *CACHE, "--max-tokens", 2, "--seed", 5, "--top-p", 0.5, "hello")
-    for words in ("top_k 7 (generation_config.json)", "top_p 0.5 (user)", "seed 5 (user)", "repetition_penalty=1.2"):
+    for words in ("top_k 7 (generation_config.json)", "top_p 0.5 (user)", "seed 5 (user)", "typical_p=0.8"):
         assert words in err
 
 
@@ -102,6 +102,48 @@ def test_json(run, folder, expected):
             assert record[name] > 0
         assert record["sampling"]["max_tokens"] == 9
         assert record["sampling_sources"]["max_tokens"] == "user"
+
+
+def test_every_sampling_option_arrives(run, folder):
+    flags = ["--min-tokens", 1, "--stop-token-ids", "7,0", "--include-stop-str-in-output", "--presence-penalty", 0.5]
+    flags += ["--frequency-penalty", -0.5, "--repetition-penalty", 1.5, "--logit-bias", "3=-5.5", "--logit-bias", "0=1"]
+    flags += ["--allowed-token-ids", "0,3,5,6,7", "--bad-words", "quick", "--bad-words", "dog", "--no-skip-special-tokens"]
+    flags += ["--truncate-prompt-tokens", 4, "--logprobs", 2, "--prompt-logprobs", 0]
+    code, out, err = run("generate", "-m", folder, *CACHE, "--json", "-q", "--max-tokens", 3, *flags, "the quick brown fox")
+    assert (code, err) == (0, "")
+    record = json.loads(out)
+    expected = {
+        "min_tokens": 1, "stop_token_ids": [7, 0], "include_stop_str_in_output": True, "presence_penalty": 0.5,
+        "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"3": -5.5, "0": 1.0},
+        "allowed_token_ids": [0, 3, 5, 6, 7], "bad_words": ["quick", "dog"], "skip_special_tokens": False,
+        "truncate_prompt_tokens": 4, "logprobs": 2, "prompt_logprobs": 0,
+    }  # fmt: skip
+    assert {name: record["sampling"][name] for name in expected} == expected
+    assert all(record["sampling_sources"][name] == "user" for name in expected)
+    assert len(record["prompt_token_ids"]) == len(record["prompt_logprobs"]) == 4
+    assert record["prompt_logprobs"][0] is None
+    assert [row["token_id"] for row in record["prompt_logprobs"][1:]] == record["prompt_token_ids"][1:]
+    assert [row["token_id"] for row in record["logprobs"]] == record["token_ids"]
+    assert set(record["token_ids"]) <= {0, 3, 5, 6, 7}
+    for row in record["logprobs"]:
+        assert set(row) == {"token_id", "logprob", "rank", "top"}
+        assert len(row["top"]) == 2
+    ids = run("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 3, "--no-detokenize", "hello")[1]
+    assert len(ids.split()) == 3
+
+
+def test_options_that_make_no_sense_are_refused(run, folder):
+    base = ("generate", "-m", folder, *CACHE, "hello")
+    refused(run(*base, "--logprobs", 1), "need --json", code=2)
+    refused(run(*base, "--prompt-logprobs", 1), "need --json", code=2)
+    refused(run(*base, "--json", "--logprobs", 21), "--logprobs", "0 to 20")
+    refused(run(*base, "--min-tokens", 5, "--max-tokens", 4), "--min-tokens", "above max_tokens")
+    refused(run(*base, "--no-detokenize", "--stop", "x"), "--stop", "needs the text")
+    refused(run(*base, "--logit-bias", "3"), "no token id and number", code=2)
+    refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice")
+    refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100")
+    refused(run(*base, "--stop-token-ids", "3,x"), "is not token ids", code=2)
+    refused(run(*base, "--stop-token-ids", "211"), "stop_token_ids", "0 to 210")
 
 
 def test_json_is_whole_whatever_the_terminal_shows(folder):

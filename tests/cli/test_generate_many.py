@@ -137,6 +137,20 @@ def test_without_a_tokenizer(run, hf_folder, file):
     refused(run("generate", "-m", bare, *CACHE, "--prompts", file({"messages": CHAT})), "line 1", "no tokenizer")
 
 
+def test_sampling_values_of_a_line(run, folder, expected, file):
+    own = {"presence_penalty": 1.0, "logit_bias": {"5": 4}, "min_tokens": 2, "stop_token_ids": [9], "logprobs": 1}
+    path = file("hello", {"prompt": "hello", **own}, {"prompt": "hello", "detokenize": False, "bad_words": ["x"]})
+    base = ("generate", "-m", folder, *CACHE, "-q", "--max-tokens", 6, "--prompts")
+    _, out, _ = run(*base, path, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    truth = expected("hello", max_tokens=6, **own)
+    assert records[1]["token_ids"] == truth.token_ids
+    assert len(records[1]["logprobs"]) == len(truth.token_ids)
+    assert "logprobs" not in records[0]
+    assert (records[2]["text"], records[2]["sampling"]["bad_words"]) == ("", ["x"])
+    refused(run(*base, path), "p.jsonl line 2", "logprobs needs --json")
+
+
 NAN = b'{"prompt": "x", "temperature": NaN}'
 DEEP = b"[" * 100_000
 BAD = {
@@ -164,6 +178,8 @@ BAD = {
     "seed": ({"prompt": "x", "seed": True}, ['"seed"', "True"]),
     "stop": ({"prompt": "x", "stop": ["a", ""]}, ['"stop"', "none empty"]),
     "ignore_eos": ({"prompt": "x", "ignore_eos": 1}, ['"ignore_eos"', "True or False"]),
+    "logit_bias": ({"prompt": "x", "logit_bias": {"a": 1}}, ['"logit_bias"', "not a token id"]),
+    "min_tokens": ({"prompt": "x", "min_tokens": 3, "max_tokens": 2}, ['"min_tokens"', "above max_tokens"]),
 }  # fmt: skip
 
 

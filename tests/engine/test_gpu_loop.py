@@ -20,6 +20,10 @@ from minirt.layers.base import LayerContext, implementation
 
 pytestmark = pytest.mark.gpu
 SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
+RULED = {
+    "temperature": 0.7, "presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.2, "logit_bias": {7: 1.0},
+    "allowed_token_ids": list(range(900)), "min_tokens": 2, "stop_token_ids": [950], "logprobs": 5,
+}  # fmt: skip
 
 
 FORMS = {  # head size 64 with steps shorter than the longest prompt; head size 128; the same with FP8 weights and KV pages
@@ -50,8 +54,9 @@ def test_nothing_compiles_after_warm_up(warm):
     try:
         for count in (1, 2, 3, 7, 18, 33, 40, 60, 90):
             prompts = [[draw.randrange(1000) for _ in range(draw.choice((1, 2, 5, 64, 129, 500, 1100)))] for _ in range(count)]
-            options = SAMPLED if count % 2 else {"temperature": 0.0}
-            warm.generate(prompts, [SamplingParams(max_tokens=draw.randrange(1, 30), **options) for _ in prompts])
+            kinds = ({"temperature": 0.0}, SAMPLED, RULED, {"temperature": 0.0, "logprobs": 20, "prompt_logprobs": 3})
+            options = [kinds[draw.randrange(4 if count % 3 else 2)] for _ in prompts]
+            warm.generate(prompts, [SamplingParams(max_tokens=draw.randrange(2, 30), **own) for own in options])
     finally:
         triton.knobs.runtime.jit_cache_hook = None
     assert not compiled, f"{len(compiled)} compilations: {compiled[:3]}"
@@ -88,7 +93,7 @@ def test_cuda_graphs_change_no_token():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED, RULED], ids=["greedy", "sampled", "ruled"])
 @pytest.mark.parametrize("count", [1, 7, 40])
 def test_decode_steps_neither_wait_nor_allocate(warm, count, options):
     engine = warm._engine.engine  # its thread waits for commands
@@ -147,7 +152,8 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
     """
     draw = random.Random(3)
     prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 1, 200, 5, 90, 130, 2)]
-    params = [SamplingParams(max_tokens=draw.randrange(3, 25), temperature=0.0, ignore_eos=True) for _ in prompts]
+    kinds = ({}, {"presence_penalty": 1.0, "logprobs": 2}, {"repetition_penalty": 1.5, "bad_words": "the"}, {"logprobs": 0}) * 2
+    params = [SamplingParams(max_tokens=draw.randrange(3, 25), temperature=0.0, ignore_eos=True, **kind) for kind in kinds]
     options = {"dtype": "float32", "impl": "triton", "kv_cache_memory": 1 << 28, "warmup": False}
     with Generator.from_pretrained(**options) as generator:
         expected = [generator.generate(p, own).token_ids for p, own in zip(prompts, params, strict=True)]
@@ -159,7 +165,10 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
 
     monkeypatch.setattr(Runner, "start", late)
     with Generator.from_pretrained(max_num_batched_tokens=64, **options) as generator:
-        assert [c.token_ids for c in generator.generate(prompts, params)] == expected
+        completions = generator.generate(prompts, params)
+        assert [c.token_ids for c in completions] == expected
+        asked = [c for c, own in zip(completions, params, strict=True) if own.logprobs is not None]
+        assert all([row.token_id for row in c.logprobs] == c.token_ids for c in asked)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

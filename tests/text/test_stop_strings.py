@@ -14,12 +14,15 @@ from minirt.errors import InputError
 from minirt.text.stop_strings import StopStrings
 
 
-def stop_at_once(stops: list[str], text: str) -> tuple[str, bool]:
-    """The specification: the shortest prefix of the text that ends with a stop string, without the longest such stop string."""
-    for end in range(len(text) + 1):
+def stop_at_once(stops: list[str], text: str, passed: int = 0, include: bool = False) -> tuple[str, bool]:
+    """The specification: the shortest prefix of the text that ends with a stop string, without the longest such stop string.
+
+    A stop string that ends within the first `passed` characters does not count.
+    """
+    for end in range(passed + 1, len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:
-            return text[: end - max(lengths)], True
+            return text[: end if include else end - max(lengths)], True
     return text, False
 
 
@@ -38,6 +41,25 @@ def run_stops(stops: list[str], pieces: Iterable[str]) -> tuple[str, bool]:
 def test_stops_against_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
     expected = stop_at_once(stops, "".join(pieces))
     assert run_stops(stops, pieces) == run_stops(stops, "".join(pieces)) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    stops=st.lists(st.text("ab好", min_size=1, max_size=5), max_size=4), pieces=st.lists(st.text("ab好", max_size=4)),
+    unchecked=st.integers(0, 4), include=st.booleans(),
+)  # fmt: skip
+@example(stops=["b", "abc"], pieces=["ab", "x"], unchecked=1, include=False)
+@example(stops=["ab"], pieces=["a", "b"], unchecked=1, include=True)
+def test_the_first_pieces_may_be_unchecked_and_the_stop_included(
+    stops: list[str], pieces: list[str], unchecked: int, include: bool
+) -> None:
+    """A stop string that begins in an unchecked piece and ends in a checked one counts."""
+    matcher, text, found = StopStrings(stops, include), "", False
+    for i, piece in enumerate(pieces):
+        new, found = matcher.push(piece, i >= unchecked)
+        text += new
+    text += matcher.flush()
+    assert (text, found) == stop_at_once(stops, "".join(pieces), len("".join(pieces[:unchecked])), include)
 
 
 @settings(max_examples=200, deadline=None)

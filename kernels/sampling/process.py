@@ -1,0 +1,170 @@
+"""Masks, biases and penalties before the draw: the results of `minirt.engine.logits_processors`, which defines them.
+
+`process` writes processed logits; `record` counts the tokens that were drawn from them. Rows without a slot are copied.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.checks import check_tensor
+from minirt.kernels.sampling.filters import BLOCK_V, row_block
+from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Slots
+
+_PENALTIES, _ALLOWED, _HISTORY = tl.constexpr(PENALTIES), tl.constexpr(ALLOWED), tl.constexpr(HISTORY)
+_ENTRIES = 128  # of a list that one program handles
+
+VARIANTS = (False, True)  # with and without a grammar's mask
+
+
+@triton.jit
+def _masked(x, v, inside, mask_ptr):
+    """`x`, with -inf where the bit of token v is 0."""
+    word = tl.load(mask_ptr + v // 32, mask=inside, other=-1)
+    return tl.where(((word >> (v % 32)) & 1) != 0, x, float("-inf"))
+
+
+@triton.jit
+def _penalized(x, count, penalties_ptr, slot):
+    """`x` after the penalties for tokens with these counts. Launches must not fuse products and sums, as PyTorch does not."""
+    presence, frequency = tl.load(penalties_ptr + 4 * slot), tl.load(penalties_ptr + 4 * slot + 1)
+    repetition = tl.load(penalties_ptr + 4 * slot + 2)
+    generated = (count >> 1).to(tl.float32)
+    x = tl.where(count > 0, tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition), x)
+    x = x - frequency * generated
+    return x - tl.where(generated > 0, presence, 0.0)
+
+
+@triton.jit
+def _process_kernel(
+    logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, V, WORDS,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Masks and penalties for all tokens of a block of a row."""
+    b = tl.program_id(1)
+    v, valid, x = row_block(logits_ptr, b, V, BLOCK)
+    if HAS_MASK:
+        x = _masked(x, v, valid, mask_ptr + b.to(tl.int64) * WORDS)
+    slot = tl.load(slots_ptr + b)
+    if slot >= 0:
+        flags = tl.load(meta_ptr + 4 * slot)
+        if (flags & _ALLOWED) != 0:
+            x = _masked(x, v, valid, allowed_ptr + slot.to(tl.int64) * WORDS)
+        if (flags & _PENALTIES) != 0:
+            count = tl.load(counts_ptr + slot.to(tl.int64) * V + v, mask=valid, other=0)
+            x = _penalized(x, count, penalties_ptr, slot)
+    tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=valid)
+
+
+@triton.jit
+def _bias_kernel(
+    logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, ids_ptr, biases_ptr, V, WORDS,
+    ROOM, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """All of stage 1 but bans, for the tokens that have a bias."""
+    b, i = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + b)
+    if slot >= 0:
+        inside = i < tl.load(meta_ptr + 4 * slot + 1)
+        v = tl.load(ids_ptr + slot.to(tl.int64) * ROOM + i, mask=inside, other=0)
+        x = tl.load(logits_ptr + b.to(tl.int64) * V + v, mask=inside, other=0.0)
+        if HAS_MASK:
+            x = _masked(x, v, inside, mask_ptr + b.to(tl.int64) * WORDS)
+        flags = tl.load(meta_ptr + 4 * slot)
+        if (flags & _ALLOWED) != 0:
+            x = _masked(x, v, inside, allowed_ptr + slot.to(tl.int64) * WORDS)
+        x += tl.load(biases_ptr + slot.to(tl.int64) * ROOM + i, mask=inside, other=0.0)
+        if (flags & _PENALTIES) != 0:
+            count = tl.load(counts_ptr + slot.to(tl.int64) * V + v, mask=inside, other=0)
+            x = _penalized(x, count, penalties_ptr, slot)
+        tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=inside)
+
+
+@triton.jit
+def _ban_kernel(
+    out_ptr, slots_ptr, step_ptr, meta_ptr, bans_ptr, prefixes_ptr, history_ptr, V, ROOM, PREFIXES, HISTORY_LEN,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """Stores -inf for the tokens that are forbidden at this step."""
+    b, i = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + b)
+    if slot >= 0:
+        step = tl.load(step_ptr + b)
+        inside = i < tl.load(meta_ptr + 4 * slot + 2)
+        ban_ptr = bans_ptr + (slot.to(tl.int64) * ROOM + i) * 4
+        v, until = tl.load(ban_ptr, mask=inside, other=0), tl.load(ban_ptr + 1, mask=inside, other=0)
+        first, length = tl.load(ban_ptr + 2, mask=inside, other=0), tl.load(ban_ptr + 3, mask=inside, other=0)
+        banned = inside & (step < until) & (length <= step)
+        for j in range(tl.max(tl.where(banned, length, 0), 0)):
+            compared = banned & (j < length)
+            wanted = tl.load(prefixes_ptr + slot.to(tl.int64) * PREFIXES + first + j, mask=compared, other=0)
+            found = tl.load(history_ptr + slot.to(tl.int64) * HISTORY_LEN + step - length + j, mask=compared, other=0)
+            banned = banned & (wanted == found)
+        minus_infinity = tl.full((BLOCK,), float("-inf"), tl.float32)
+        tl.store(out_ptr + b.to(tl.int64) * V + v, minus_infinity, mask=banned)
+
+
+@triton.jit
+def _record_kernel(tokens_ptr, slots_ptr, step_ptr, meta_ptr, counts_ptr, history_ptr, V, HISTORY_LEN):
+    """Counts a row's token and appends it to the slot's history."""
+    b = tl.program_id(0)
+    slot, token = tl.load(slots_ptr + b), tl.load(tokens_ptr + b)
+    if (slot >= 0) & (token >= 0):
+        flags = tl.load(meta_ptr + 4 * slot)
+        if (flags & _PENALTIES) != 0:
+            count_ptr = counts_ptr + slot.to(tl.int64) * V + token
+            tl.store(count_ptr, tl.load(count_ptr) + 2)
+        if (flags & _HISTORY) != 0:
+            tl.store(history_ptr + slot.to(tl.int64) * HISTORY_LEN + tl.load(step_ptr + b), token.to(tl.int32))
+
+
+def process(
+    logits: Tensor, out: Tensor, rows: Tensor, step: Tensor, slots: Slots, *, any_bias: bool, any_ban: bool,
+    mask: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Write the processed logits of `logits` [B, V] fp32 to `out` [B, V]. 1 launch, and 1 each for biases and bans.
+
+    Args:
+        rows: [B] int32: the slot of each row; -1: a row without one, which only `mask` changes.
+        step: [B] int64: how many tokens were generated before.
+        any_bias, any_ban: whether a slot of these rows has biases, or forbidden tokens.
+        mask: [B, ceil(V / 32)] int32, a grammar's mask in the format of `Slots.allowed`.
+    Raises:
+        InputError: a wrong shape, dtype or device.
+    """
+    check_tensor("logits", logits, (None, None), torch.float32, logits.device)
+    B, V = logits.shape
+    check_tensor("out", out, (B, V), torch.float32, logits.device)
+    check_tensor("rows", rows, (B,), torch.int32, logits.device)
+    check_tensor("step", step, (B,), torch.int64, logits.device)
+    words = triton.cdiv(V, 32)
+    if mask is not None:
+        check_tensor("mask", mask, (B, words), torch.int32, logits.device)
+    if out.data_ptr() == logits.data_ptr() and B:
+        raise InputError("must not be the logits, which later stages read", where="out")
+    if not B:
+        return out
+    # PyTorch rounds each product. Fused products and sums would differ in the last bit.
+    options = {"HAS_MASK": mask is not None, "enable_fp_fusion": False}
+    shared = (slots.meta, slots.penalties, slots.counts, slots.allowed, slots.meta if mask is None else mask)
+    _process_kernel[(triton.cdiv(V, BLOCK_V), B)](logits, out, rows, *shared, V, words, BLOCK=BLOCK_V, **options)
+    if any_bias:
+        room = slots.bias_ids.shape[1]
+        _bias_kernel[(triton.cdiv(room, _ENTRIES), B)](
+            logits, out, rows, *shared, slots.bias_ids, slots.biases, V, words, room, BLOCK=_ENTRIES, **options
+        )
+    if any_ban:
+        room = slots.bans.shape[1]
+        lists = (slots.bans, slots.prefixes, slots.history)
+        sizes = (V, room, slots.prefixes.shape[1], slots.history.shape[1])
+        _ban_kernel[(triton.cdiv(room, _ENTRIES), B)](out, rows, step, slots.meta, *lists, *sizes, BLOCK=_ENTRIES)
+    return out
+
+
+def record(tokens: Tensor, rows: Tensor, step: Tensor, slots: Slots, vocab: int) -> None:
+    """Count the `tokens` [B] int64 that were drawn at `step` [B], and append them to histories; -1 is no token. 1 launch."""
+    if len(tokens):
+        buffers = (slots.meta, slots.counts, slots.history)
+        _record_kernel[(len(tokens),)](tokens, rows, step, *buffers, vocab, slots.history.shape[1])

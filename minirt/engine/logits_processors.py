@@ -1,0 +1,263 @@
+"""`LogitsProcessors`: masks, biases and penalties before the draw, and what the device keeps for them.
+
+Each running sequence has a slot, whose data lives on the device as long as the sequence runs. `fill` writes it once, from tokens
+that the host knows; after that `record` counts every token where it is drawn, so the next step needs nothing from the host.
+docs/design/sampling.md describes the stages and the data.
+
+The eager form here runs on any device and defines the result. On a GPU the kernels of `minirt.kernels.sampling.process` compute
+it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from minirt.device import is_nvidia
+from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Slots
+from minirt.sampling_params import EffectiveSampling
+
+_ALWAYS = 2**31 - 1
+_ENTRIES = 128  # lists have room for this number of entries times a power of two, so that no size compiles another kernel
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a request asks of its logits, in token ids.
+
+    Args:
+        presence, frequency, repetition: the penalties; 0, 0 and 1 are off.
+        bias: token id → what is added to its logit.
+        allowed: the tokens that may be drawn; None: all.
+        bad_words: token sequences whose last token is forbidden where the generated tokens end with the others.
+        min_tokens, end_ids: before this number of generated tokens, these tokens are forbidden.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
+    ) -> "Rules | None":
+        """The rules of a request; None if it asks for nothing."""
+        ends = tuple({*eos_token_ids, *sampling.stop_token_ids}) if sampling.min_tokens else ()
+        rules = cls(
+            sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty, sampling.logit_bias,
+            sampling.allowed_token_ids, tuple(map(tuple, bad_words)), sampling.min_tokens if ends else 0, ends,
+        )  # fmt: skip
+        return None if rules == cls() else rules
+
+    def apply(self, step: int) -> bool:
+        """Whether they change the logits of this step or a later one: `min_tokens` alone ends."""
+        return step < self.min_tokens or self._last
+
+    @cached_property
+    def _last(self) -> bool:
+        return bool(self.penalizes or self.bias or self.allowed is not None or self.bad_words)
+
+    @property
+    def penalizes(self) -> bool:
+        return (self.presence, self.frequency, self.repetition) != (0, 0, 1)
+
+    @property
+    def bans(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(token, the step from which it is no longer forbidden, the tokens after which it is forbidden)."""
+        words = [(word[-1], _ALWAYS, word[:-1]) for word in self.bad_words]
+        return words + [(token, min(self.min_tokens, _ALWAYS), ()) for token in self.end_ids]
+
+
+class LogitsProcessors:
+    """Masks, biases and penalties for the rows of a step.
+
+    Args:
+        num_slots: sequences that run at once.
+        vocab: columns of the logits.
+        max_len: tokens of the longest sequence.
+    """
+
+    def __init__(self, num_slots: int, vocab: int, max_len: int, device: torch.device, impl: str = "auto") -> None:
+        self._vocab, self._max_len, self._device, self._num_slots = vocab, max_len, device, num_slots
+        self._triton = impl == "triton" or (impl == "auto" and is_nvidia(device))
+        self._meta = torch.zeros(num_slots, 4, dtype=torch.int32, device=device)
+        self._penalties = torch.zeros(num_slots, 4, device=device)
+        # Grown by the first request that needs them.
+        self._counts = self._empty(torch.int32)
+        self._allowed = self._empty(torch.int32)
+        self._bias_ids, self._biases = self._empty(torch.int32), self._empty(torch.float32)
+        self._bans = torch.zeros(num_slots, 0, 4, dtype=torch.int32, device=device)
+        self._prefixes, self._history = self._empty(torch.int32), self._empty(torch.int32)
+        self._out = torch.empty(0, vocab, device=device)
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self._num_slots, 0, dtype=dtype, device=self._device)
+
+    @property
+    def slots(self) -> Slots:
+        """The buffers as they are now."""
+        return Slots(
+            self._meta, self._penalties, self._counts, self._allowed, self._bias_ids, self._biases, self._bans,
+            self._prefixes, self._history,
+        )  # fmt: skip
+
+    def fill(self, slot: int, rules: Rules, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """Write a slot's data for a sequence that was admitted, whose tokens the host knows. Does not wait for the device."""
+        bans = rules.bans
+        flags = PENALTIES * rules.penalizes | ALLOWED * (rules.allowed is not None) | HISTORY * any(ban[2] for ban in bans)
+        if rules.penalizes:
+            self._counts = self._grown(self._counts, self._vocab)
+            counts = self._counts[slot].zero_()
+            counts.index_fill_(0, self._sent(prompt, torch.int64), 1)
+            counts.scatter_add_(0, self._sent(generated, torch.int64), self._sent([2] * len(generated), torch.int32))
+        if rules.allowed is not None:
+            words = -(-self._vocab // 32)
+            self._allowed = self._grown(self._allowed, words)
+            self._allowed[slot].copy_(self._sent(_bitmask(rules.allowed, words), torch.int32))
+        if rules.bias:
+            count = len(rules.bias)
+            self._bias_ids = self._grown(self._bias_ids, _room(count))
+            self._biases = self._grown(self._biases, _room(count))
+            self._bias_ids[slot, :count].copy_(self._sent(list(rules.bias), torch.int32))
+            self._biases[slot, :count].copy_(self._sent(list(rules.bias.values()), torch.float32))
+        if bans:
+            self._fill_bans(slot, bans, generated)
+        penalties = [rules.presence, rules.frequency, rules.repetition, 0.0]
+        self._penalties[slot].copy_(self._sent(penalties, torch.float32))
+        self._meta[slot].copy_(self._sent([flags, len(rules.bias), len(bans), 0], torch.int32))
+
+    def _fill_bans(self, slot: int, bans: list[tuple[int, int, tuple[int, ...]]], generated: Sequence[int]) -> None:
+        prefixes: list[int] = []
+        entries = []
+        for token, until, prefix in bans:
+            entries.append([token, until, len(prefixes), len(prefix)])
+            prefixes += prefix
+        self._bans = self._grown(self._bans, _room(len(bans)))
+        self._bans[slot, : len(bans)].copy_(self._sent(entries, torch.int32))
+        if prefixes:
+            self._prefixes = self._grown(self._prefixes, _room(len(prefixes)))
+            self._prefixes[slot, : len(prefixes)].copy_(self._sent(prefixes, torch.int32))
+            self._history = self._grown(self._history, -(-self._max_len // 16) * 16)
+            self._history[slot, : len(generated)].copy_(self._sent(generated, torch.int32))
+
+    def _grown(self, buffer: Tensor, columns: int) -> Tensor:
+        """A buffer with at least this number of columns and the same content."""
+        if buffer.shape[1] >= columns:
+            return buffer
+        larger = buffer.new_zeros(buffer.shape[0], columns, *buffer.shape[2:])
+        larger[:, : buffer.shape[1]] = buffer
+        return larger
+
+    def _sent(self, values: Sequence, dtype: torch.dtype) -> Tensor:
+        """Values on their way to the device. PyTorch keeps the pinned memory until the copy has ended."""
+        tensor = torch.tensor(values, dtype=dtype)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+
+    def process(
+        self, logits: Tensor, rows: Tensor, step: Tensor, rules: Sequence[Rules | None], mask: Tensor | None = None
+    ) -> Tensor:
+        """The processed logits [B, V] fp32 of `logits` [B, V], which stay as they are. Valid until the next call.
+
+        Args:
+            rows: [B] int32 on the device: the slot of each row; -1: a row without rules.
+            step: [B] int64 on the device: how many tokens were generated before.
+            rules: of each row; what nobody needs launches no work.
+            mask: [B, ceil(V / 32)] int32, a grammar's mask: bit v mod 32 of word v div 32 is 1 if token v is allowed.
+        """
+        asked = [own for own in rules if own is not None]
+        any_bias, any_ban = any(own.bias for own in asked), any(own.bad_words or own.end_ids for own in asked)
+        if self._triton:
+            from minirt.kernels.sampling import process as kernels
+
+            if len(self._out) < len(logits):
+                self._out = torch.empty(max(len(logits), self._num_slots), self._vocab, device=self._device)
+            return kernels.process(
+                logits.to(torch.float32).contiguous(), self._out[: len(logits)], rows, step, self.slots,
+                any_bias=any_bias, any_ban=any_ban, mask=mask,
+            )  # fmt: skip
+        return process(logits, rows, step, self.slots, mask)
+
+    def record(self, tokens: Tensor, rows: Tensor, step: Tensor) -> None:
+        """Count the `tokens` [B] int64 that were drawn at `step` from `process`ed rows; -1 is no token."""
+        if self._triton:
+            from minirt.kernels.sampling import process as kernels
+
+            kernels.record(tokens, rows, step, self.slots, self._vocab)
+        else:
+            record(tokens, rows, step, self.slots)
+
+
+def _room(count: int) -> int:
+    return max(_ENTRIES, 1 << (count - 1).bit_length())
+
+
+def _bitmask(allowed: Sequence[int], words: int) -> list[int]:
+    """int32 words whose bits are the allowed tokens."""
+    bits = bytearray(4 * words)
+    for token in allowed:
+        bits[token >> 3] |= 1 << (token & 7)
+    return memoryview(bits).cast("i").tolist()
+
+
+def process(logits: Tensor, rows: Tensor, step: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
+    """The eager form of `LogitsProcessors.process`."""
+    x = logits.to(torch.float32, copy=True)
+    at, ruled = rows.clamp(min=0).long(), (rows >= 0).unsqueeze(1)
+    meta = torch.where(ruled, slots.meta[at], 0)
+    flags = meta[:, :1]
+    if mask is not None:
+        x.masked_fill_(~_unpacked(mask, x.shape[1]), -torch.inf)
+    if slots.allowed.shape[1]:
+        x.masked_fill_((flags & ALLOWED > 0) & ~_unpacked(slots.allowed[at], x.shape[1]), -torch.inf)
+    entries = torch.arange(slots.biases.shape[1], device=x.device)
+    inside = entries < meta[:, 1:2]
+    x.scatter_add_(1, torch.where(inside, slots.bias_ids[at], 0).long(), torch.where(inside, slots.biases[at], 0.0))
+    x.masked_fill_(_banned(at, meta[:, 2:3], step.unsqueeze(1), slots, x.shape[1]), -torch.inf)
+    if slots.counts.shape[1]:
+        presence, frequency, repetition, _ = slots.penalties[at].unsqueeze(-1).unbind(1)
+        counts = slots.counts[at]
+        generated = counts >> 1
+        y = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+        y = y - frequency * generated - torch.where(generated > 0, presence, 0.0)
+        x = torch.where(flags & PENALTIES > 0, y, x)
+    return x
+
+
+def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int) -> Tensor:
+    """[B, V] bool: the tokens that are forbidden at this step."""
+    token, until, first, length = slots.bans[at].long().unbind(-1)
+    banned = (torch.arange(token.shape[1], device=at.device) < count) & (step < until) & (length <= step)
+    if slots.history.shape[1]:
+        prefixes, history = slots.prefixes[at], slots.history[at]
+        for j in range(int(torch.where(banned, length, 0).max()) if banned.numel() else 0):
+            wanted = prefixes.gather(1, (first + j).clamp(max=prefixes.shape[1] - 1))
+            found = history.gather(1, (step - length + j).clamp(0, history.shape[1] - 1))
+            banned &= (j >= length) | (wanted == found)
+    ids = torch.where(banned, token, 0)
+    return torch.zeros(len(at), vocab, dtype=torch.int32, device=at.device).scatter_add_(1, ids, banned.int()) > 0
+
+
+def _unpacked(mask: Tensor, vocab: int) -> Tensor:
+    """[B, ceil(V / 32)] int32 → [B, V] bool."""
+    bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (bits & 1).bool().flatten(1)[:, :vocab]
+
+
+def record(tokens: Tensor, rows: Tensor, step: Tensor, slots: Slots) -> None:
+    """The eager form of `LogitsProcessors.record`."""
+    at = rows.clamp(min=0).long()
+    flags = torch.where((rows >= 0) & (tokens >= 0), slots.meta[at, 0], 0)
+    if vocab := slots.counts.shape[1]:
+        counted = (flags & PENALTIES > 0).int() * 2
+        slots.counts.view(-1).index_add_(0, at * vocab + tokens.clamp(min=0), counted)
+    if length := slots.history.shape[1]:
+        where = at * length + step.clamp(max=length - 1)
+        history = slots.history.view(-1)
+        history.index_add_(0, where, torch.where(flags & HISTORY > 0, tokens.int() - history[where], 0))

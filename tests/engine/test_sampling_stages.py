@@ -1,0 +1,333 @@
+"""Penalties, masks and log-probabilities in the engine, on the mock model of test_engine.py.
+
+Catches: counts that miss the token that only the device knows, counts that survive in a reused slot or are not rebuilt after a
+preemption, a prompt token that is scored twice or not at all, log-probabilities of another row, kernels that run unasked.
+"""
+
+import itertools
+import math
+from array import array
+
+import pytest
+import torch
+from engine.test_engine import PROMPTS, VOCAB, Mock, add, engine, following
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minirt.engine import logprobs, sampling_stages
+from minirt.engine.engine import Request
+from minirt.engine.logits_processors import LogitsProcessors, Rules
+from minirt.engine.runner import Runner
+from minirt.engine.sampler import SamplingBatch, sample
+from minirt.engine.scheduler import MAX_SCORED_TOKENS, Sequence
+from minirt.engine.step_input import Chunk
+from minirt.errors import InputError, NumericsError
+from minirt.sampling_params import SamplingParams, resolve
+
+IDS = itertools.count(10**6)
+
+
+class Noisy(Mock):
+    """Logits that depend on every token of the sequence, with many near the top, so that penalties change the choice."""
+
+    def __call__(self, batch, cache):
+        rows = super().__call__(batch, cache).argmax(-1)
+        return spread(rows)
+
+
+def spread(rows):
+    v = torch.arange(VOCAB)
+    return ((rows[:, None] * 7 + v * 31) % 13).float() / 3 - 1.5
+
+
+def alone(prompt, params, eos=(5,), bad_words=()):
+    """The tokens of a request by itself, computed from the definitions, without an engine."""
+    effective = resolve(params, None)
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < min(effective.max_tokens, 64 - len(prompt)):
+        generated = tokens[len(prompt) :]
+        x = spread(torch.tensor([following(tokens)]))[0]
+        counts = torch.tensor(generated, dtype=torch.int64).bincount(minlength=VOCAB)
+        for v, bias in effective.logit_bias.items():
+            x[v] += bias
+        known = torch.tensor([v in tokens for v in range(VOCAB)])
+        x = torch.where(known, torch.where(x > 0, x / effective.repetition_penalty, x * effective.repetition_penalty), x)
+        x = x - effective.frequency_penalty * counts - effective.presence_penalty * (counts > 0)
+        if effective.allowed_token_ids is not None:
+            x[[v for v in range(VOCAB) if v not in effective.allowed_token_ids]] = -math.inf
+        if len(generated) < effective.min_tokens:
+            x[[*eos, *effective.stop_token_ids]] = -math.inf
+        for word in bad_words:
+            if tuple(generated[len(generated) - len(word) + 1 :]) == word[:-1]:
+                x[word[-1]] = -math.inf
+        z = x[None]
+        tokens.append(sample(z, SamplingBatch.build([(effective, len(generated))])).item())
+        if tokens[-1] in effective.stop_token_ids or (tokens[-1] in eos and not effective.ignore_eos):
+            break
+    return tokens[len(prompt) :]
+
+
+KINDS = [
+    {}, {"temperature": 0.9}, {"presence_penalty": 1.0}, {"frequency_penalty": -0.4, "temperature": 0.7},
+    {"repetition_penalty": 1.5},
+    {"logit_bias": {3: 2.0, 96: -5.0}}, {"allowed_token_ids": [1, 2, 3, 5, 8]}, {"min_tokens": 6, "stop_token_ids": [7, 11, 20]},
+    {"bad_words": "x", "temperature": 1.3}, {"stop_token_ids": list(range(0, 90, 7))},
+    {"presence_penalty": -0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": {40: 1.0}, "min_tokens": 3,
+     "allowed_token_ids": list(range(0, 97, 2)), "bad_words": "x", "temperature": 0.8, "ignore_eos": True},
+]  # fmt: skip
+WORDS = ((4,), (2, 2), (3, 1, 3), (8, 8, 8, 8), (40, 50), (1, 2, 1, 2, 5))
+
+
+def run(it, requests):
+    """Run (arrival, prompt, params) → tokens, log-probabilities and those of the prompt, by request."""
+    ids, tokens, found, scores = {}, {}, {}, {}
+    for step in range(10_000):
+        for i, (arrival, prompt, params) in enumerate(requests):
+            if arrival == step:
+                own = resolve(params, None)
+                request = Request(next(IDS), prompt, own, (5,), bad_words=WORDS if own.bad_words else ())
+                it.check(prompt, own, request.rules)
+                it.add(request)
+                ids[request.id] = i
+                tokens[i], found[i] = [], []
+        for output in it.step():
+            i = ids[output.request_id]
+            assert output.error is None, output.error
+            tokens[i] += output.token_ids
+            found[i] += output.logprobs
+            if output.prompt_logprobs is not None:
+                assert i not in scores
+                scores[i] = output.prompt_logprobs
+        if not it.has_work and step > max(r[0] for r in requests):
+            return tokens, found, scores
+    raise AssertionError("starved")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 12), PROMPTS, st.integers(6, 20), st.integers(0, len(KINDS) - 1)), min_size=1, max_size=9
+    ),
+    pages=st.integers(16, 30),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    lookahead=st.integers(0, 1),
+)
+def test_any_schedule_gives_the_tokens_of_a_solo_run(requests, pages, seqs, budget, lookahead):
+    it, cache = engine(pages, seqs, budget, lookahead=lookahead)
+    it._runner._model = Noisy()
+    asked = [(when, prompt, SamplingParams(max_tokens=n, seed=n, **KINDS[k])) for when, prompt, n, k in requests]
+    asked = [(w, p, s if s.temperature else SamplingParams(**{**vars(s), "temperature": 0.0})) for w, p, s in asked]
+    tokens, _, _ = run(it, asked)
+    for i, (_, prompt, params) in enumerate(asked):
+        assert tokens[i] == alone(prompt, params, bad_words=WORDS if params.bad_words else ()), KINDS[requests[i][3]]
+    assert cache.allocator.num_free == pages, "pages leaked"
+
+
+def test_preempted_sequences_count_anew():
+    it, _ = engine(pages=16, seqs=8, budget=64)
+    it._runner._model = model = Noisy()
+    params = SamplingParams(max_tokens=30, temperature=0.0, presence_penalty=0.7, repetition_penalty=1.3, ignore_eos=True)
+    requests = [(0, [i + 10] * 9, params) for i in range(6)]
+    tokens, _, _ = run(it, requests)
+    assert [tokens[i] for i in range(6)] == [alone(r[1], params) for r in requests]
+    assert sum(model.tokens_per_step) > sum(9 + len(tokens[i]) - 1 for i in range(6)), "nothing was recomputed"
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_logprobs_are_those_of_the_raw_logits(lookahead):
+    it, _ = engine(seqs=4, budget=20, lookahead=lookahead)
+    it._runner._model = Noisy()
+    both = {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.7, "seed": 3, "presence_penalty": 1.5, "max_tokens": 9}
+    requests = [
+        (0, [9, 8, 7], SamplingParams(**both)), (0, [50] * 30, SamplingParams(max_tokens=5, temperature=0.0)),
+        (1, [60] * 25, SamplingParams(max_tokens=6, logprobs=-1, prompt_logprobs=-1)),
+        (2, [4], SamplingParams(logprobs=0, max_tokens=3)),
+        (2, [4, 5], SamplingParams(prompt_logprobs=0, max_tokens=3)),
+    ]  # fmt: skip
+    tokens, found, scores = run(it, requests)
+    assert set(scores) == {0, 2, 4}
+    for i, (_, prompt, params) in enumerate(requests):
+        assert len(found[i]) == (0 if params.logprobs is None else len(tokens[i]))
+        text, start = prompt + tokens[i], len(prompt)
+        rows = list(zip(range(start, len(text)), found[i], itertools.repeat(params.logprobs)))
+        rows += list(zip(range(1, start), scores.get(i, ()), itertools.repeat(params.prompt_logprobs)))
+        if i in scores:
+            assert len(scores[i]) == start - 1
+        for position, row, top in rows:
+            z = spread(torch.tensor([following(text[:position])]))[0]
+            exact = z.double().log_softmax(-1)
+            assert row.token_id == text[position]
+            assert row.logprob == pytest.approx(exact[row.token_id].item(), abs=1e-5)
+            assert row.rank == 1 + int((z > z[row.token_id]).sum())
+            order = sorted(range(VOCAB), key=lambda v, z=z: (-z[v].item(), v))[: VOCAB if top == -1 else top]
+            assert [v for v, _ in row.top] == order
+            assert [p for _, p in row.top] == pytest.approx(exact[order].tolist(), abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 8), PROMPTS, st.integers(1, 12), st.booleans()), min_size=1, max_size=8),
+    pages=st.integers(16, 30),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    lookahead=st.integers(0, 1),
+)
+def test_every_prompt_token_is_scored_once(requests, pages, seqs, budget, lookahead):
+    """Also where a prompt is cut into chunks, or preempted, or its beginning is in the prefix cache."""
+    it, cache = engine(pages, seqs, budget, lookahead=lookahead)
+    it._runner._model = Noisy()
+    asked = [(w, p, SamplingParams(max_tokens=n, prompt_logprobs=1 if on else None)) for w, p, n, on in requests]
+    tokens, _, scores = run(it, asked)
+    for i, (_, prompt, params) in enumerate(asked):
+        assert tokens[i] == alone(prompt, params)
+        assert (i in scores) == (params.prompt_logprobs is not None)
+        for position, row in enumerate(scores.get(i, ()), 1):
+            exact = spread(torch.tensor([following(prompt[:position])]))[0].double().log_softmax(-1)
+            assert row.token_id == prompt[position]
+            assert row.logprob == pytest.approx(exact[row.token_id].item(), abs=1e-5)
+        if i in scores:
+            assert len(scores[i]) == len(prompt) - 1
+    assert cache.allocator.num_free == pages, "pages leaked"
+
+
+def test_a_prompt_that_is_preempted_halfway_is_not_scored_twice():
+    it, _ = engine(pages=14, seqs=2, budget=3, prefix_cache=False)
+    it._runner._model = model = Noisy()
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    scored = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    requests = [(0, [9] * 20, params), (7, list(range(40, 70)), scored)]
+    tokens, _, scores = run(it, requests)
+    assert [tokens[i] for i in (0, 1)] == [alone(prompt, own) for _, prompt, own in requests]
+    assert [row.token_id for row in scores[1]] == list(range(41, 70))
+    assert sum(model.tokens_per_step) > 20 + 29 + 30 + 2, "nothing was recomputed"
+
+
+def test_a_slot_that_comes_back_is_filled_anew():
+    """Its data is that of the same sequence, from before it ran in another slot."""
+    rules, own = Rules(presence=3.0), resolve(SamplingParams(max_tokens=9, temperature=0.0), None)
+    stages = sampling_stages.SamplingStages(torch.zeros(3, dtype=torch.int64), VOCAB, 64)
+    sequence, logits = Sequence(0, array("q", [1]), 1, 9), torch.arange(VOCAB).float()[None]
+    for admission, slot in enumerate((1, 2, 2, 1), 1):
+        sequence.slot, sequence.admissions = slot, admission
+        for _ in range(2):
+            sequence.tokens.extend(stages.draw(logits, None, [sampling_stages.Row.of(own, sequence, rules)]).tokens.tolist())
+    expected = list[int]()
+    for _ in range(8):
+        x = logits[0].clone()
+        x[expected] -= 3.0
+        expected.append(int(x.argmax()))
+    assert list(sequence.tokens[1:]) == expected
+
+
+def test_a_step_scores_a_bounded_number_of_prompt_tokens():
+    it, _ = engine(pages=600, seqs=4, budget=2000, length=1500)
+    sizes, model = [], Noisy()
+
+    def watched(batch, cache):
+        logits = model(batch, cache)
+        sizes.append(len(logits))
+        return logits
+
+    it._runner._model = watched
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    _, _, scores = run(it, [(0, [1] * 700, params), (0, [2] * 300, params), (0, [3] * 40, SamplingParams(max_tokens=2))])
+    assert [len(scores[i]) for i in (0, 1)] == [699, 299]
+    assert max(sizes) <= MAX_SCORED_TOKENS + 4
+
+
+def test_a_step_that_runs_out_of_memory_and_is_tried_again_counts_once(monkeypatch):
+    it, _ = engine(seqs=4, budget=20)
+    it._runner._model = Noisy()
+    original, calls = sampling_stages.token_logprobs, itertools.count()
+
+    def fails_twice(*args, **kwargs):
+        if next(calls) in (1, 6):
+            raise torch.OutOfMemoryError("no memory")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(sampling_stages, "token_logprobs", fails_twice)
+    params = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=0.7, logprobs=1, prompt_logprobs=1)
+    requests = [(0, [9, 8, 7, 6], params), (0, [30] * 7, params)]
+    tokens, _, scores = run(it, requests)
+    for i in (0, 1):
+        assert tokens[i] == alone(requests[i][1], params)
+        assert len(scores[i]) == len(requests[i][1]) - 1
+    assert next(calls) > 6
+
+
+def test_nobody_asks_nothing_runs(monkeypatch):
+    """And a step with one row that asks runs what that row needs."""
+    ran = []
+    monkeypatch.setattr(LogitsProcessors, "process", lambda self, logits, *rest: ran.append("process") or logits)
+    monkeypatch.setattr(LogitsProcessors, "record", lambda self, *rest: ran.append("record"))
+    monkeypatch.setattr(LogitsProcessors, "fill", lambda self, *rest: ran.append("fill"))
+    scores = logprobs.token_logprobs
+    monkeypatch.setattr(sampling_stages, "token_logprobs", lambda *a, **k: ran.append("logprobs") or scores(*a, **k))
+    monkeypatch.setattr(sampling_stages.CpuGpuBuffer, "send", lambda self, count=None: ran.append("send"))
+    it, _ = engine()
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, temperature=t, top_k=3)) for t in (0.0, 0.9)])
+    assert ran == []
+    own = SamplingParams(max_tokens=2, logprobs=0, ignore_eos=True)
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=2)), (0, [1, 2], own)])
+    assert ran == ["send", "logprobs"] * 2
+    del ran[:]
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=2, presence_penalty=1.0, ignore_eos=True))])
+    assert ran == ["send", "fill", "process", "record", "send", "process", "record"]
+    del ran[:]
+    run(it, [(0, [1, 2, 3], SamplingParams(max_tokens=4, min_tokens=2, ignore_eos=True))])
+    assert ran == ["send", "fill", "process", "record", "send", "process", "record"], "min_tokens is over after two steps"
+
+
+def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
+    """The LM head writes none, and `sample` reads its row maxima."""
+    cache = engine()[1]
+    runner = Runner(
+        Mock(), cache, torch.device("cpu"), vocab_size=VOCAB, max_num_seqs=2, max_seq_len=64, max_num_batched_tokens=64,
+        cuda_graphs=False,
+    )  # fmt: skip
+    asked, maxima = [], torch.zeros(1, 1, dtype=torch.int64)
+    monkeypatch.setattr(runner, "_scores", lambda chunks, needed: asked.append(needed) or (torch.zeros(1, VOCAB), maxima))
+    used = []
+    monkeypatch.setattr(sampling_stages, "sample", lambda logits, batch, row_maxima, **named: used.append(row_maxima is maxima))
+    greedy, chunk = {"temperature": 0.0}, Chunk([1], 0, [0])
+    for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}):
+        own = resolve(SamplingParams(**(greedy | options)), None)
+        sequence = Sequence(0, array("q", [1]), 1, 9, slot=0)
+        runner.start([chunk], [sampling_stages.Row(own, 0, sequence, Rules.of(own, (), ()))])
+    assert asked == [False, True, True, True]
+    assert used == [True, True, True, False], "row maxima are those of the logits before penalties"
+
+
+def test_settings_are_checked_against_the_model():
+    it, _ = engine()
+    for options in ({"stop_token_ids": [VOCAB]}, {"allowed_token_ids": [1, VOCAB]}, {"logit_bias": {VOCAB: 1.0}}):
+        own = resolve(SamplingParams(**options), None)
+        with pytest.raises(InputError, match=rf"{next(iter(options))}: not a token id of this model.*0 to {VOCAB - 1}.*{VOCAB}"):
+            it.check([1], own, Request(0, [1], own).rules)
+    own = resolve(SamplingParams(bad_words="x"), None)
+    with pytest.raises(InputError, match="bad_words: the model has no logits"):
+        it.check([1], own, Request(0, [1], own, bad_words=((1, VOCAB),)).rules)
+    own = resolve(SamplingParams(allowed_token_ids=[5, 7], min_tokens=1, stop_token_ids=[7]), None)
+    with pytest.raises(InputError, match="min_tokens: no token is left to draw"):
+        it.check([1], own, Request(0, [1], own, (5,)).rules)
+    it.check([1], own, Request(0, [1], own, (6,)).rules)
+
+
+def test_an_output_that_cannot_go_on_ends_with_an_error():
+    """Two bad words forbid both allowed tokens, but not at the first step."""
+    it, _ = engine()
+    it._runner._model = Noisy()
+    own = resolve(SamplingParams(allowed_token_ids=[1, 2], bad_words="x"), None)
+    request = Request(next(IDS), [3], own, bad_words=((1, 1), (1, 2), (2, 1), (2, 2)))
+    it.check([3], own, request.rules)
+    it.add(request)
+    other = add(it, [3, 4], resolve(SamplingParams(max_tokens=4), None))
+    outputs = []
+    while it.has_work:
+        outputs += it.step()
+    mine = [output for output in outputs if output.request_id == request.id]
+    assert [output.finish_reason for output in mine] == [None, "error"]
+    assert isinstance(mine[1].error, NumericsError)
+    assert "or the settings of the request leave no token" in str(mine[1].error)
+    assert sum(len(output.token_ids) for output in outputs if output.request_id == other) == 4

@@ -1,0 +1,175 @@
+"""The kernels of masks, biases, penalties and log-probabilities give what their eager forms give, bit for bit where they can.
+
+Catches: a row that uses its neighbour's slot or list, entries beyond a list's end, counts of another slot, an id in the last,
+partial block, a bias applied twice, the short way of a row without rules changing its logits.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minirt.engine.logits_processors import LogitsProcessors, Rules
+from minirt.engine.logprobs import MAX_TOP, columns, token_logprobs, unpack
+from minirt.errors import InputError
+from minirt.kernels.sampling import logprobs as logprob_kernels
+from minirt.kernels.sampling import process as kernels
+
+INF = math.inf
+
+
+def some_rules(V: int, rng: np.random.Generator) -> list[Rules | None]:
+    """Every rule alone and together, with lists of 1 to 300 entries."""
+
+    def ids(count: int) -> list[int]:
+        return rng.choice(V, min(count, V), replace=False).tolist()
+
+    bias = {token: float(value) for token, value in zip(ids(300), rng.normal(size=300) * 3, strict=False)}
+    allowed = tuple(sorted({*ids(V // 2), V - 1}))
+    words = ((3,), (1, 2), (2, 2, 5 % V), (1, 2, 0, V - 1), tuple(ids(9)))
+    return [
+        None, Rules(presence=0.7), Rules(frequency=-1.3), Rules(repetition=1.7), Rules(-2.0, 0.11, 0.3),
+        Rules(bias={V - 1: 5.0}), Rules(bias=bias), Rules(allowed=allowed), Rules(bad_words=words),
+        Rules(min_tokens=4, end_ids=(V - 1, 0)),
+        Rules(0.1, 0.2, 1.3, bias, allowed, words, 3, (2,)),
+    ]  # fmt: skip
+
+
+def filled(V: int, device: torch.device, impl: str, seed: int = 0):
+    """Processors whose slots are in another order than the rows. → them, the rows' slots, steps and rules"""
+    rng = np.random.default_rng(seed)
+    rules = some_rules(V, rng)
+    processors = LogitsProcessors(len(rules) + 3, V, 40, device, impl)
+    slots = rng.permutation(len(rules) + 3)[: len(rules)].tolist()
+    steps = [int(rng.integers(2, 9)) for _ in rules]
+    for slot, own, step in zip(slots, rules, steps, strict=True):
+        stale = Rules(1.0, 1.0, 2.0, {0: 9.0, 1: 9.0}, (0,), ((1,), (2, 3)), 30, (0, 1, 2))
+        processors.fill(slot, stale, [0, 1, 2], [2, 2])
+        if own is not None:
+            tokens = rng.integers(0, 6, 40).tolist()
+            processors.fill(slot, own, tokens[20:], [*[1, 2, 0, 1, 2, 2, 1, 2, 0][: step - 2], 1, 2])
+    rows = [-1 if own is None else slot for slot, own in zip(slots, rules, strict=True)]
+    at = torch.tensor(rows, dtype=torch.int32, device=device)
+    return processors, at, torch.tensor(steps, device=device), rules
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("V", [7, 33, 1031, 4099])
+def test_process_is_the_eager_form(V, masked, make, device):
+    logits = make(11, V, dtype=torch.float32, scale=4.0)
+    logits[3, 0], logits[4, V - 1] = -INF, 0.0
+    before = logits.clone()
+    mask = torch.randint(-(2**31), 2**31 - 1, (11, -(-V // 32)), generator=torch.Generator().manual_seed(V)).int().to(device)
+    out = []
+    for impl in ("eager", "triton"):
+        processors, rows, step, rules = filled(V, device, impl)
+        for _ in range(3):  # the counts and the history grow by what is drawn
+            out.append(processors.process(logits, rows, step, rules, mask if masked else None).clone())
+            tokens = out[-1].argmax(-1)
+            tokens[5] = -1
+            processors.record(tokens, rows, step)
+            step = step + 1
+        assert torch.equal(logits, before)
+    for one, other in zip(out[:3], out[3:], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+        assert torch.equal(one.isinf(), other.isinf())
+        if not masked:
+            assert torch.equal(one[0], logits[0])
+
+
+def test_a_row_does_not_depend_on_the_others(make, device):
+    logits = make(11, 1031, dtype=torch.float32, scale=4.0)
+    processors, rows, step, rules = filled(1031, device, "triton")
+    together = processors.process(logits, rows, step, rules).clone()
+    for i in range(11):
+        alone = processors.process(logits[i : i + 1], rows[i : i + 1], step[i : i + 1], rules[i : i + 1])
+        assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("V", [1, 20, 1031, 5000])
+def test_logprobs_are_the_eager_form(V, make, device):
+    logits = make(6, V, dtype=torch.float32, scale=3.0)
+    logits[1] = logits[1].round()  # ties
+    logits[2, : V // 2] = -INF
+    logits[3] = 0.25
+    logits[4] *= 20
+    tokens = torch.tensor([0, V - 1, V // 2, 0, int(logits[4].argmax()), -1], device=device)
+    wanted = [min(V, n) for n in (20, 7, 1)] + [0, min(V, 20), -1]
+    counts = torch.tensor(wanted, dtype=torch.int32, device=device)
+    found = {}
+    for impl in ("eager", "triton"):
+        out = torch.full((6, columns(MAX_TOP)), 77, dtype=torch.int32, device=device)
+        assert token_logprobs(logits, tokens, counts, min(V, MAX_TOP), impl=impl, out=out) is out
+        found[impl] = unpack(out[:5].cpu(), tokens[:5].tolist(), wanted[:5])
+    exact = logits.double().log_softmax(-1)
+    for row, (one, other) in enumerate(zip(found["eager"], found["triton"], strict=True)):
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.rank == 1 + int((logits[row] > logits[row, one.token_id]).sum())
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        assert len(one.top) == wanted[row]
+        for result in (one, other):
+            pairs = [(result.token_id, result.logprob), *result.top]
+            for token, logprob in pairs:
+                wanted_value = float(exact[row, token])
+                assert logprob == pytest.approx(wanted_value, rel=1e-6, abs=1e-5) or wanted_value == -INF == logprob
+        order = sorted(range(V), key=lambda v: (-float(logits[row, v]), v))
+        assert [token for token, _ in one.top] == order[: wanted[row]]
+
+
+def test_all_logprobs(make, device):
+    logits = make(2, 131, dtype=torch.float32)
+    tokens, wanted = torch.tensor([5, 130], device=device), torch.tensor([131, 3], dtype=torch.int32, device=device)
+    rows = unpack(token_logprobs(logits, tokens, wanted, 131).cpu(), [5, 130], [131, 3])
+    assert [len(row.top) for row in rows] == [131, 3]
+    assert math.fsum(math.exp(value) for _, value in rows[0].top) == pytest.approx(1, abs=1e-5)
+
+
+def test_faulty_arguments_are_refused(make, device):
+    processors, rows, step, rules = filled(33, device, "triton")
+    logits = make(11, 33, dtype=torch.float32)
+    with pytest.raises(InputError, match="out: must not be the logits"):
+        kernels.process(logits, logits, rows, step, processors.slots, any_bias=True, any_ban=True)
+    with pytest.raises(InputError, match="mask: wrong shape"):
+        processors.process(logits, rows, step, rules, torch.zeros(11, 1, dtype=torch.int32, device=device))
+    small = logprob_kernels.LogprobsWorkspace(1, 33, device)
+    with pytest.raises(InputError, match="workspace: too small"):
+        token_logprobs(logits, step, rows, 5, impl="triton", workspace=small)
+    with pytest.raises(InputError, match="unknown implementation"):
+        token_logprobs(logits, step, rows, 5, impl="fast")
+
+
+COMPILE = """
+import json, sys; sys.path.insert(0, sys.argv[2])
+import compile_all, torch
+from minirt.engine.logits_processors import LogitsProcessors, Rules
+from minirt.engine.logprobs import token_logprobs
+results = []
+compile_all.compile_instead_of_launching(int(sys.argv[1]), results)
+for V in (152064, 1031)[: 1 if sys.argv[1] == "90" else 2]:
+    rules = [Rules(0.1, 0.2, 1.3, {0: 1.0}, (1, 2), ((1, 2),), 3, (2,))] * 2
+    processors = LogitsProcessors(2, V, 100, torch.device("cpu"), "triton")
+    processors.fill(0, rules[0], [1], [2])
+    rows, step, logits = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.empty(2, V)
+    for mask in (None, torch.zeros(2, -(-V // 32), dtype=torch.int32))[int(sys.argv[1] == "90") :]:
+        processors.process(logits, rows, step, rules, mask)
+    processors.record(step, rows, step)
+    token_logprobs(logits, step, rows, 5, impl="triton")
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.parametrize("cc", [80, 90])
+def test_compiles(cc):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, str(cc), str(Path(__file__).parents[1] / "compile")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len({r["kernel"] for r in results}) == 6
+    assert all(r["shared"] <= 16 * 1024 for r in results)
