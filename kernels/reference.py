@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FP8_MAX = 448.0  # the largest finite e4m3 value; the format has NaN and no infinity
+FP8_BLOCK = 128  # rows and columns of a block with one scale
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
@@ -32,8 +33,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, quantize: bool | None = None
 ) -> Tensor:
-    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N]. With `scale` [N] fp32 the weight is fp8, see `linear_fp8`."""
-    return F.linear(x, weight, bias) if scale is None else linear_fp8(x, weight, scale, bias, quantize)
+    """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N].
+
+    With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`.
+    """
+    if scale is None:
+        return F.linear(x, weight, bias)
+    product = linear_fp8 if scale.ndim == 1 else linear_fp8_blocks
+    return product(x, weight, scale, bias, quantize)
 
 
 def linear_fp8(
@@ -53,6 +60,57 @@ def linear_fp8(
         values = x
     y = (F.linear(values.to(dtype), weight.to(dtype)).float() * scale).to(x.dtype)  # either dtype holds e4m3 exactly
     return y if bias is None else y + bias
+
+
+def linear_fp8_blocks(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None
+) -> Tensor:
+    """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [⌈N / g⌉, ⌈K / 128⌉] fp32.
+
+    The scale of weight[n, k] is scale[n // g, k // 128], see `block_rows`. Two or more tokens are quantized first, with a scale
+    for each token and 128 channels; a single token is not. Products are of fp32 factors.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    values = x.to(wide)
+    if x.shape[0] > 1 if quantize is None else quantize:
+        rounded, x_scale = quantize_fp8_blocks(x, x.shape[0])
+        values = dequantize_fp8(rounded, x_scale, wide)
+    y = F.linear(values, dequantize_fp8(weight, scale, wide)).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def dequantize_fp8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """values [N, K] e4m3 · scale in `dtype`. The scale is [N], or [⌈N / g⌉, ⌈K / 128⌉], see `block_rows`."""
+    out, scale = values.to(dtype), scale.to(dtype)
+    if scale.ndim == 1:
+        return out.mul_(scale.unsqueeze(1))
+    N, K = values.shape
+    rows, whole = scale.repeat_interleave(block_rows(N, scale.shape[0]), 0)[:N], K - K % FP8_BLOCK
+    out[:, :whole].unflatten(1, (-1, FP8_BLOCK)).mul_(rows[:, : whole // FP8_BLOCK].unsqueeze(2))
+    out[:, whole:].mul_(rows[:, -1:])
+    return out
+
+
+def quantize_fp8_blocks(x: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """x [N, K] → values [N, K] e4m3 and scales [blocks, ⌈K / 128⌉] fp32, one for each block of g rows and 128 columns.
+
+    Each scale is as in `quantize_fp8`. g follows from the number of blocks, see `block_rows`; with N blocks it is 1.
+    """
+    N, K = x.shape
+    g = block_rows(N, blocks)
+    padded = F.pad(x, (0, -K % FP8_BLOCK, 0, -N % g)).unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, g))
+    values, scale = quantize_fp8(padded.transpose(1, 2).flatten(2))  # [blocks, ⌈K / 128⌉, g · 128]
+    values = values.unflatten(2, (g, FP8_BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
+    return values[:N, :K], scale
+
+
+def block_rows(N: int, blocks: int) -> int:
+    """g, the rows of a block: the largest power of two up to 128 that splits N rows into so many blocks. There is only one, or
+    all of them make a single block."""
+    g = FP8_BLOCK
+    while g > 1 and -(-N // g) != blocks:
+        g //= 2
+    return g
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

@@ -22,6 +22,7 @@ from minirt.modeling.config import (
     read_rope,
     shown,
 )
+from minirt.modeling.quantization_config import read_quantization
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
@@ -144,18 +145,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Raise UnsupportedError for quantized checkpoints and bidirectional attention.
+    """Raise UnsupportedError for unknown formats of quantized weights and bidirectional attention.
 
     A setting that only matters beyond the trained context is warned about.
     """
-    for name in ("quantization_config", "compression_config"):
-        if fields.raw.get(name) is not None:
-            raise UnsupportedError(
-                "quantized checkpoints are not supported",
-                where=fields.place(name),
-                found=f"quant_method {fields.nested(name).string('quant_method', default='unnamed')[:60]!r}",
-                hint="load the unquantized checkpoint; minirt quantizes while loading",
-            )
+    read_quantization(fields)  # refuses unknown formats
     if not fields.boolean("is_causal", default=True):
         what = "attention to later tokens is not supported: this is an embedding model"
         raise UnsupportedError(what, where=fields.place("is_causal"), expected="true", found="false")

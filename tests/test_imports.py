@@ -13,7 +13,7 @@ from support.package import ROOT
 TIERS = [
     ["minirt.errors", "minirt.files", "minirt.progress", "minirt.threads"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
-    ["minirt.modeling.config", "minirt.modeling.formats"],
+    ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],
     ["minirt.text.*", "minirt.modeling.parameters", "minirt.modeling.rope", "minirt.loading.hub"],
     ["minirt.engine.step_input", "minirt.engine.kv_cache", "minirt.engine.cpu_gpu_buffer", "minirt.engine.gc_freeze"],
     ["minirt.layers.*", "minirt.layers"],
@@ -26,7 +26,7 @@ TIERS = [
     ["minirt.bench", "minirt.bench.*"],
     ["minirt.cli", "minirt.cli.*", "minirt.__main__"],
 ]
-FORBIDDEN = {"transformers", "gguf", "scipy", "hypothesis", "pytest", "numpy", "accelerate"}
+FORBIDDEN = {"transformers", "compressed_tensors", "gguf", "scipy", "hypothesis", "pytest", "numpy", "accelerate"}
 
 
 def modules():

@@ -24,7 +24,7 @@ def write(folder: Path, name: str) -> None:
 
     raw = next(config for preset, _, config in raw_configs() if preset == name)
     model = Model(models.parse_config(raw), models.build(models.parse_config(raw)))
-    shapes = {name: shape for parameter in model.parameters() for name, shape in parameter.expected()}
+    shapes = {spec.name: spec.shape for parameter in model.parameters() for spec in parameter.expected()}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     room = SHARD_BYTES
     for tensor, shape in shapes.items():

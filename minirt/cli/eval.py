@@ -97,6 +97,8 @@ def fp8_command(file: str, num_tokens: int | None, as_json: bool, quiet: bool, *
     with ExitStack() as stack:
         plain = stack.enter_context(open_generator(load, quiet))
         require_tokenizer(plain, "--text")
+        if plain.plan.formats:
+            raise InputError("the checkpoint is quantized already", where="--model", found=plain.plan.checkpoint)
         most = plain.model.max_model_len
         if num_tokens is not None and num_tokens > most:
             raise InputError("more than the model has positions for", where="--num-tokens", expected=most, found=num_tokens)

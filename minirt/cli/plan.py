@@ -17,14 +17,21 @@ from minirt.errors import printable
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @debug_option
 def plan(as_json: bool, **options: Any) -> None:
-    """Print the plan: each layer's implementation, the reason for it, and the size of its weights. Reads no weights."""
+    """Print the plan: each layer's implementation, the reason for it, and the size of its weights. Reads no weights.
+
+    Of a checkpoint with quantized weights, it says the format, and what minirt does otherwise. It also says if the weights are
+    larger than the free memory.
+    """
     name = model_name(options)
+    from minirt.device import free_memory
     from minirt.loading.load import plan_model
 
     model = plan_model(to_load_options(options, name))
+    free = free_memory(model.device)
     if as_json:
         rows = [vars(row) for row in model.plan.rows]
-        facts = {"device": model.plan.device, "not_capturable": model.plan.not_capturable}
+        facts: dict[str, Any] = {"device": model.plan.device, "not_capturable": model.plan.not_capturable, "free_bytes": free}
+        facts |= {"checkpoint": model.plan.checkpoint, "notes": model.plan.notes}
         record = facts | {"weight_bytes": model.plan.weight_bytes, "layers": rows}
         write(json.dumps(record) + "\n")
         return
@@ -43,6 +50,13 @@ def plan(as_json: bool, **options: Any) -> None:
     width = None if terminal else 110
     console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
     console.print(table)
+    if model.plan.checkpoint is not None:
+        console.print(printable(f"Checkpoint: {model.plan.checkpoint}"))
+    for remark in model.plan.notes:
+        console.print(printable(f"Note: {remark}"))
+    if model.plan.weight_bytes > free:
+        weights = format_bytes(model.plan.weight_bytes)
+        console.print(f"Does not fit: {weights} of weights, {format_bytes(free)} free on {model.plan.device}")
     if model.device.type == "cuda":
         reason = model.plan.not_capturable
         console.print("CUDA graphs: small steps" if reason is None else printable(f"CUDA graphs: none, since {reason}"))

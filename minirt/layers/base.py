@@ -142,9 +142,9 @@ class Layer:
 
     def share(self, parameter: Parameter) -> None:
         """Replace this layer's parameter of the same checkpoint tensors by `parameter` (a tied head)."""
-        names = [name for name, _ in parameter.expected()]
+        names = [spec[0] for spec in parameter.expected()]
         for attribute, value in list(vars(self).items()):
-            if isinstance(value, Parameter) and [name for name, _ in value.expected()] == names:
+            if isinstance(value, Parameter) and [spec[0] for spec in value.expected()] == names:
                 setattr(self, attribute, parameter)
 
     def compile_key(self) -> tuple[Any, ...]:
@@ -284,6 +284,9 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     """The reason why no Triton implementation can run on `device`, or None. With Triton's interpreter, a CPU can."""
     if find_spec("triton") is None:
         return "triton is not installed"
+    for parameter in layer.parameters():
+        if parameter.format is not None and parameter.format.no_triton is not None:
+            return parameter.format.no_triton
     on_gpu = device.type == "cuda"
     if interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)

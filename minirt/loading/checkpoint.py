@@ -14,10 +14,11 @@ import torch
 from minirt.errors import CheckpointError
 from minirt.files import parse_json
 from minirt.modeling.config import shown
+from minirt.modeling.formats import CHUNK, E4M3, FLOATS, TensorSpec
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, E4M3: 1}  # of the dtypes that are read
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
 # After this many bytes a file is mapped again, so that the whole file never counts as the process's memory.
@@ -40,7 +41,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return FLOATS[self.dtype].itemsize * torch.Size(self.shape).numel()
+        return _ITEM_BYTES[self.dtype] * torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,12 @@ def match(
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or is not a float tensor, or is unexpected.
     """
-    wanted: dict[str, tuple[list[Parameter], tuple[int, ...]]] = {}
+    wanted: dict[str, tuple[list[Parameter], TensorSpec]] = {}
     for parameter in model.parameters():
-        for name, shape in parameter.expected():
-            holders = wanted.setdefault(name, ([], shape))[0]
+        for spec in (TensorSpec(*given) for given in parameter.expected()):
+            holders = wanted.setdefault(spec.name, ([], spec))[0]
             if holders and list(holders[0].expected()) != list(parameter.expected()):
-                raise CheckpointError("two layers hold this tensor, packed differently", where=name)
+                raise CheckpointError("two layers hold this tensor, packed differently", where=spec.name)
             holders.append(parameter)
     missing = [name for name in wanted if name not in entries]
     if missing:
@@ -156,19 +157,23 @@ def match(
             expected=_some(missing),
             hint="the checkpoint is incomplete, or config.json describes another model",
         )
-    for name, (_, shape) in wanted.items():
+    scales = model.formats.unused_scales if model.formats else ()
+    specs = {name: spec for name, (_, spec) in wanted.items()}
+    for name, spec in specs.items():
         entry = entries[name]
-        if entry.shape != shape:
+        if entry.shape != spec.shape and entry.shape not in spec.also:
             raise CheckpointError(
-                "wrong shape", where=f"{entry.file}: {name}", expected=list(shape), found=list(entry.shape)
+                "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape)
             )
-    for entry in (entries[n] for n in entries if n in wanted or _tied_copy(model, n)):
-        if entry.dtype not in FLOATS:
+    for entry in (entries[n] for n in entries if n in specs or n in scales or _tied_copy(model, n)):
+        dtypes = specs[entry.name].dtypes if entry.name in specs else FLOATS
+        if entry.dtype not in dtypes:
             raise CheckpointError(
-                "wrong dtype", where=f"{entry.file}: {entry.name}", expected=" or ".join(FLOATS), found=entry.dtype
+                "wrong dtype", where=f"{entry.file}: {entry.name}", expected=" or ".join(dtypes), found=entry.dtype
             )
+    known = {*specs, *scales}
     unused = tuple(
-        sorted(n for n in entries if n not in wanted and not n.endswith(DERIVED) and not _tied_copy(model, n))
+        sorted(n for n in entries if n not in known and not n.endswith(DERIVED) and not _tied_copy(model, n))
     )
     if unused and not allow_unused:
         raise CheckpointError(
@@ -203,14 +208,16 @@ def load(
     """
     entries = read_headers(files, index)
     targets, unused = match(model, entries, allow_unused)
+    positive = {spec[0] for parameter in model.parameters() for spec in parameter.expected() if TensorSpec(*spec).positive}
     tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
     work = [entries[name] for name in targets]
     total, done = sum(e.nbytes for e in work), 0
 
     def place(entry: Entry, tensor: torch.Tensor) -> None:
-        if check_weights and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
+        if check_weights and (bad := _not_finite(tensor)):
             raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file}: {entry.name}")
+        if entry.name in positive:
+            _check_scale(entry, tensor)
         for holder in targets[entry.name]:
             holder.load(entry.name, tensor)
 
@@ -223,6 +230,8 @@ def load(
                 progress(done, total)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+    for name in model.formats.unused_scales if model.formats else ():
+        _read([entries[name]], _check_scale)
     for entry in tied:
         _read([entry], lambda e, tensor: _check_tied(model, e, tensor))
     if model.device.type == "cuda":
@@ -253,6 +262,22 @@ def _read(group: Sequence[Entry], place: Callable[[Entry, torch.Tensor], None]) 
         for entry in group:
             place(entry, file.get_tensor(entry.name))
     return sum(entry.nbytes for entry in group)
+
+
+def _not_finite(tensor: torch.Tensor) -> int:
+    """How many values are NaN or infinite. A matrix is looked at in pieces, since FP8 has to be widened for that."""
+    pieces = tensor.split(max(1, CHUNK // tensor.shape[1])) if tensor.ndim == 2 and tensor.shape[1] else (tensor,)
+    return sum(int((~torch.isfinite(piece.float() if piece.itemsize == 1 else piece)).sum()) for piece in pieces)
+
+
+def _check_scale(entry: Entry, tensor: torch.Tensor) -> None:
+    """Refuse a scale that is not finite and above 0: the weights times it would be garbage."""
+    values = tensor.float()
+    good = torch.isfinite(values) & (values > 0)
+    if not good.all():
+        what = f"{int((~good).sum())} of {good.numel()} scales are unusable"
+        found = shown(values[~good].flatten()[0].item())
+        raise CheckpointError(what, where=f"{entry.file}: {entry.name}", expected="finite numbers above 0", found=found)
 
 
 def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import re
 import stat
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,10 @@ _INDEX = "model.safetensors.index.json"
 _CONFIG_LIMIT, _INDEX_LIMIT = 4 << 20, 32 << 20
 _MAX_NAME = 255  # bytes of a file's name, the limit of common file systems
 # The files to download besides weights: no .bin, no .pth, no original/ folder.
-_SMALL = ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja")
+_SMALL = (
+    "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
 _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or the name of a preset"
 
 
@@ -29,7 +32,7 @@ _ACCEPTED = "give a local folder, a Hub id such as Qwen/Qwen2.5-7B-Instruct, or 
 class ModelFiles:
     """A model's checked files.
 
-    `config` and `generation_config` are uninterpreted JSON objects; `generation_config` is None if the file is absent.
+    `config`, `generation_config` and `hf_quant_config` are uninterpreted JSON objects; None if the file is absent.
     `weight_files` holds model.safetensors, or the shards sorted by name; it is empty if no weights were requested.
     `weight_index` maps tensor → file name; None without shards. `revision` is the Hub commit of all files; None for a folder.
     `total_size` is the number of bytes that the index states for all tensors; None if it states none.
@@ -43,6 +46,7 @@ class ModelFiles:
     weight_index: dict[str, str] | None
     revision: str | None
     total_size: float | None = None
+    hf_quant_config: dict[str, Any] | None = None
 
 
 def resolve(
@@ -78,6 +82,45 @@ def resolve(
     return _check(model, folder, folder.name, weights)
 
 
+def with_present_weights(files: ModelFiles) -> ModelFiles:
+    """`files` with the weight files of its folder, if all of them are there; nothing is downloaded."""
+    if files.weight_files or not any(present(files.folder / name) for name in (_SINGLE, _INDEX)):
+        return files
+    try:
+        weights, index = _weight_files(files.folder)
+    except CheckpointError:
+        if files.revision is None:
+            raise
+        return files  # the cache of the Hub holds a part of them
+    tensors, total_size = index or (None, None)
+    return replace(files, weight_files=weights, weight_index=tensors, total_size=total_size)
+
+
+class RemoteTensor(NamedTuple):
+    """One tensor of a Hub model, as the header of its file describes it. `dtype` is a name of safetensors, such as "BF16"."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def remote_headers(files: ModelFiles) -> list[RemoteTensor]:
+    """The headers of the weight files of a Hub model that are not downloaded: some kilobytes of each file.
+
+    Raises:
+        ModelNotFoundError: they cannot be read.
+    """
+    from huggingface_hub import get_safetensors_metadata
+
+    with _explained(files.name, files.revision):
+        found = get_safetensors_metadata(files.name, revision=files.revision).files_metadata
+        return [
+            RemoteTensor(str(name), str(file), tuple(map(int, tensor.shape)), str(tensor.dtype))
+            for file, header in found.items() for name, tensor in header.tensors.items()
+        ]  # fmt: skip
+
+
 def _local_folder(model: str) -> Path | None:
     """The folder of this name; None if nothing has this name.
 
@@ -97,7 +140,9 @@ def _local_folder(model: str) -> Path | None:
     except ValueError:  # a null character, or a lone surrogate that stands for no byte of a name
         return None
     if not is_folder:
-        raise ModelNotFoundError("is a file, not a folder", where=folder, hint="give the folder that holds config.json")
+        hint = "GGUF files are not read; a folder with config.json and safetensors is needed"
+        hint = hint if folder.suffix.lower() == ".gguf" else "give the folder that holds config.json"
+        raise ModelNotFoundError("is a file, not a folder", where=folder, hint=hint)
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
@@ -115,7 +160,8 @@ def _check(name: str, folder: Path, revision: str | None, weights: bool) -> Mode
     generation_config = _read_object(folder / "generation_config.json")
     files, index = _weight_files(folder) if weights else ((), None)
     tensors, total_size = index or (None, None)
-    return ModelFiles(name, folder, config, generation_config, files, tensors, revision, total_size)
+    hf_quant_config = _read_object(folder / "hf_quant_config.json")
+    return ModelFiles(name, folder, config, generation_config, files, tensors, revision, total_size, hf_quant_config)
 
 
 def _read_object(path: Path, limit: int = _CONFIG_LIMIT) -> dict[str, Any] | None:
@@ -203,7 +249,8 @@ def _contents(folder: Path) -> str:
     if len(other) == 1:
         return f"; if {other[0]} is the whole model, rename it to {_SINGLE}"
     other = other or [name for name in files if name.endswith((".bin", ".pth", ".pt", ".gguf"))]
-    return f"; found {_some(other)}" if other else ""
+    unread = ", and GGUF files are not read" if any(name.endswith(".gguf") for name in other) else ""
+    return f"; found {_some(other)}{unread}" if other else ""
 
 
 def _download(repo: str, revision: str | None, token: str | None, weights: bool, progress: bool) -> Path:

@@ -1,30 +1,45 @@
 """`load`: loads a model with its weights. `plan_model`: a model with its plan, without weights. `find`: files and config."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirt import models
 from minirt.device import pick_device
-from minirt.errors import InputError, ModelNotFoundError, TokenizerError
+from minirt.errors import ConfigError, InputError, ModelNotFoundError, TokenizerError
+from minirt.layers import Layer
 from minirt.loading import checkpoint
-from minirt.loading.hub import ModelFiles, resolve
+from minirt.loading.checkpoint import Entry
+from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
 from minirt.loading.memory import check_memory
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
-from minirt.modeling.config import ModelConfig, check_token_ids
-from minirt.modeling.model import Model
+from minirt.loading.stored_formats import stored_formats
+from minirt.modeling.config import Fields, ModelConfig, check_token_ids
+from minirt.modeling.formats import FormatChoice
+from minirt.modeling.model import Model, in_order
+from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
 
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
 
 
-def find(
-    model: str | Path, revision: str | None, *, need_weights: bool, progress: bool = False
-) -> tuple[ModelFiles | None, ModelConfig]:
-    """The model's files and checked config. A preset whose weights are not needed has no files."""
+class Found(NamedTuple):
+    """A model's files, its checked config, and the stated format of quantized weights.
+
+    `files` is None for a preset whose weights are not needed, `quantization` if the weights are not quantized.
+    """
+
+    files: ModelFiles | None
+    config: ModelConfig
+    quantization: QuantizationConfig | None = None
+
+
+def find(model: str | Path, revision: str | None, *, need_weights: bool, progress: bool = False) -> Found:
+    """Look a model up by its name."""
     name = str(models.embedded()) if model == models.EMBEDDED else str(model)
     if not name:
         raise InputError("the model's name is empty", hint="give a folder, a Hub id or a preset")
@@ -34,7 +49,7 @@ def find(
         what = f"cannot be looked up: {error.strerror if isinstance(error, OSError) else error}"
         raise ModelNotFoundError(what, where=name[:80]) from error
     if preset is not None and not need_weights and revision is None:
-        return None, preset.config
+        return Found(None, preset.config)
     try:
         name = preset.hub_id if preset else name
         files = resolve(name, revision=revision, weights=need_weights, progress=progress)
@@ -47,17 +62,57 @@ def find(
     config = models.parse_config(files.config, where=str(files.folder / "config.json"))
     for file, content in (("config.json", files.config), ("generation_config.json", files.generation_config or {})):
         check_token_ids(content, str(files.folder / file), config.vocab_size)
-    return files, config
+    own = files.hf_quant_config
+    stated = read_quantization(
+        Fields(files.config, str(files.folder / "config.json")),
+        None if own is None else Fields(own, str(files.folder / "hf_quant_config.json")),
+    )
+    return Found(files, config, stated)
+
+
+def choose_formats(
+    options: LoadOptions, layers: Sequence[Layer], found: Found, entries: Mapping[str, Entry] | None
+) -> FormatChoice | None:
+    """The formats of the linears: those of the checkpoint, else those that `options` ask for.
+
+    Args:
+        entries: headers of the weight files; None: there are none.
+    """
+    stored = stored_formats(layers, entries, found.quantization)
+    if stored is not None and options.quantization is not None:
+        what, hint = "the checkpoint is quantized already", "leave out --fp8 (quantization=)"
+        raise ConfigError(what, where=found.quantization and found.quantization.where, found=stored.checkpoint, hint=hint)
+    return stored or options.formats
 
 
 def plan_model(options: LoadOptions) -> Model:
-    """The model with its plan resolved. No weight is read or allocated."""
+    """The model with its plan resolved. No weight is read or allocated.
+
+    If the weights are quantized, the headers of their files are read, also from the Hub. If that fails, the plan follows what
+    config.json states, and has a note.
+    """
     target = pick_device(options.device)
-    _, config = find(options.model, options.revision, need_weights=False)
-    planned = Model(config, options.layers(config) if options.layers else models.build(config), options.formats)
+    found = find(options.model, options.revision, need_weights=False)
+    config = found.config
+    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
+    planned = Model(config, layers, choose_formats(options, layers, found, _headers(found)))
     planned.device, planned.dtype = target, pick_dtype(options.dtype, config, target)
     planned.resolve(options.impl)
     return planned
+
+
+def _headers(found: Found) -> Mapping[str, Entry] | None:
+    """The headers of quantized weights: of local files, else from the Hub. None if there are none."""
+    if found.files is None or found.quantization is None:
+        return None
+    files = with_present_weights(found.files)
+    if files.weight_files:
+        return checkpoint.read_headers(files.weight_files, files.weight_index)
+    if files.revision is None:
+        return None
+    with suppress(ModelNotFoundError):
+        return {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}
+    return None
 
 
 @dataclass(frozen=True)
@@ -89,16 +144,19 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     """
     device, composed = pick_device(options.device), options.layers is not None
     set_threads(options.threads)
-    files, config = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
+    found = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
+    files, config = found.files, found.config
     length = pick_length(config, options.max_model_len)
-    model = Model(config, options.layers(config) if options.layers else models.build(config), options.formats)
+    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
+    weights = None if options.random_weights else files
+    entries = checkpoint.read_headers(weights.weight_files, weights.weight_index) if weights else None
+    model = Model(config, layers, choose_formats(options, layers, found, entries))
     dtype = pick_dtype(options.dtype, config, device)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
-    weights = None if options.random_weights else files
-    if weights is not None:
-        checkpoint.match(model, checkpoint.read_headers(weights.weight_files, weights.weight_index), composed)
+    if weights is not None and entries is not None:
+        checkpoint.match(model, entries, composed)
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
     check_memory(model, length, dtype, device, kv_dtype, options.kv_cache_memory, options.max_num_seqs)
     model.allocate(device, dtype, length, kv_dtype)

@@ -20,7 +20,8 @@ def check_memory(
     tables = (16 if device.type == "cpu" else 4) * length * model.config.head_dim
     needed = model.weight_bytes(dtype) + tables + max_num_seqs * state_bytes(model.cache_specs)
     what = f"{model.num_parameters / 1e9:.2f} G weights and the rope tables of {length} positions"
-    require_memory(needed, device, what, "use --fp8, a smaller model, a 16-bit --dtype or a lower --max-model-len")
+    fp8 = "" if model.formats else "--fp8, "
+    require_memory(needed, device, what, f"use {fp8}a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
         one = page_bytes(model.cache_specs, kv_dtype)
         pages = min(_pages_in(kv_cache_memory, one), max_num_seqs * -(-length // PAGE_SIZE)) * one

@@ -26,7 +26,7 @@ class LoadOptions:
         dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
         impl: which implementation each layer runs; see `minirt.modeling.plan.parse_impl`.
         quantization: None, or "fp8": the weights of all linear layers as e4m3 with a scale for each output channel, quantized
-            while they are loaded. Activations and the embedding keep the dtype.
+            while they are loaded. Activations and the embedding keep the dtype. For a checkpoint that is quantized already: None.
         quantize_head: quantize the LM head too. None: unless it is tied to the embedding.
         kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
         kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but never more

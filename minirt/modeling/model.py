@@ -20,7 +20,7 @@ from minirt.layers import (
     implementation,
 )
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import Quantization
+from minirt.modeling.formats import FormatChoice, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
 
@@ -29,22 +29,21 @@ class Model:
     """Layers in order, each bound to one implementation: `model(batch, cache)` → logits [R, V] fp32.
 
     A layer object that appears more than once has one set of weights, and a cache for each place. Inserts a `Select` after the
-    last attention layer (more exactly, the last layer with a `cache_spec`) unless the list has one. `quantization` sets the
-    format of the linear layers; a tied head that is quantized has its own copy of the weights.
+    last attention layer (more exactly, the last layer with a `cache_spec`) unless the list has one. `formats` sets the formats
+    of the linear layers; a tied head that is quantized has its own copy of the weights.
     """
 
-    def __init__(
-        self, config: ModelConfig, layers: Sequence[Layer], quantization: Quantization | None = None
-    ) -> None:
-        self.config, self.layers = config, _in_order(config, layers)
-        if quantization is not None:
-            for layer in self.layers if quantization.covers_head(config.tie_word_embeddings) else self.layers[:-1]:
+    def __init__(self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None) -> None:
+        self.config, self.layers, self.formats = config, in_order(config, layers), formats
+        if formats is not None:
+            for layer in self.layers:
                 for weights in layer.quantizable():
-                    weights.format = quantization.format
-        seen: dict[tuple[str, str | None], Parameter] = {}
+                    head, tied = layer is self.layers[-1], config.tie_word_embeddings
+                    weights.format = formats.format_of(weights.modules, head=head, tied=tied) or weights.format
+        seen: dict[tuple[str, LinearFormat | None], Parameter] = {}
         for layer in self.unique_layers():
             for parameter in list(layer.parameters()):
-                name = next(parameter.expected())[0]
+                name = next(iter(parameter.expected()))[0]
                 layer.share(seen.setdefault((name, parameter.format), parameter))
         self.device, self.dtype, self.kv_dtype, self.max_model_len = torch.device("meta"), torch.float32, torch.float32, 0
         self.plan = Plan((), "meta", "the layers have no implementation yet")
@@ -132,7 +131,7 @@ class Model:
             own = [p for p in layer.parameters() if id(p) not in counted]
             counted.update(map(id, own))
             size = sum(p.nbytes(self.dtype) for p in own)
-            formats = tuple(sorted({weights.format for weights in layer.parameters() if weights.format}))
+            formats = tuple(sorted({weights.format.name for weights in layer.parameters() if weights.format}))
             capturable = implementation(layer.kind, bound[id(layer)][0]).capturable
             rows.append(PlanRow(
                 layer.name, layer.kind, *bound[id(layer)], str(self.dtype).removeprefix("torch."), formats, size, capturable,
@@ -144,7 +143,11 @@ class Model:
                     expected="a name or glob such as 'layers.*.mlp'",
                     found=some_names(self.layers),
                 )
-        self.plan = Plan(tuple(rows), str(self.device), not_capturable(rows, str(self.device)))
+        chosen = self.formats
+        self.plan = Plan(
+            tuple(rows), str(self.device), not_capturable(rows, str(self.device)), chosen.checkpoint if chosen else None,
+            chosen.notes if chosen else (),
+        )  # fmt: skip
         return self.plan
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
@@ -199,7 +202,7 @@ class Model:
         return x
 
 
-def _in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
+def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
     """The layers, checked, with a `Select` inserted after the last attention layer unless there is one."""
     if not isinstance(layers, Iterable):
         raise ConfigError("a model needs layers", expected="a sequence of layers", found=type(layers).__name__)

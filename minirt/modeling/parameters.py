@@ -13,8 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from minirt.kernels.reference import quantize_fp8
-from minirt.modeling.formats import CHUNK, FP8
+from minirt.modeling.formats import LinearFormat, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,14 @@ class Parameter(ABC):
     """Weights of one layer. A layer's parameters are its attributes of this type. You may write subclasses.
 
     Attributes:
-        format: the quantized format of the weights, such as "fp8"; None: the model's dtype.
+        format: the quantized format of the weights; None: the model's dtype.
         quantizable: whether `format` may be set, before `allocate`.
+        modules: checkpoint prefixes of the linears that a checkpoint may store in a quantized format.
     """
 
-    format: str | None = None
+    format: LinearFormat | None = None
     quantizable = False
+    modules: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -50,8 +51,8 @@ class Parameter(ABC):
         """Everything that kernels can depend on, except the values of the weights."""
 
     @abstractmethod
-    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of each checkpoint tensor that fills this parameter. At least one."""
+    def expected(self) -> Iterator[TensorSpec]:
+        """The checkpoint tensors that fill this parameter. At least one."""
 
     @abstractmethod
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -73,8 +74,8 @@ class Parameter(ABC):
 class PackedLinear(Parameter):
     """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
 
-    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. With `format` "fp8", the
-    weights are e4m3 and represent weight · scale, with `scale` [N] fp32. Otherwise `scale` is None.
+    `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. With a `format`, the weights are
+    quantized and represent weight · scale, see `minirt.modeling.formats`. Otherwise `scale` is None.
     """
 
     quantizable = True
@@ -82,6 +83,8 @@ class PackedLinear(Parameter):
 
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
         self.parts = tuple(parts)
+        self.rows = tuple(part.rows for part in self.parts)
+        self.modules = tuple(part.name for part in self.parts)
         self.in_features = in_features
         self.has_bias = bias
         self.weight: Tensor = torch.empty(0)
@@ -90,7 +93,7 @@ class PackedLinear(Parameter):
 
     @property
     def out_features(self) -> int:
-        return sum(part.rows for part in self.parts)
+        return sum(self.rows)
 
     @property
     def num_parameters(self) -> int:
@@ -99,37 +102,40 @@ class PackedLinear(Parameter):
     def nbytes(self, dtype: torch.dtype) -> int:
         if self.format is None:
             return self.num_parameters * dtype.itemsize
-        return self.out_features * (self.in_features + 4 + self.has_bias * dtype.itemsize)
+        return self.format.nbytes(self.rows, self.in_features) + self.has_bias * self.out_features * dtype.itemsize
 
     def compile_key(self) -> tuple[Hashable, ...]:
-        return self.out_features, self.in_features, self.has_bias, self.format
+        kept = self.format and (self.format.name, self.format.scale_shape(self.rows, self.in_features))
+        return self.out_features, self.in_features, self.has_bias, kept
 
-    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def expected(self) -> Iterator[TensorSpec]:
         for part in self.parts:
-            yield f"{part.name}.weight", (part.rows, self.in_features)
+            if self.format is None:
+                yield TensorSpec(f"{part.name}.weight", (part.rows, self.in_features))
+            else:
+                yield from self.format.tensors(part.name, part.rows, self.in_features)
             if self.has_bias:
-                yield f"{part.name}.bias", (part.rows,)
+                yield TensorSpec(f"{part.name}.bias", (part.rows,))
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        stored = dtype if self.format is None else FP8
-        self.weight = torch.empty(self.out_features, self.in_features, device=device, dtype=stored)
-        self.scale = None if self.format is None else torch.empty(self.out_features, device=device)
+        if self.format is None:
+            self.weight, self.scale = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype), None
+        else:
+            self.weight, self.scale = self.format.allocate(self.rows, self.in_features, device)
         self.bias = torch.empty(self.out_features, device=device, dtype=dtype) if self.has_bias else None
 
     def load(self, name: str, source: Tensor) -> None:
         prefix, _, what = name.rpartition(".")
-        start = 0
-        for part in self.parts:
+        for i, part in enumerate(self.parts):
             if part.name == prefix:
-                rows = slice(start, start + part.rows)
+                start = sum(self.rows[:i])
+                own = slice(start, start + part.rows)
                 if what == "bias" and self.bias is not None:
-                    self.bias[rows].copy_(source)
-                elif self.scale is None:
-                    self.weight[rows].copy_(source)
+                    self.bias[own].copy_(source)
+                elif self.format is None or self.scale is None:
+                    self.weight[own].copy_(source)
                 else:
-                    _quantize(source, self.weight[rows], self.scale[rows])
-                return
-            start += part.rows
+                    self.format.load(what, source, self.weight, self.scale, self.rows, i)
 
     def to_double(self) -> Self:
         twin = copy.copy(self)
@@ -141,26 +147,15 @@ class PackedLinear(Parameter):
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
         deviation = self.random_gain * (0.5 / self.in_features) ** 0.5
-        if self.scale is None:
+        if self.format is None or self.scale is None:
             self.weight.normal_(0.0, deviation, generator=generator)
         else:
-            for rows in _chunks(self.weight):
-                values = torch.empty(self.weight[rows].shape, device=self.weight.device)
-                _quantize(values.normal_(0.0, deviation, generator=generator), self.weight[rows], self.scale[rows])
+            for own, scales in self.format.chunks(0, self.out_features, self.rows, self.in_features):
+                values = torch.empty(own.stop - own.start, self.in_features, device=self.weight.device)
+                values.normal_(0.0, deviation, generator=generator)
+                self.weight[own] = self.format.quantize(values, self.scale[scales])
         if self.bias is not None:
             self.bias.normal_(0.0, 0.1, generator=generator)
-
-
-def _quantize(source: Tensor, weight: Tensor, scale: Tensor) -> None:
-    """Quantize `source` [N, K], on any device, into `weight` and `scale`, chunk by chunk."""
-    for rows in _chunks(source):
-        weight[rows], scale[rows] = quantize_fp8(source[rows].to(weight.device))
-
-
-def _chunks(matrix: Tensor) -> Iterator[slice]:
-    step = max(1, CHUNK // matrix.shape[1])
-    for start in range(0, matrix.shape[0], step):
-        yield slice(start, start + step)
 
 
 class PackedExperts(PackedLinear):
@@ -192,11 +187,11 @@ class PackedExperts(PackedLinear):
     def compile_key(self) -> tuple[Hashable, ...]:
         return *super().compile_key(), self.num_experts
 
-    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def expected(self) -> Iterator[TensorSpec]:
         if self.fused is None:
             yield from super().expected()
         else:
-            yield self.fused, (self.num_experts, self.out_features // self.num_experts, self.in_features)
+            yield TensorSpec(self.fused, (self.num_experts, self.out_features // self.num_experts, self.in_features))
 
     def load(self, name: str, source: Tensor) -> None:
         if self.fused is None:
@@ -225,8 +220,8 @@ class NormWeight(Parameter):
     def compile_key(self) -> tuple[Hashable, ...]:
         return (self.size,)
 
-    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{self.name}.weight", (self.size,)
+    def expected(self) -> Iterator[TensorSpec]:
+        yield TensorSpec(f"{self.name}.weight", (self.size,))
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         self.weight = torch.empty(self.size, device=device, dtype=dtype)

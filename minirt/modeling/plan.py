@@ -33,12 +33,15 @@ class PlanRow:
 class Plan:
     """One row per layer, in execution order.
 
-    `not_capturable` is the reason why no step of the model can run as a CUDA graph, or None if small steps can.
+    `not_capturable` is the reason why no step of the model can run as a CUDA graph, or None if small steps can. `checkpoint` is
+    the quantized format of the checkpoint, None if its weights are not quantized; `notes` say what differs from that format.
     """
 
     rows: tuple[PlanRow, ...]
     device: str
     not_capturable: str | None
+    checkpoint: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def formats(self) -> tuple[str, ...]:

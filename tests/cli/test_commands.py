@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cli import CACHE, caller, refused, start
+from support.quantized import write
 from support.tiny import add_tokenizer
 
 from minirt import Generator, SamplingParams
@@ -427,6 +428,25 @@ def test_plan(run, folder):
     reasons = {row["layer"]: row["reason"] for row in record["layers"]}
     assert reasons["layers.1.mlp"] == "--impl layers.1.*=eager"
     assert "cpu" in reasons["layers.0.mlp"]
+
+
+def test_plan_of_quantized_weights(run, hf_folder, tmp_path, monkeypatch):
+    folder = write(hf_folder("Llama", seed=3), tmp_path / "model", "modelopt").folder
+    code, out, err = run("plan", "-m", folder, "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert "float32 · fp8" in out
+    assert "Checkpoint: modelopt: FP8, one scale for each tensor" in out
+    assert "Note: 21 input scales are not used: activations have a scale for each token" in out
+    assert "Does not fit" not in out
+    record = json.loads(run("plan", "-m", folder, "--device", "cpu", "--json")[1])
+    assert record["checkpoint"] == "modelopt: FP8, one scale for each tensor"
+    assert len(record["notes"]) == 2
+    assert record["layers"][1]["formats"] == ["fp8"]
+    text = folder / "config.json"
+    refused(run("eval", "fp8", "-m", add_tokenizer(folder), "--device", "cpu", "--text", text), "quantized already")
+    monkeypatch.setattr("minirt.device.free_memory", lambda device: 1000)
+    assert "Does not fit: " in run("plan", "-m", folder, "--device", "cpu")[1]
+    refused(run("plan", "-m", folder, "--device", "cpu", "--fp8"), "quantized already")
 
 
 def test_fp8_reaches_the_model(run, folder):

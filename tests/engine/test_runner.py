@@ -17,6 +17,7 @@ from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.linear import dispatch
 from minirt.kernels.linear.product import Product
 from minirt.layers import base
+from minirt.modeling.formats import QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.models.presets import raw_configs
 
@@ -107,7 +108,7 @@ def test_one_layer_of_each_compile_key_runs_in_a_dry_run(monkeypatch):
     blocks[2][0].config = replace(config, num_heads=2)
     blocks[3][1].window = 5
     blocks[4][1].window = [5]  # not hashable: nobody knows what it does
-    blocks[5][1].down.format = "fp8"
+    blocks[5][1].down.format = QuantizedToFp8()
     model = Model(config, layers)
     model.allocate(torch.device("cpu"), torch.float32, 64)
     monkeypatch.setitem(base._REGISTRY, ("mlp", "own"), replace(base.implementation("mlp", "eager"), name="own"))

@@ -2,7 +2,8 @@
 
 A tiny folder is changed in a seeded way: values and bytes of its JSON files, headers and bytes of its shards, and the files
 themselves (links, pipes, sparse files). Contradictions must be refused or warned about, and other forms of a good folder must
-load. A folder that loads computes what transformers computes from the same files. MINIRT_FUZZ sets the number of cases.
+load. A folder that loads computes what transformers computes from the same files, or from the weights that quantized files stand
+for. MINIRT_FUZZ sets the number of cases.
 """
 
 import gc
@@ -11,6 +12,7 @@ import os
 import resource
 import shutil
 import signal
+import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -23,8 +25,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save
+from safetensors.torch import load, load_file, save, save_file
 from support.mutate import BYTE_MUTATORS, JSON_MUTATORS, budget, dump, mutated, repeat_key
+from support.quantized import STYLES, write
 
 from minirt import Generator, SamplingParams
 from minirt.errors import MinirtError, NumericsError
@@ -102,6 +105,20 @@ def base() -> Folder:
 
 
 BASE = base()
+
+
+def quantized(style: str) -> Folder:
+    """The model of BASE in a quantized format, in one file."""
+    with tempfile.TemporaryDirectory() as place:
+        source, target = Path(place, "source"), Path(place, "target")
+        source.mkdir()
+        save_file({name: tensor for shard in SHARDS for name, tensor in load(BASE[shard]).items()}, source / "model.safetensors")
+        (source / CONFIG).write_bytes(BASE[CONFIG])
+        write(source, target, style)
+        return {path.name: path.read_bytes() for path in target.iterdir()}
+
+
+QUANTIZED = {style: quantized(style) for style in STYLES}
 Case = tuple[str, Folder, Callable[[Path], object] | None, str]  # what it is, files, what happens to them on disk, outcome
 
 
@@ -134,6 +151,29 @@ def split(content: bytes) -> tuple[dict[str, Any], bytes]:
     """The header and the data of a safetensors file."""
     end = 8 + int.from_bytes(content[:8], "little")
     return json.loads(content[8:end]), content[end:]
+
+
+def damaged_quantized(random: Random) -> Case:
+    """A quantized model with other fields of its format, or damaged tensors; or as it is, which must load."""
+    files = QUANTIZED[random.choice(list(QUANTIZED))]
+    chance = random.random()
+    if chance < 0.15:
+        return "quantized", files, None, "loaded"
+    if chance < 0.65:
+        name = "hf_quant_config.json" if "hf_quant_config.json" in files else CONFIG
+        content = json.loads(files[name])
+        part = content if name != CONFIG else content["quantization_config"]
+        for _ in range(random.choice((1, 1, 2))):
+            part = random.choice(JSON_MUTATORS)(random, part)
+        changed = part if name != CONFIG else content | {"quantization_config": part}
+        return f"quantized, {name}", files | {name: dump(changed).encode()}, None, "any"
+    header, data = split(files["model.safetensors"])
+    if chance < 0.85:
+        header = random.choice(JSON_MUTATORS)(random, header)
+    else:
+        data = random.choice(BYTE_MUTATORS)(random, data)
+    text = dump(header).encode()
+    return "quantized, tensors", files | {"model.safetensors": len(text).to_bytes(8, "little") + text + data}, None, "any"
 
 
 # --- forms that must load, and compute what they state ---
@@ -264,7 +304,8 @@ def _classes(random: Random) -> tuple[Folder, str]:
 
 
 def _other_kind(random: Random) -> tuple[Folder, str]:
-    fields: list[dict[str, Any]] = [{"is_causal": False}, {"num_local_experts": 8}, {"quantization_config": {"bits": 4}}]
+    fields: list[dict[str, Any]] = [{"is_causal": False}, {"num_local_experts": 8}]
+    fields += [{"quantization_config": {"quant_method": name}} for name in ("awq", "fp8")]
     fields += [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_hidden_layers": LAYERS - 1}]
     fields += [{"layer_types": None, "num_hidden_layers": LAYERS + 1}, {"rope_scaling": {"type": "linear", "factor": 2.0}}]
     return edited(CONFIG, **random.choice(fields)), "refused"
@@ -359,6 +400,8 @@ def run(folder: Path) -> tuple[str, str]:
         with generator:
             prompt = [5, 4, 7, 1, 9]
             try:
+                # A step of one token does not round its activations to FP8.
+                prompt = prompt[:1] if generator.plan.checkpoint else prompt
                 logits = generator.logits(prompt)
             except NumericsError as error:
                 return "refused", str(error)
@@ -376,6 +419,7 @@ def run(folder: Path) -> tuple[str, str]:
 def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
     """transformers, given the same config and tensors, computes the same logits, if it takes the config."""
     raw = json.loads((folder / CONFIG).read_bytes())
+    stated = raw.pop("quantization_config", None)
     try:
         config = transformers.AutoConfig.for_model(**raw)
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -383,6 +427,11 @@ def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
         return
     tensors = {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
     COUNTS["compared"] += 1
+    if stated or (folder / "hf_quant_config.json").exists():
+        scales = {name.rpartition(".")[0]: tensor for name, tensor in tensors.items() if "weight_scale" in name}
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_scale", "_scale_inv"))}
+        for module, scale in scales.items():  # all blocks are single ones
+            tensors[f"{module}.weight"] = tensors[f"{module}.weight"].float() * scale.float().reshape(-1, 1)
     theirs.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     with torch.no_grad():
         expected = theirs.eval()(torch.tensor([prompt])).logits[0]
@@ -390,7 +439,8 @@ def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
     assert error <= 1e-4 * size, f"logits of norm {size:.1e} differ from transformers' by {error:.1e}"
 
 
-KINDS = [damaged_json] * 4 + [damaged_shard] * 2 + [damaged_file] * 2 + [contradiction] * 3 + [harmless] * 2
+KINDS = [damaged_json] * 4 + [damaged_shard] * 2 + [damaged_file] * 2 + [damaged_quantized] * 3
+KINDS += [contradiction] * 3 + [harmless] * 2
 
 
 def check(seed: int, folder: Path) -> str | None:

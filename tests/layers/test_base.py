@@ -156,6 +156,7 @@ def test_which_models_cuda_graphs_can_hold(hopper):
 def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
     run = caller(capfd, monkeypatch)
     monkeypatch.setattr("minirt.loading.load.pick_device", lambda name: GPU)
+    monkeypatch.setattr("minirt.device.free_memory", lambda device: 80 << 30)
     register("mlp", "plain")(eager("mlp"))
     code, out, err = run("plan")
     assert (code, out.splitlines()[-1]) == (0, "CUDA graphs: small steps"), err

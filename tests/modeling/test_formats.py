@@ -4,6 +4,8 @@ Catches scales along the wrong axis, rounding to zero or beyond the largest code
 skipped or written twice, and an embedding that is quantized together with its tied head.
 """
 
+from hashlib import sha256
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +14,7 @@ from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError
 from minirt.kernels.reference import FP8_MAX, linear, quantize_fp8
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import FP8, Quantization
+from minirt.modeling.formats import FP8, Quantization, QuantizedToFp8
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear, Part
 
@@ -87,9 +89,9 @@ def test_chunks_make_no_difference(monkeypatch):
     w = weights(37, 24)
 
     def load(chunk):
-        monkeypatch.setattr("minirt.modeling.parameters.CHUNK", chunk)
+        monkeypatch.setattr("minirt.modeling.formats.CHUNK", chunk)
         linear = PackedLinear([Part("a", 20), Part("b", 17)], 24)
-        linear.format = "fp8"
+        linear.format = QuantizedToFp8()
         linear.allocate(torch.device("cpu"), torch.float32)
         linear.weight.view(torch.uint8).fill_(0x7F)  # NaN
         linear.load("b.weight", w[20:])
@@ -221,3 +223,13 @@ def test_fp8_heads_of_zeros_and_outliers():
     assert not values[1, 0].float().any()
     assert scale[2, 1] == pytest.approx(5000 / 448)
     assert scale[2, 0] < 0.02, "an outlier affects only its own head"
+
+
+def test_the_bits_of_fp8_do_not_change():
+    """The weights of the embedded model with `--fp8`. Another hash means other numbers for every user."""
+    with Generator.from_pretrained(device="cpu", quantization="fp8", kv_cache_memory=1 << 22) as generator:
+        digest = sha256()
+        for parameter in generator.model.parameters():
+            for tensor in (parameter.weight, getattr(parameter, "scale", None)):
+                digest.update(b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest() == "232e2458ae228f6d3c38161af5396f69dfa6db5ff46577ec43bf3bc06b61d60e"

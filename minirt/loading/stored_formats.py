@@ -1,0 +1,187 @@
+"""`stored_formats`: which linears of a checkpoint are quantized, and how.
+
+The tensors decide whether a linear is quantized, since ignore lists in the wild are incomplete. config.json decides what the
+tensors mean. Where the two contradict each other, loading is refused.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from minirt.errors import CheckpointError, ConfigError, UnsupportedError
+from minirt.layers import Layer
+from minirt.loading.checkpoint import MAX_SHOWN, Entry
+from minirt.modeling.formats import E4M3, FLOATS, FormatChoice, LinearFormat, StoredFp8, StoredFp8Blocks
+from minirt.modeling.quantization_config import QuantizationConfig, Scheme
+
+_SCALES = ("weight_scale", "weight_scale_inv")
+# Scales of FP8 pages; "output_scale" of k_proj and v_proj is an older name of them. minirt computes one for each token and head.
+_KV_SCALES = ("k_scale", "v_scale", "output_scale")
+_HINT = "load the unquantized checkpoint; minirt quantizes to FP8 while loading, with --fp8"
+# Ends of tensor names that only these formats have.
+_FOREIGN = {
+    "qweight": "AWQ or GPTQ weights",
+    "qzeros": "AWQ or GPTQ weights",
+    "weight_packed": "4-bit weights of compressed-tensors",
+    "weight_scale_2": "NVFP4 weights",
+    "weight_zero_point": "weights with zero points",
+    "SCB": "8-bit weights of bitsandbytes",
+    "absmax": "4-bit weights of bitsandbytes",
+    "quant_map": "4-bit weights of bitsandbytes",
+    "bitmask": "sparse weights",
+}
+
+
+@dataclass(frozen=True)
+class StoredFormats(FormatChoice):
+    """The formats found in a checkpoint, by the checkpoint prefix of each quantized linear."""
+
+    formats: Mapping[str, LinearFormat]
+    checkpoint: str | None = None
+    notes: tuple[str, ...] = ()
+    unused_scales: tuple[str, ...] = ()
+
+    def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
+        return self.formats.get(modules[0]) if modules else None
+
+
+def stored_formats(
+    layers: Iterable[Layer], entries: Mapping[str, Entry] | None, stated: QuantizationConfig | None
+) -> StoredFormats | None:
+    """The formats of a checkpoint's linears, or None if none is quantized.
+
+    Args:
+        layers: those of the model.
+        entries: the headers of the checkpoint's files. None: there are none, and what is stated is believed.
+        stated: what config.json says.
+    Raises:
+        CheckpointError: a quantized weight has no scale, a scale no quantized weight, or a dtype is not the stated format's.
+        ConfigError: tensors and config.json contradict each other.
+        UnsupportedError: the parts of a packed linear differ in format, or the format is not supported.
+    """
+    search = _Search(entries, stated)
+    if entries is not None:
+        _refuse_foreign(entries)
+    schemes: dict[str, Scheme] = {}
+    modules: list[str] = []
+    layers = list(layers)
+    plain = [p for layer in layers for p in layer.parameters() if not any(p is own for own in layer.quantizable())]
+    for parameter in plain:
+        search.refuse_quantized(parameter.expected())
+    tables = {module for parameter in plain for module in parameter.modules}  # the embedding, also as a tied head
+    for layer in layers:
+        for parameter in layer.quantizable():
+            if tables.intersection(parameter.modules):
+                continue
+            modules += parameter.modules
+            found = {module: search.scheme(module) for module in parameter.modules}
+            if len(set(found.values())) > 1:
+                shown = ", ".join(f"{module}.weight: {scheme or 'not quantized'}" for module, scheme in found.items())
+                what = "these weights are computed together and must have one format"
+                raise UnsupportedError(what, where=layer.name, found=shown, hint=_HINT)
+            schemes |= {module: scheme for module, scheme in found.items() if scheme is not None}
+    if stated is None:
+        return None
+    if not schemes:
+        hint = "remove quantization_config if the weights are not quantized"
+        raise ConfigError("no weight of the checkpoint is quantized", where=stated.where, hint=hint)
+    search.warn_of_unlisted()
+    inputs, kv = search.unused_scales(modules, schemes)
+    kinds = sorted(set(map(str, schemes.values())))
+    return StoredFormats(
+        {module: _format(scheme) for module, scheme in schemes.items()}, f"{stated.method}: {'; '.join(kinds)}",
+        tuple(_notes(schemes.values(), inputs, kv, entries is None)), (*inputs, *kv),
+    )  # fmt: skip
+
+
+def _format(scheme: Scheme) -> LinearFormat:
+    return StoredFp8Blocks(scheme.scale_name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor")
+
+
+def _notes(schemes: Iterable[Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> Iterable[str]:
+    kinds = {scheme.activations for scheme in schemes}
+    if unseen:
+        yield "the weight files could not be looked at: the formats are those that config.json states"
+    if inputs or "static" in kinds:
+        count = f"{len(inputs)} input scales are not used: " if inputs else ""
+        yield f"{count}activations have a scale for each token, which is more exact than a stored one"
+    if "16-bit" in kinds:
+        yield "config.json states 16-bit activations; steps of several tokens round them to FP8"
+    if kv:
+        yield f"{len(kv)} scales of the KV cache are not used: FP8 pages have a scale for each token and head"
+
+
+class _Search:
+    """The scheme of each linear, from its tensors and from config.json."""
+
+    def __init__(self, entries: Mapping[str, Entry] | None, stated: QuantizationConfig | None) -> None:
+        self.entries, self.stated = entries, stated
+        self.unlisted: list[str] = []
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a linear is stored; None: not quantized."""
+        said = self.stated.scheme(module) if self.stated else None
+        silent = self.stated is not None and module in self.stated.silent
+        if self.entries is None:
+            return None if silent else said
+        weight = self.entries.get(f"{module}.weight")
+        scales = [name for name in _SCALES if f"{module}.{name}" in self.entries]
+        if weight is None or weight.dtype in FLOATS:
+            if scales:
+                found = "no weight" if weight is None else f"a weight of dtype {weight.dtype}"
+                where = f"{self.entries[f'{module}.{scales[0]}'].file}: {module}.{scales[0]}"
+                raise CheckpointError("a scale without a quantized weight", where=where, expected=E4M3, found=found)
+            if weight is None:
+                return said  # that a tensor is missing is found when the headers are compared with the model
+            if said is not None and not silent:
+                self.unlisted.append(module)
+            return None
+        where = f"{weight.file}: {weight.name}"
+        if weight.dtype != E4M3:
+            expected = " or ".join((*FLOATS, E4M3) if self.stated else FLOATS)
+            raise CheckpointError("wrong dtype", where=where, expected=expected, found=weight.dtype, hint=_HINT)
+        if self.stated is None:
+            what, expected = "the weight is FP8, but config.json states no quantization", "a quantization_config"
+            raise CheckpointError(what, where=where, expected=expected, hint="its numbers have a meaning only with their scales")
+        if not scales:
+            names = f"{module}.{said.scale_name if said else _SCALES[0]}"
+            hint = "the checkpoint is incomplete"
+            raise CheckpointError("the quantized weight has no scale", where=where, expected=names, hint=hint)
+        if said is None:
+            what = "the weight is quantized, but config.json says it is not"
+            raise ConfigError(what, where=where, found=weight.dtype, hint=f"correct {self.stated.where.rpartition('.')[0]}")
+        if scales != [said.scale_name]:
+            found, expected = ", ".join(scales), f"{said.scale_name} ({said})"
+            raise CheckpointError("the scale is not that of the stated format", where=where, expected=expected, found=found)
+        return said
+
+    def refuse_quantized(self, expected: Iterable[Sequence]) -> None:
+        """Refuse quantized tensors where no layer can compute with them: the embedding, norms."""
+        for name, *_ in expected:
+            entry = (self.entries or {}).get(name)
+            prefix = name.rpartition(".")[0]
+            if entry is not None and (entry.dtype == E4M3 or any(f"{prefix}.{s}" in (self.entries or {}) for s in _SCALES)):
+                what, where = "only linear layers can be quantized", f"{entry.file}: {name}"
+                raise UnsupportedError(what, where=where, expected=" or ".join(FLOATS), found=entry.dtype, hint=_HINT)
+
+    def warn_of_unlisted(self) -> None:
+        """Warn of linears that are not quantized though config.json does not list them so; the tensors are believed."""
+        if self.unlisted and self.stated:
+            some = ", ".join(name[:MAX_SHOWN] for name in self.unlisted[:4]) + (", …" if len(self.unlisted) > 4 else "")
+            what = f"not quantized, though not listed so: {some} ({len(self.unlisted)} in total)"
+            warnings.warn(f"{self.stated.where}: {what}", stacklevel=4)
+
+    def unused_scales(self, modules: Sequence[str], quantized: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Names of tensors that are accepted and not used: scales of activations, and of the KV cache."""
+        inputs, kv, places = set(quantized), [], set(modules)
+        places |= {module.rpartition(".")[0] for module in modules}
+        found = [(name, *name.rpartition(".")[::2]) for name in self.entries or ()]
+        kv = [name for name, prefix, last in found if last in _KV_SCALES and prefix in places]
+        return [name for name, prefix, last in found if last == "input_scale" and prefix in inputs], kv
+
+
+def _refuse_foreign(entries: Mapping[str, Entry]) -> None:
+    for name, entry in entries.items():
+        kind = _FOREIGN.get(name.rpartition(".")[2])
+        if kind is not None:
+            raise UnsupportedError(f"{kind} are not supported", where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=_HINT)

@@ -1,0 +1,269 @@
+"""`QuantizationConfig`: what config.json and hf_quant_config.json say about quantized weights. Imports no torch.
+
+Three producers state FP8 in their own ways: Qwen's and DeepSeek's releases ("fp8"), llm-compressor ("compressed-tensors") and
+NVIDIA's ModelOpt ("modelopt"). What minirt cannot compute is refused here by name. Whether a weight is quantized is decided by
+its tensors, see `minirt.loading.stored_formats`.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from minirt.errors import ConfigError, UnsupportedError, inside
+from minirt.modeling.config import Fields, shown
+from minirt.modeling.patterns import check, matches
+
+BLOCK = 128
+METHODS = ("fp8", "compressed-tensors", "modelopt")
+_HINT = "load the unquantized checkpoint; minirt quantizes to FP8 while loading, with --fp8"
+_PLANNED = f"planned; until then, {_HINT}"
+# Methods that are refused, with the hint.
+_REFUSED = {
+    **dict.fromkeys(("awq", "gptq", "auto-round", "mxfp4", "modelopt_fp4"), _PLANNED),
+    "bitsandbytes": f"bitsandbytes is not planned; {_HINT}",
+    "gguf": f"GGUF is not planned; {_HINT}",
+}
+# ModelOpt's names of what the weights are.
+_ALGORITHMS = {
+    "FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": "block", "FP8_BLOCK_SCALES": "block",
+}  # fmt: skip
+_MAX_PATTERNS = 256  # of one list; each is tried on every linear
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of a linear are stored: e4m3, with scales that multiply.
+
+    Attributes:
+        scales: one for each "tensor", "channel" (row), or "block" of 128 × 128.
+        scale_name: the last component of the scale's name.
+        activations: what the producer's runtime does with the linear's input: "dynamic" (scales computed at run time), "static"
+            (a stored scale), or "16-bit".
+    """
+
+    scales: str
+    scale_name: str
+    activations: str
+
+    def __str__(self) -> str:
+        return f"FP8, one scale for each {'block of 128x128' if self.scales == 'block' else self.scales}"
+
+
+@dataclass(frozen=True)
+class Modules:
+    """A list of modules, as producers write it.
+
+    Attributes:
+        names: full names, such as "model.layers.0.mlp.down_proj".
+        patterns: "re:" and a regular expression, which matches a beginning of the name; or a name with the wildcard "*".
+        linears: whether "Linear", the class of all of them, is listed.
+    """
+
+    names: frozenset[str]
+    patterns: tuple[str, ...] = ()
+    linears: bool = False
+
+    def rank(self, module: str) -> int | None:
+        """How specific the entry is that matches a module, 0 being most specific; None: there is none."""
+        if module in self.names:
+            return 0
+        if any(matches(p[3:], module) if p.startswith("re:") else fnmatchcase(module, p) for p in self.patterns):
+            return 1
+        return 2 if self.linears else None
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """The stated quantization of a checkpoint.
+
+    Attributes:
+        method: one of METHODS.
+        where: file and field, for messages.
+        groups: which linears have which scheme. The most specific entry counts.
+        ignore: linears that are not quantized.
+        silent: linears that are usually not quantized, without being listed.
+    """
+
+    method: str
+    where: str
+    groups: tuple[tuple[Modules, Scheme], ...]
+    ignore: Modules
+    silent: frozenset[str] = frozenset()
+
+    def scheme(self, module: str) -> Scheme | None:
+        """The stated scheme of a linear, by its checkpoint prefix; None: not quantized."""
+        if self.ignore.rank(module) is not None:
+            return None
+        ranked = [(rank, scheme) for modules, scheme in self.groups if (rank := modules.rank(module)) is not None]
+        return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+
+_ALL = Modules(frozenset(), linears=True)
+
+
+def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> QuantizationConfig | None:
+    """The stated quantization, or None if there is none.
+
+    Args:
+        config: config.json. `hf_quant_config`: ModelOpt's own file, if there is one.
+    Raises:
+        ConfigError: a value is wrong, or the two files contradict each other.
+        UnsupportedError: minirt cannot compute this format.
+    """
+    if config.raw.get("compression_config") is not None:
+        method = config.nested("compression_config").string("quant_method", default="unnamed")
+        what = "an older name of quantization_config that is not supported"
+        raise UnsupportedError(what, where=config.place("compression_config"), found=f"quant_method {method[:60]!r}", hint=_HINT)
+    stated = None
+    if config.raw.get("quantization_config") is not None:
+        fields = config.nested("quantization_config")
+        method = fields.string("quant_method", default="unnamed")
+        if method not in METHODS:
+            raise UnsupportedError(
+                "checkpoints quantized with this method are not supported", where=fields.place("quant_method"),
+                expected=" or ".join(METHODS), found=repr(method)[:60], hint=_REFUSED.get(method, _HINT),
+            )  # fmt: skip
+        stated = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}[method](fields)
+    if hf_quant_config is None:
+        return stated
+    own = _read_modelopt(hf_quant_config)
+    if stated is None:
+        return own
+    if stated.method != "modelopt" or {scheme for _, scheme in stated.groups} != {scheme for _, scheme in own.groups}:
+        raise ConfigError(
+            "the quantization contradicts that of hf_quant_config.json", where=stated.where,
+            expected=f"modelopt, {_listed(own)}", found=f"{stated.method}, {_listed(stated)}", hint="remove the wrong one",
+        )  # fmt: skip
+    return stated
+
+
+def _listed(config: QuantizationConfig) -> str:
+    return "; ".join(str(scheme) for _, scheme in config.groups) or "no quantized weights"
+
+
+def _modules(fields: Fields, *names: str) -> Modules:
+    """The lists under any of these names, as one."""
+    found = dict.fromkeys(entry for name in names for entry in fields.strings_or_none(name) or ())
+    patterns = tuple(entry for entry in found if entry.startswith("re:") or "*" in entry)
+    if len(patterns) > _MAX_PATTERNS:
+        where, most = fields.place(names[0]), f"at most {_MAX_PATTERNS}"
+        raise UnsupportedError("too many patterns", where=where, expected=most, found=len(patterns))
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            with inside(fields.place(names[0])):
+                check(pattern[3:])
+    return Modules(frozenset(found) - frozenset(patterns), patterns, "Linear" in found)
+
+
+def _read_fp8(fields: Fields) -> QuantizationConfig:
+    """Qwen's and DeepSeek's releases, and transformers' own FP8."""
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+    activations = fields.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
+    block = fields.raw.get("weight_block_size")
+    if block is None:
+        scheme = Scheme("tensor", "weight_scale", activations)
+    else:
+        _check_block(fields, "weight_block_size", block)
+        scheme = Scheme("block", "weight_scale_inv", activations)
+    ignore = _modules(fields, "modules_to_not_convert", "ignored_layers")
+    return QuantizationConfig("fp8", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))
+
+
+def _check_block(fields: Fields, name: str, block: Any) -> None:
+    if block != [BLOCK, BLOCK] and block != f"{BLOCK}x{BLOCK}":
+        found = str(block)[:60] if isinstance(block, list) else shown(block)
+        what = "only blocks of 128 by 128 are supported"
+        raise UnsupportedError(what, where=fields.place(name), expected=[BLOCK, BLOCK], found=found, hint=_HINT)
+
+
+def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
+    """llm-compressor: groups of linears, each with its own scheme."""
+    known = ("float-quantized", "naive-quantized", "mixed-precision")
+    planned = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+    _check_format(fields, known, planned)
+    sparsity = fields.nested("sparsity_config")
+    if sparsity.raw and sparsity.string("format", default="dense") != "dense":
+        where, found = sparsity.place("format"), shown(sparsity.raw["format"])
+        raise UnsupportedError("sparse weights are not supported", where=where, found=found, hint=_HINT)
+    if fields.raw.get("transform_config"):
+        where = fields.place("transform_config")
+        raise UnsupportedError("transforms of weights (Hadamard rotations) are not supported", where=where, hint=_HINT)
+    status = fields.string("quantization_status", default="compressed")
+    if status not in ("compressed", "frozen"):
+        where = fields.place("quantization_status")
+        raise UnsupportedError("the checkpoint is not compressed", where=where, expected="compressed", found=shown(status))
+    groups = []
+    for name in fields.nested("config_groups").raw:
+        group = fields.nested("config_groups").nested(name)
+        targets = _modules(group, "targets")
+        if group.raw.get("weights") is not None:
+            _check_format(group, known, planned)
+            groups.append((targets, _read_scheme(group)))
+    if not groups:
+        what, hint = "no group has quantized weights", "remove quantization_config if no weight is quantized"
+        raise UnsupportedError(what, where=fields.place("config_groups"), hint=hint)
+    return QuantizationConfig("compressed-tensors", fields.place("quant_method"), tuple(groups), _modules(fields, "ignore"))
+
+
+def _check_format(fields: Fields, known: tuple[str, ...], planned: tuple[str, ...]) -> None:
+    if fields.raw.get("format") is None:
+        return
+    name = fields.string("format")
+    if name not in known:
+        hint = _PLANNED if name in planned else _HINT
+        where = fields.place("format")
+        expected = " or ".join(known)
+        raise UnsupportedError("the format is not supported", where=where, expected=expected, found=shown(name), hint=hint)
+
+
+def _read_scheme(group: Fields) -> Scheme:
+    weights = group.nested("weights")
+    bits = weights.integer("num_bits", default=8, maximum=64)
+    kind = weights.string("type", default="int")
+    if (kind, bits) != ("float", 8):
+        hint = _PLANNED if bits == 4 else _HINT
+        found = f"{kind[:20]} of {bits} bits"
+        raise UnsupportedError("only FP8 weights are supported", where=weights.place("type"), found=found, hint=hint)
+    strategy = weights.raw.get("strategy")
+    if strategy is None:
+        strategy = "channel" if weights.raw.get("group_size") == -1 else "tensor"
+    if strategy not in ("tensor", "channel", "block"):
+        where, expected = weights.place("strategy"), "tensor, channel or block"
+        raise UnsupportedError("not supported for FP8 weights", where=where, expected=expected, found=shown(strategy), hint=_HINT)
+    if strategy == "block":
+        _check_block(weights, "block_structure", weights.raw.get("block_structure"))
+    for name, wanted in (("symmetric", True), ("dynamic", False)):
+        if weights.raw.get(name) not in (None, wanted):
+            where = weights.place(name)
+            found = shown(weights.raw[name])
+            raise UnsupportedError("not supported", where=where, expected=shown(wanted), found=found, hint=_HINT)
+    if group.raw.get("output_activations") is not None:
+        what = "quantized outputs are not supported"
+        raise UnsupportedError(what, where=group.place("output_activations"), expected="null", hint=_HINT)
+    inputs = group.nested("input_activations")
+    activations = "16-bit"
+    if inputs.raw:
+        kind, bits = inputs.string("type", default="int"), inputs.integer("num_bits", default=8, maximum=64)
+        if (kind, bits) != ("float", 8):
+            found = f"{kind[:20]} of {bits} bits"
+            what = "only FP8 or 16-bit activations are supported"
+            raise UnsupportedError(what, where=inputs.place("type"), found=found, hint=_HINT)
+        activations = "dynamic" if inputs.raw.get("dynamic") else "static"
+    return Scheme(strategy, "weight_scale", activations)
+
+
+def _read_modelopt(fields: Fields) -> QuantizationConfig:
+    """NVIDIA ModelOpt: in config.json, or nested as "quantization" in hf_quant_config.json."""
+    nested = fields.raw.get("quantization") is not None
+    fields = fields.nested("quantization") if nested else fields
+    place = fields.place("quant_algo")
+    algorithm = fields.raw.get("quant_algo")
+    name = "none" if algorithm is None else fields.string("quant_algo")
+    if name.upper() not in _ALGORITHMS:
+        hint = _PLANNED if "FP4" in name.upper() or name.upper() == "MIXED_PRECISION" else _HINT
+        expected = " or ".join(_ALGORITHMS)
+        raise UnsupportedError("not supported", where=place, expected=expected, found=shown(name), hint=hint)
+    scales = _ALGORITHMS[name.upper()]
+    ignore = _modules(fields, "exclude_modules", "ignore")
+    scheme = Scheme(scales, "weight_scale", "static" if scales == "tensor" else "dynamic")
+    return QuantizationConfig("modelopt", place, ((_ALL, scheme),), ignore)

@@ -1,0 +1,534 @@
+"""Checkpoints that are quantized already: each format computes what its tensors state, and every contradiction is refused.
+
+The files are written by tests/support/quantized.py. The truth is transformers in fp64 with the dequantized weights.
+"""
+
+import json
+import math
+import shutil
+import warnings
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.quantized import STYLES, save, write
+
+from minirt import Generator, LoadOptions, SamplingParams
+from minirt.bench.bounds import errors, fault, floor
+from minirt.errors import CheckpointError, ConfigError, OutOfMemoryError, UnsupportedError
+from minirt.kernels.reference import dequantize_fp8, linear, quantize_fp8
+from minirt.loading.load import plan_model
+from minirt.modeling.formats import StoredFp8Blocks
+
+TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(40)]
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}  # in safetensors files
+# Sizes that blocks of 128 do not divide: q, k and v begin at rows 0, 288 and 384; the last block of K has 16 columns.
+SIZES = {"hidden_size": 144, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48}
+
+
+def load(folder, **options):
+    return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": 1 << 22, **options})
+
+
+def quietly(folder):
+    """Load; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return load(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(hf_folder):
+    return hf_folder("Qwen2", seed=5, **{k: v for k, v in SIZES.items() if k != "head_dim"}, head_dim=48)
+
+
+@pytest.fixture
+def quantized(plain, tmp_path):
+    return lambda style, **options: write(plain, tmp_path / "model", style, **options)
+
+
+def truth(plain, exact, dtype):
+    """transformers' model with these weights."""
+    config = transformers.AutoConfig.from_pretrained(plain)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    missing, unexpected = model.load_state_dict({name: tensor.to(dtype) for name, tensor in exact.items()}, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_each_format_computes_what_it_states(style, plain, quantized):
+    """Steps of one token use activations that are not rounded, so they agree within the bounds of fp32."""
+    written = quantized(style, shards=3)
+    exact, theirs = truth(plain, written.exact, torch.float64), truth(plain, written.exact, torch.float32)
+    with quietly(written.folder) as generator:
+        rows = {row.layer: row for row in generator.plan.rows}
+        blocks = "block" in style
+        for layer in ("layers.0.attention", "layers.2.mlp"):
+            assert rows[layer].formats == (("fp8 128x128" if blocks else "fp8"),)
+        assert rows["embedding"].formats == rows["head"].formats == ()
+        assert generator.plan.checkpoint.startswith(written_method(style))
+        with torch.no_grad():
+            for token in TOKENS[:6]:
+                ids = torch.tensor([[token]])
+                right, approximate = exact(ids).logits[0], theirs(ids).logits[0]
+                found = errors(generator.logits([token]), right)
+                assert fault(found, errors(approximate, right), floor(torch.float32)) is None
+            right = exact(torch.tensor([TOKENS])).logits[0]
+        error = errors(generator.logits(TOKENS), right).relative
+        assert 1e-3 < error < 0.25, "the effect of rounding activations to e4m3, about 2% each, in a model with random weights"
+        assert len(generator.generate(TOKENS, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)).token_ids) == 3
+
+
+def written_method(style):
+    return style.split()[0]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_weights_and_scales_are_those_of_the_file(style, plain, quantized):
+    written = quantized(style)
+    with load(written.folder) as generator:
+        for layer in generator._model.layers:
+            for parameter in layer.quantizable():
+                for i, module in enumerate(parameter.modules):
+                    values = written.tensors.get(f"{module}.weight")
+                    own = slice(sum(parameter.rows[:i]), sum(parameter.rows[: i + 1]))
+                    assert torch.equal(parameter.weight[own].view(torch.uint8), values.view(torch.uint8))
+                if parameter.format is not None:
+                    assert parameter.scale.dtype == torch.float32
+                    exact = torch.cat([written.exact[f"{module}.weight"] for module in parameter.modules])
+                    assert torch.equal(dequantize_fp8(parameter.weight, parameter.scale, torch.float64), exact)
+                    assert parameter.weight.nbytes + parameter.scale.nbytes == parameter.nbytes(torch.float32) - sum(
+                        bias.nbytes for bias in [parameter.bias] if bias is not None
+                    )
+
+
+def test_a_file_of_the_numbers_of_fp8_loads_as_fp8_does(plain, tmp_path):
+    """`--fp8` of the plain checkpoint, and a checkpoint with its numbers: the same bits."""
+    written = write(plain, tmp_path / "model", "compressed-tensors channel")
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            values, scale = quantize_fp8(tensor)
+            written.tensors |= {name: values, f"{name}_scale": scale.unsqueeze(1)}
+    save(written)
+    with load(written.folder) as stored, load(plain, quantization="fp8", quantize_head=False) as own:
+        assert torch.equal(stored.logits(TOKENS), own.logits(TOKENS))
+        assert torch.equal(stored.logits(TOKENS[:1]), own.logits(TOKENS[:1]))
+        assert [row.bytes for row in stored.plan.rows] == [row.bytes for row in own.plan.rows]
+        assert stored.plan.rows == own.plan.rows
+        assert stored.decode_read_bytes == own.decode_read_bytes
+        keys = [[parameter.compile_key() for parameter in each._model.parameters()] for each in (stored, own)]
+        assert keys[0] == keys[1], "the same kernels"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_of_any_float_dtype(dtype, plain, quantized):
+    written = quantized("fp8 block")
+    for name in list(written.tensors):
+        if name.endswith("_inv"):
+            written.tensors[name] = written.tensors[name].to(dtype)
+    save(written)
+    with load(written.folder) as generator:
+        down = generator._model.layers[2].down
+        assert torch.equal(down.scale, written.tensors[f"{down.modules[0]}.weight_scale_inv"].float())
+
+
+def test_mixed_models(plain, quantized):
+    """Linears in 16 bits beside quantized ones, a quantized head, and ignore lists with regular expressions."""
+    written = quantized("compressed-tensors channel", skip=("q_proj", "k_proj", "v_proj", "1.mlp.down_proj"))
+    config = json.loads((written.folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["re:.*self_attn.(q|k|v)_proj$", "model.layers.1.mlp.down_proj"]
+    (written.folder / "config.json").write_text(json.dumps(config))
+    with quietly(written.folder) as generator:
+        first, attention, mlp, head = (generator._model.layers[i] for i in (2, 1, 4, -1))
+        assert first.down.format is not None
+        assert attention.qkv.format is None
+        assert attention.o.format is not None
+        assert mlp.down.format is None
+        assert head.lm_head.format is not None
+        right = truth(plain, written.exact, torch.float64)(torch.tensor([[9]])).logits[0]
+        assert errors(generator.logits([9]), right).relative < 1e-5
+
+
+def test_what_is_not_listed(quantized):
+    """An absent list is usual for the head of Qwen's files; other linears are warned about."""
+    written = quantized("fp8 block", listed=False)
+    with quietly(written.folder) as generator:
+        assert generator._model.layers[-1].lm_head.format is None
+    written = quantized("compressed-tensors channel", listed=False, skip=("lm_head", "1.mlp.down_proj"))
+    with pytest.warns(UserWarning, match=r"not quantized, though not listed so: model\.layers\.1\.mlp\.down_proj, lm_head \(2"):
+        load(written.folder).close()
+
+
+def test_tied_heads(hf_folder, tmp_path):
+    plain = hf_folder("Llama", seed=8, tie_word_embeddings=True)
+    for style in ("compressed-tensors channel", "modelopt", "fp8 block"):
+        written = write(plain, tmp_path / style, style, skip=())
+        with quietly(written.folder) as generator:
+            assert generator._model.layers[0].table is generator._model.layers[-1].lm_head
+    written.tensors["model.embed_tokens.weight"] = written.tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
+    written.tensors["model.embed_tokens.weight_scale_inv"] = torch.ones(2, 1)
+    save(written)
+    with pytest.raises(UnsupportedError, match=r"model\.embed_tokens\.weight: only linear layers can be quantized"):
+        load(written.folder)
+
+
+def test_notes_and_unused_scales(quantized):
+    written = quantized("modelopt")
+    with load(written.folder) as generator:
+        notes = "\n".join(generator.plan.notes)
+        assert "21 input scales are not used" in notes
+        assert "6 scales of the KV cache are not used" in notes
+        assert generator.unused_tensors == ()
+    stated = json.loads((quantized("compressed-tensors channel").folder / "config.json").read_text())
+    stated["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    (written.folder / "config.json").write_text(json.dumps(stated))
+    (written.folder / "hf_quant_config.json").unlink()
+    assert "16-bit activations" in "".join(plan_model(LoadOptions(model=written.folder, device="cpu")).plan.notes)
+
+
+# --- the plan ---
+
+
+def test_the_plan_reads_headers_only(quantized, monkeypatch):
+    written = quantized("fp8 block", shards=2)
+    monkeypatch.setattr("minirt.loading.checkpoint._read", lambda *_: pytest.fail("a tensor was read"))
+    plan = plan_model(LoadOptions(model=written.folder, device="cpu", dtype="bfloat16")).plan
+    assert plan.checkpoint == "fp8: FP8, one scale for each block of 128x128"
+    rows = {row.layer: row for row in plan.rows}
+    down = 144 * 200 + 2 * 2 * 4
+    gate_up = 2 * 200 * 144 + 4 * (400 // 8) * 2  # up begins at row 200, so the scales are for 8 rows
+    assert rows["layers.0.mlp"].bytes == down + gate_up + 2 * 144
+    for file in written.folder.glob("*.safetensors*"):
+        file.unlink()
+    stated = plan_model(LoadOptions(model=written.folder, device="cpu", dtype="bfloat16")).plan
+    assert stated.rows == plan.rows
+    assert "the formats are those that config.json states" in stated.notes[0]
+
+
+def test_the_plan_of_a_hub_model(quantized, monkeypatch):
+    """Headers come from the Hub. If it cannot be reached, what config.json states is believed."""
+    written = quantized("fp8 block", skip=("lm_head", "1.mlp.down_proj"), listed=False)
+    with pytest.warns(UserWarning, match="down_proj"):
+        local = plan_model(LoadOptions(model=written.folder, device="cpu")).plan
+    header = SimpleNamespace(tensors={
+        name: SimpleNamespace(dtype=NAMES[tensor.dtype], shape=list(tensor.shape)) for name, tensor in written.tensors.items()
+    })  # fmt: skip
+    asked = []
+
+    def metadata(repo, *, revision):
+        asked.append((repo, revision))
+        return SimpleNamespace(files_metadata={"model.safetensors": header})
+
+    (written.folder / "model.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(written.folder))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)
+    options = LoadOptions(model="org/name", device="cpu")
+    with pytest.warns(UserWarning, match="down_proj"):
+        assert plan_model(options).plan == local
+    assert asked == [("org/name", written.folder.name)]
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: 1 / 0)
+    plan = plan_model(options).plan
+    assert plan.weight_bytes < local.weight_bytes
+    assert "config.json states" in plan.notes[0]
+
+
+def test_the_plan_says_why_blocks_are_eager_on_a_gpu(quantized, monkeypatch):
+    written = quantized("fp8 block")
+    monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr("minirt.layers.base.interpreting", lambda: False)
+    monkeypatch.setattr("minirt.layers.base.is_nvidia", lambda device: True)
+    monkeypatch.setattr("minirt.loading.load.pick_device", lambda device: torch.device("cuda", 0))
+    rows = {row.layer: row for row in plan_model(LoadOptions(model=written.folder)).plan.rows}
+    assert (rows["head"].implementation, rows["embedding"].implementation) == ("triton", "triton")
+    assert rows["layers.0.mlp"].implementation == "eager"
+    assert "no Triton kernel computes fp8 weights in blocks of 128x128 yet" in rows["layers.0.mlp"].reason
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp: triton cannot run.*blocks of 128x128"):
+        plan_model(LoadOptions(model=written.folder, impl="layers.*.mlp=triton"))
+
+
+def test_memory_is_that_of_the_quantized_weights(quantized, monkeypatch):
+    written = quantized("modelopt")
+    free = plan_model(LoadOptions(model=written.folder, device="cpu")).plan.weight_bytes + (1 << 19)
+    for module in ("minirt.device", "minirt.loading.memory"):
+        monkeypatch.setattr(f"{module}.free_memory", lambda device: free)
+    load(written.folder, kv_cache_memory=1 << 18, max_model_len=16, max_num_seqs=1).close()
+    free -= 1 << 19
+    with pytest.raises(OutOfMemoryError):
+        load(written.folder, kv_cache_memory=1 << 18, max_model_len=16, max_num_seqs=1)
+
+
+def test_random_weights_of_each_format(quantized):
+    for style in ("fp8 block", "compressed-tensors tensor"):
+        written = quantized(style)
+        for file in written.folder.glob("*.safetensors"):
+            file.unlink()
+        with load(written.folder, random_weights=True) as generator:
+            linear = generator._model.layers[1].qkv
+            assert linear.format is not None
+            spread = dequantize_fp8(linear.weight, linear.scale).std().item()
+            assert spread == pytest.approx((0.5 / 144) ** 0.5, rel=0.1)
+            assert generator.logits(TOKENS).isfinite().all()
+
+
+# --- refusals ---
+
+DOWN = "model.layers.1.mlp.down_proj"
+K = "model.layers.0.self_attn.k_proj"
+
+
+def _value(name, value):
+    def change(t):
+        t[name] = t[name].clone()
+        t[name].view(-1)[0] = value
+
+    return change
+
+
+def _plain(module, scale):
+    def change(t):
+        t[f"{module}.weight"] = t[f"{module}.weight"].float()
+        del t[f"{module}.{scale}"]
+
+    return change
+
+
+TENSORS = {  # what: style, change of the tensors, error, words
+    "no scale": ("fp8 block", lambda t: t.pop(f"{DOWN}.weight_scale_inv"), CheckpointError, f"{DOWN}.weight: .* no scale"),
+    "no scale of a channel": (
+        "compressed-tensors channel", lambda t: t.pop(f"{K}.weight_scale"), CheckpointError, f"{K}.*no scale",
+    ),
+    "a scale alone": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float()}), CheckpointError,
+        f"{DOWN}.weight_scale_inv: a scale without a quantized weight",
+    ),
+    "no weight": ("fp8 block", lambda t: t.pop(f"{DOWN}.weight"), CheckpointError, f"{DOWN}.weight_scale_inv: a scale without"),
+    "neither weight nor scale": (
+        "fp8 block", lambda t: (t.pop(f"{K}.weight"), t.pop(f"{K}.weight_scale_inv")), CheckpointError,
+        rf"2 of .* missing; expected {K}\.weight, {K}\.weight_scale_inv",
+    ),
+    "too few blocks": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale_inv": torch.ones(1, 2)}), CheckpointError,
+        rf"{DOWN}.weight_scale_inv: wrong shape; expected \[2, 2\]; found \[1, 2\]",
+    ),
+    "a scale for each tensor": (
+        "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(1)}), CheckpointError,
+        rf"{DOWN}.weight_scale: wrong shape; expected \[144, 1\]; found \[1\]",
+    ),
+    "groups": (
+        "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(144, 2)}), CheckpointError,
+        rf"{DOWN}.weight_scale: wrong shape; expected \[144, 1\]; found \[144, 2\]",
+    ),
+    "the other name": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale": t.pop(f"{DOWN}.weight_scale_inv")}), CheckpointError,
+        f"{DOWN}.weight: .*not that of the stated format; expected weight_scale_inv",
+    ),
+    "two scales": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(1)}), CheckpointError, f"{DOWN}.weight: .*scale",
+    ),
+    "a scale in e8m0": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.weight_scale_inv": t[f"{DOWN}.weight_scale_inv"].to(torch.float8_e8m0fnu)}),
+        CheckpointError, f"{DOWN}.weight_scale_inv: wrong dtype",
+    ),
+    **{
+        f"a scale of {value}": ("compressed-tensors channel", _value(f"{DOWN}.weight_scale", value), CheckpointError, words)
+        for value, words in (
+            (0.0, f"{DOWN}.weight_scale: 1 of 144 scales are unusable.*found 0.0"), (-1.0, f"{DOWN}.weight_scale.*found -1.0"),
+            (math.nan, f"{DOWN}.weight_scale.*found nan"), (math.inf, f"{DOWN}.weight_scale.*found inf"),
+        )
+    },
+    "an input scale of NaN": (
+        "modelopt", lambda t: t[f"{DOWN}.input_scale"].fill_(math.nan), CheckpointError, f"{DOWN}.input_scale",
+    ),
+    "a KV scale of zero": ("modelopt", lambda t: t[f"{K}.k_scale"].fill_(0), CheckpointError, rf"{K}\.k_scale: 1 of 1 scales"),
+    "a KV scale of integers": (
+        "modelopt", lambda t: t.update({f"{K}.k_scale": torch.tensor(1)}), CheckpointError, "wrong dtype.*I64",
+    ),
+    "an input scale elsewhere": (
+        "modelopt", lambda t: t.update({"lm_head.input_scale": torch.ones(())}), CheckpointError, "unexpected",
+    ),
+    "a part in 16 bits": (
+        "fp8 block", _plain(K, "weight_scale_inv"), UnsupportedError,
+        rf"layers\.0\.attention: .*one format.*q_proj\.weight: FP8.*{K}\.weight: not quantized",
+    ),
+    "e5m2": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.float8_e5m2)}), CheckpointError,
+        f"{DOWN}.weight: wrong dtype.*F8_E4M3.*F8_E5M2",
+    ),
+    "int8": (
+        "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.int8)}),
+        CheckpointError, f"{DOWN}.weight: wrong dtype.*I8",
+    ),
+    "GPTQ": (
+        "fp8 block", lambda t: t.update({f"{DOWN}.qweight": torch.ones(2, 2)}), UnsupportedError, f"{DOWN}.qweight: AWQ or GPTQ",
+    ),
+    "bitsandbytes": ("fp8 block", lambda t: t.update({f"{DOWN}.weight.absmax": torch.ones(2)}), UnsupportedError, "bitsandbytes"),
+    "int4": ("fp8 block", lambda t: t.update({f"{DOWN}.weight_packed": torch.ones(2)}), UnsupportedError, "4-bit"),
+    "a quantized norm": (
+        "fp8 block", lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}), UnsupportedError,
+        r"model\.norm\.weight: only linear layers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_that_contradict(what, quantized, monkeypatch):
+    style, change, error, words = TENSORS[what]
+    written = quantized(style)
+    change(written.tensors)
+    save(written)
+    with pytest.raises(error, match=words):
+        load(written.folder)
+
+
+def test_values_are_refused_on_request(quantized):
+    """NaN in the weights, of which e4m3 has a code."""
+    written = quantized("fp8 block")
+    written.tensors[f"{DOWN}.weight"].view(torch.uint8).view(-1)[7:9] = 0x7F
+    save(written)
+    load(written.folder).close()
+    with pytest.raises(CheckpointError, match=rf"{DOWN}\.weight: 2 NaN or Inf"):
+        load(written.folder, check_weights=True)
+
+
+def test_contradictions_of_tensors_and_config(quantized, plain):
+    written = quantized("compressed-tensors channel")
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+
+    def stated(**changes):
+        path.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | changes}))
+
+    stated(ignore=[DOWN, "lm_head"])
+    with pytest.raises(ConfigError, match=rf"{DOWN}\.weight: the weight is quantized, but config\.json says it is not"):
+        load(written.folder)
+    stated(ignore=["re:.*gate_proj", "lm_head"])
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight: the weight is quantized, but"):
+        load(written.folder)
+    path.write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+    with pytest.raises(CheckpointError, match=r"_proj\.weight: the weight is FP8, but config\.json states no quantization"):
+        load(written.folder)
+    stated()
+    shutil.copy(plain / "model.safetensors", written.folder)
+    with pytest.raises(ConfigError, match=r"quantization_config\.quant_method: no weight of the checkpoint is quantized"):
+        load(written.folder)
+
+
+def test_parts_with_two_schemes(quantized):
+    written = quantized("compressed-tensors channel")
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
+    groups["group_1"]["targets"], groups["group_1"]["weights"]["strategy"] = [r"re:.*self_attn\.v_proj"], "tensor"
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*k_proj\.weight: FP8.*channel.*v_proj\.weight: .*tensor"):
+        load(written.folder)
+
+
+def test_fp8_of_a_quantized_checkpoint_is_refused(quantized):
+    with pytest.raises(ConfigError, match="quantized already; found fp8: FP8"):
+        load(quantized("fp8 block").folder, quantization="fp8")
+
+
+# --- the eager form of blocks ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((128,), 128), ((256, 128), 384), ((97,), 200), ((192, 64, 64), 129), ((1, 3), 5)]
+)
+def test_a_product_with_blocks(rows, columns, tokens, dtype):
+    """Compared with the formula in fp64, block by block. 448 · 448 overflows fp16."""
+    generator = torch.Generator().manual_seed(sum(rows) + columns)
+    form = StoredFp8Blocks()
+    weight, scale = form.allocate(rows, columns, torch.device("cpu"))
+    scale.fill_(torch.nan)
+    exact = torch.empty(sum(rows), columns, dtype=torch.float64)
+    for part, n in enumerate(rows):
+        start = sum(rows[:part])
+        values = (torch.randn(n, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        table = torch.rand(-(-n // 128), -(-columns // 128), generator=generator) + 0.1
+        form.load("weight", values, weight, scale, rows, part)
+        form.load("weight_scale_inv", table, weight, scale, rows, part)
+        for i in range(n):
+            for k in range(0, columns, 128):
+                exact[start + i, k : k + 128] = values[i, k : k + 128].double() * table[i // 128, k // 128].double()
+    x = (torch.randn(tokens, columns, generator=generator) * torch.logspace(-2, 1, columns)).to(dtype)
+    bias = torch.arange(sum(rows)).to(dtype)
+    rounded = x.double()
+    if tokens > 1:
+        for row in rounded:
+            for k in range(0, columns, 128):
+                s = row[k : k + 128].abs().max().float().item() / 448
+                s = torch.tensor(s, dtype=torch.float32).double()
+                row[k : k + 128] = (row[k : k + 128] / s).float().to(torch.float8_e4m3fn).double() * s
+    y = linear(x, weight, bias, scale)
+    assert y.dtype == dtype
+    assert y.shape == (tokens, sum(rows))
+    if tokens:
+        right = rounded @ exact.T + bias.double()
+        assert errors(y, right).worst_row < torch.finfo(dtype).eps + 2e-6
+
+
+# --- compressed-tensors' own compressor ---
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
+def test_against_compressed_tensors(strategy, plain, tmp_path):
+    """The tensors that compressed-tensors writes, and the weights that it reads from them."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    written = write(plain, tmp_path / "model", f"compressed-tensors {strategy}")
+    blocks = {"block_structure": [128, 128]} if strategy == "block" else {}
+    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, **blocks)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry("float-quantized")
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            state = {"weight": tensor, "weight_scale": written.tensors[f"{name}_scale"].float()}
+            state = compressor.compress(state, scheme)
+            written.exact[name] = compressor.decompress(dict(state), scheme)["weight"].double()
+            written.tensors |= {name: state["weight"].contiguous(), f"{name}_scale": state["weight_scale"]}
+    save(written)
+    with load(written.folder) as generator:
+        right = truth(plain, written.exact, torch.float64)(torch.tensor([[9]])).logits[0]
+        assert errors(generator.logits([9]), right).relative < 1e-5
+
+
+# --- SmolLM2 ---
+
+
+TEXT = "The capital of France is Paris. The capital of Italy is Rome. Water is made of hydrogen and oxygen, and the Earth orbits"
+
+
+def mean_loss(generator, tokens):
+    """Mean negative log-likelihood in nats of each token after the ones before it."""
+    logits = generator.logits(tokens).double().log_softmax(-1)
+    return -logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].mean().item()
+
+
+@pytest.mark.slow
+def test_smollm2(smollm2, tmp_path):
+    """A trained model with a tied head in three formats, in shards: text as before, and hardly more loss."""
+    greedy = SamplingParams(max_tokens=2, temperature=0)
+    with load(smollm2) as generator:
+        tokens = generator.tokenizer.encode(TEXT)
+        before, text = mean_loss(generator, tokens), generator.generate(TEXT, greedy).text
+    assert text.startswith(" the Sun")
+    for style in ("compressed-tensors channel", "modelopt", "fp8 block"):
+        folder = write(smollm2, tmp_path / style, style, shards=2, listed=style != "fp8 block").folder
+        with quietly(folder) as generator:
+            assert generator.plan.weight_bytes < 0.45 * 538e6
+            assert generator._model.layers[0].table is generator._model.layers[-1].lm_head
+            assert abs(mean_loss(generator, tokens) - before) < 0.1
+            assert generator.generate(TEXT, greedy).text == text
+        shutil.rmtree(folder)

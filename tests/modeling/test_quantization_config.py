@@ -1,0 +1,132 @@
+"""quantization_config and hf_quant_config.json: what is read, and what is refused by name."""
+
+import copy
+import json
+
+import pytest
+from support.quantized import STYLES
+
+from minirt.errors import ConfigError, UnsupportedError
+from minirt.modeling.config import Fields
+from minirt.modeling.quantization_config import Scheme, read_quantization
+
+MODULE = "model.layers.3.mlp.up_proj"
+
+
+def read(config, hf=None):
+    return read_quantization(Fields(config, "config.json"), None if hf is None else Fields(hf, "hf_quant_config.json"))
+
+
+def stated(style, ignore=("lm_head",)):
+    own = STYLES[style]
+    config = own.config(list(ignore))
+    return {"quantization_config": config} if config else {}, own.hf and own.hf(list(ignore))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_each_style(style):
+    found = read(*stated(style, ["lm_head", "model.layers.4.mlp.up_proj"]))
+    assert found.method == style.split()[0]
+    scales = style.split()[1] if " " in style else "tensor"
+    scheme = found.scheme(MODULE)
+    assert (scheme.scales, scheme.scale_name) == (scales, STYLES[style].scale)
+    assert found.scheme("lm_head") is found.scheme("model.layers.4.mlp.up_proj") is None
+
+
+def test_none_is_stated():
+    assert read({}) is read({"quantization_config": None}) is None
+
+
+def test_ignore_lists():
+    config, _ = stated("compressed-tensors channel", ["re:.*self_attn.*", "model.layers.1.mlp.down_proj"])
+    found = read(config)
+    assert found.scheme("model.layers.1.self_attn.q_proj") is found.scheme("model.layers.1.mlp.down_proj") is None
+    assert found.scheme("model.layers.11.mlp.down_proj") is not None
+    own = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["model.layers.1.*", "lm*"]}
+    found = read({"quantization_config": own})
+    assert found.scheme("model.layers.1.mlp.up_proj") is found.scheme("lm_head") is None
+    assert found.scheme("model.layers.11.mlp.up_proj") is not None
+    assert read({"quantization_config": {"quant_method": "fp8"}}).scheme("lm_head") is not None, "the tensors decide"
+
+
+def test_the_most_specific_group_counts():
+    config, _ = stated("compressed-tensors channel")
+    groups = config["quantization_config"]["config_groups"]
+    for name, targets, strategy in (("a", [MODULE], "block"), ("b", [r"re:.*\.mlp\..*"], "tensor")):
+        groups[name] = copy.deepcopy(groups["group_0"]) | {"targets": targets}
+        groups[name]["weights"] |= {"strategy": strategy, "block_structure": "128x128"}
+    found = read(config)
+    assert found.scheme(MODULE) == Scheme("block", "weight_scale", "dynamic")
+    assert found.scheme("model.layers.2.mlp.up_proj").scales == "tensor"
+    assert found.scheme("model.layers.2.self_attn.q_proj").scales == "channel"
+
+
+def test_two_files_that_agree_or_contradict():
+    nested = stated("modelopt")[1]
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    assert read(config, nested).method == "modelopt"
+    for other in ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, {"quant_method": "fp8"}):
+        with pytest.raises(ConfigError, match=r"contradicts that of hf_quant_config\.json"):
+            read({"quantization_config": other}, nested)
+
+
+def changed(style, **changes):
+    config = copy.deepcopy(stated(style)[0]["quantization_config"])
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        place = config
+        for key in way:
+            place = place[key]
+        place[last] = value
+    return {"quantization_config": config}
+
+
+CT, WEIGHTS = "compressed-tensors channel", "config_groups__group_0__weights__"
+REFUSED = [
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes is not planned"),
+    ({"quantization_config": {"quant_method": "gguf"}}, "GGUF is not planned"),
+    *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("awq", "gptq", "mxfp4", "auto-round")),
+    ({"quantization_config": {"quant_method": "hqq"}}, "expected fp8 or compressed-tensors or modelopt; found 'hqq'"),
+    ({"quantization_config": {}}, "'unnamed'"),
+    ({"compression_config": {"quant_method": "compressed-tensors"}}, "older name"),
+    (changed("fp8 block", weight_block_size=[64, 128]), r"weight_block_size: only blocks of 128 by 128.*\[64, 128\]"),
+    (changed("fp8 block", weight_block_size=[1, 128, 3]), "weight_block_size"),
+    (changed("fp8 block", fmt="e5m2"), "fmt: not supported.*e5m2"),
+    (changed("fp8 block", activation_scheme="odd"), "activation_scheme"),
+    (changed("fp8 block", modules_to_not_convert="lm_head"), "modules_to_not_convert.*a list of strings"),
+    (changed(CT, format="pack-quantized"), "quantization_config.format.*planned"),
+    (changed(CT, format="int-quantized"), "quantization_config.format"),
+    (changed(CT, format="marlin-24"), "quantization_config.format"),
+    (changed(CT, config_groups__group_0__format="nvfp4-pack-quantized"), "group_0.format.*planned"),
+    (changed(CT, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format: sparse weights"),
+    (changed(CT, transform_config={"config_groups": {"R1": {}}}), "transform_config.*Hadamard"),
+    (changed(CT, quantization_status="calibration"), "quantization_status.*calibration"),
+    (changed(CT, config_groups={}), "config_groups: no group has quantized weights"),
+    (changed(CT, **{WEIGHTS + "type": "int", WEIGHTS + "num_bits": 4}), "only FP8 weights.*int of 4 bits.*planned"),
+    (changed(CT, **{WEIGHTS + "num_bits": 4}), "float of 4 bits"),
+    (changed(CT, **{WEIGHTS + "type": "int"}), "int of 8 bits"),
+    (changed(CT, **{WEIGHTS + "strategy": "group", WEIGHTS + "group_size": 32}), "weights.strategy.*'group'"),
+    (changed(CT, **{WEIGHTS + "strategy": "block", WEIGHTS + "block_structure": [1, 16]}), "block_structure"),
+    (changed(CT, **{WEIGHTS + "symmetric": False}), "weights.symmetric.*expected true; found false"),
+    (changed(CT, **{WEIGHTS + "dynamic": True}), "weights.dynamic"),
+    (changed(CT, config_groups__group_0__input_activations={"type": "int", "num_bits": 8}), "activations.type.*int of 8 bits"),
+    (changed(CT, config_groups__group_0__output_activations={"num_bits": 8}), "output_activations"),
+    (changed(CT, ignore=[f"re:{i}" for i in range(300)]), "ignore: too many patterns.*found 300"),
+    *(
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": name}}, f"quant_algo.*'{name}'.*planned")
+        for name in ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+    ),
+    ({"quantization_config": {"quant_method": "modelopt"}}, "quant_algo.*none"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": 5}}, "quant_algo.*a string"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED)
+def test_refused_by_name(config, words):
+    with pytest.raises(ConfigError, match=words):
+        read(json.loads(json.dumps(config)))
+
+
+def test_a_bad_pattern_is_refused_with_its_field():
+    with pytest.raises(UnsupportedError, match=r"config\.json, field quantization_config\.ignore.*not simple enough.*found"):
+        read(changed(CT, ignore=[r"re:(a)\1"]))
