@@ -106,7 +106,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure every combination of context length and batch size.
 
-    Bytes count what a step must read: the weights once, and the KV cache of each sequence. Times are in seconds, rates in bytes
+    Bytes count what a step must read: the weights once (of a mixture, the experts that so many tokens are expected to use if all
+    are equally likely), and the KV cache of each sequence. Times are in seconds, rates in bytes
     or tokens per second. The limit is the sum of two times: the time to read the KV cache at `ceiling`, and the longer of the
     time to read the weights at `ceiling` and the time to multiply all tokens by them at the rate of `products`.
 
@@ -121,9 +122,10 @@ def run(
             )
             seen = context_len + first + (STEPS - 1) / 2  # mean context of the measured steps
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
-            speed = (generator.decode_read_bytes + kv) / statistics.median(steps)
+            read = generator.step_read_bytes(batch_size)
+            speed = (read + kv) / statistics.median(steps)
             flops = linear_flops(generator.config, batch_size, batch_size)
-            weights = max(generator.decode_read_bytes / ceiling.bytes_per_s, flops / products.flops_per_s)
+            weights = max(read / ceiling.bytes_per_s, flops / products.flops_per_s)
             limit = weights + kv / ceiling.bytes_per_s
             results.append(
                 {
@@ -134,7 +136,7 @@ def run(
                     "step_s": summarize(steps),
                     "tokens_per_s": summarize([batch_size / step for step in steps]),
                     "graph_replay_s": replay_time(generator, batch_size, round(seen)),
-                    "weight_bytes_read": generator.decode_read_bytes,
+                    "weight_bytes_read": read,
                     "kv_bytes_read": kv,
                     "read_bytes_per_s": speed,
                     "share_of_read_ceiling": speed / ceiling.bytes_per_s,

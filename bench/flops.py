@@ -4,11 +4,13 @@ from minirt.modeling.config import ModelConfig
 
 
 def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:
-    """Count all linear layers for `tokens` tokens, but the last MLP and the LM head only for `rows` of them."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    attention, mlp = config.head_dim * heads, 3 * config.intermediate_size
-    of_all = config.num_layers * attention + (config.num_layers - 1) * mlp
-    return 2 * config.hidden_size * (tokens * of_all + rows * (mlp + config.vocab_size))
+    """Count all linear layers for `tokens` tokens, but the last MLP and the LM head only for `rows` of them.
+
+    Of a mixture of experts, the experts that a token uses count.
+    """
+    attention = config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    *mlps, last = (config.mlp_weights(i, of_one_token=True) for i in range(config.num_layers))
+    return 2 * (tokens * (config.num_layers * attention + sum(mlps)) + rows * (last + config.hidden_size * config.vocab_size))
 
 
 def prompt_flops(config: ModelConfig, tokens: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minirt.engine.kv_cache import PAGE_SIZE, KVCache
 from minirt.engine.step_input import Batch, Chunk
-from minirt.errors import ConfigError, InputError
+from minirt.errors import ConfigError, InputError, UnsupportedError
 from minirt.kernels.reference import linear_fp8
 from minirt.layers import Forward, Layer, implementation
 from minirt.modeling.formats import CHUNK
@@ -106,6 +106,9 @@ def _probed(layer: Layer) -> tuple[Forward, dict[str, _Probe]]:
 
 
 def _errors(layer: str, name: str, probe: _Probe, quantized: PackedLinear) -> FormatError:
+    if not hasattr(probe, "seen"):
+        what, hint = "the FP8 error of experts cannot be measured yet", "minirt eval perplexity measures the whole model"
+        raise UnsupportedError(what, where=f"{layer}.{name}", hint=hint)
     x, weight, scale = probe.seen, probe.as_subclass(Tensor), quantized.scale
     if scale is None:
         raise ConfigError("not quantized", where=f"{layer}.{name}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear.dispatch import gemm, linear_residual, norm_gate_up, norm_linear, row_maxima_tiles
     from minirt.kernels.linear.product import RowMaxima
+    from minirt.kernels.moe.dispatch import mixture_residual
     from minirt.kernels.norm import rms_norm, rms_norm_quantize
     from minirt.kernels.sampling.sample import sample
 
@@ -28,6 +29,7 @@ _HOMES = {
     "Workspace": "launch",
     "gemm": "linear.dispatch",
     "linear_residual": "linear.dispatch",
+    "mixture_residual": "moe.dispatch",
     "norm_gate_up": "linear.dispatch",
     "norm_linear": "linear.dispatch",
     "paged_attention_decode": "attention.dispatch",
@@ -44,6 +46,7 @@ __all__ = [
     "Workspace",
     "gemm",
     "linear_residual",
+    "mixture_residual",
     "norm_gate_up",
     "norm_linear",
     "paged_attention_decode",

@@ -30,24 +30,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, quantize: bool | None = None
+) -> Tensor:
     """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N].
 
     With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`.
     """
     if scale is None:
         return F.linear(x, weight, bias)
-    return linear_fp8(x, weight, scale, bias) if scale.ndim == 1 else linear_fp8_blocks(x, weight, scale, bias)
+    product = linear_fp8 if scale.ndim == 1 else linear_fp8_blocks
+    return product(x, weight, scale, bias, quantize)
 
 
-def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_fp8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None
+) -> Tensor:
     """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [N] fp32.
 
     Two or more tokens are quantized first, each with its own scale (`quantize_fp8`), because tensor cores multiply fp8 by fp8.
-    A single token gains nothing from tensor cores, so its product is computed from 16-bit activations.
+    A single token gains nothing from tensor cores, so its product is computed from 16-bit activations. `quantize` overrides this:
+    the single token of an expert may be one of several in the step.
     """
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # 448 · 448 exceeds fp16's range
-    if x.shape[0] > 1:
+    if x.shape[0] > 1 if quantize is None else quantize:
         values, x_scale = quantize_fp8(x)
         scale = scale * x_scale.unsqueeze(1)
     else:
@@ -56,7 +62,9 @@ def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
     return y if bias is None else y + bias
 
 
-def linear_fp8_blocks(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_fp8_blocks(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None
+) -> Tensor:
     """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [⌈N / g⌉, ⌈K / 128⌉] fp32.
 
     The scale of weight[n, k] is scale[n // g, k // 128], see `block_rows`. Two or more tokens are quantized first, with a scale
@@ -64,7 +72,7 @@ def linear_fp8_blocks(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | N
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     values = x.to(wide)
-    if x.shape[0] > 1:
+    if x.shape[0] > 1 if quantize is None else quantize:
         rounded, x_scale = quantize_fp8_blocks(x, x.shape[0])
         values = dequantize_fp8(rounded, x_scale, wide)
     y = F.linear(values, dequantize_fp8(weight, scale, wide)).to(x.dtype)
@@ -111,6 +119,77 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token (Shazeer et al. 2017): logits [T, E] → weights [T, k] in their dtype, experts [T, k] int64.
+
+    The softmax over all experts and the sum for `normalize` are in fp32. Experts are in descending order of weight; of equal
+    ones, the lower comes first. A row with a NaN has the experts 0 to k − 1, with NaN as weights.
+    """
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    ordered, experts = probabilities.sort(dim=-1, descending=True, stable=True)  # `topk` promises no order of ties
+    weights = ordered[:, :top_k]
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), experts[:, :top_k]
+
+
+def expert_tiles(experts: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
+    """The pairs of a token and an expert, sorted by expert, and tiles of up to `block_t` pairs of one expert.
+
+    Args:
+        experts: [T, k]. Pair t · k + j is token t with its j-th expert.
+    Returns:
+        order: [T · k] int32, the pairs in ascending order of expert, then of pair.
+        tiles: [3, tiles] int32: each tile's expert, its first place in `order`, and the end of its expert's places there.
+    """
+    flat = experts.flatten()
+    tiles, start = [], 0
+    for e, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
+        tiles += [(e, first, start + count) for first in range(start, start + count, block_t)]
+        start += count
+    rows = torch.tensor(tiles, dtype=torch.int32, device=experts.device).reshape(-1, 3)
+    return flat.argsort(stable=True).int(), rows.T.contiguous()
+
+
+def mixture(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Tensor:
+    """Σ_j weights[t, j] · expert_{experts[t, j]}(x[t]), expert_e(x) = down_e · gated(gate_up_e · x) → [T, H].
+
+    Only the experts that a token uses are computed. A token's terms are rounded and added in ascending order of its experts, as
+    in transformers. With FP8 weights, activations are quantized if T > 1, whatever the number of tokens of one expert.
+
+    Args:
+        x: [T, H].
+        weights, experts: [T, k], see `route`.
+        gate_up: [E, 2I, H]. down: [E, H, I].
+        gate_up_scale, down_scale: scales of FP8 weights, [E, 2I] and [E, H].
+    """
+    T, k = experts.shape
+    out, quantize = torch.zeros_like(x), T > 1
+    order = experts.flatten().argsort(stable=True)
+    counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
+    start = 0
+    for e, count in enumerate(counts):
+        if not count:
+            continue
+        pairs = order[start : start + count]
+        start += count
+        tokens = pairs // k
+        scales = (None, None) if gate_up_scale is None or down_scale is None else (gate_up_scale[e], down_scale[e])
+        h = gated(linear(x[tokens], gate_up[e], scale=scales[0], quantize=quantize), activation)
+        y = linear(h, down[e], scale=scales[1], quantize=quantize) * weights.flatten()[pairs, None]
+        out.index_add_(0, tokens, y)
+    return out
 
 
 def rope(x: Tensor, cos_sin: Tensor) -> Tensor:

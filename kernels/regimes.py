@@ -20,6 +20,7 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
     ("minirt.kernels.attention.dispatch", "PREFILL_SEQUENCES"),
     ("minirt.kernels.attention.dispatch", "PARTIAL"),
     ("minirt.kernels.attention.rope_write", "REGIMES"),
+    ("minirt.kernels.moe.dispatch", "REGIMES"),
 )
 # Compute capability → the kernels that only it has, for `minirt plan`. A test compares this with the tables, whose modules import
 # Triton.
@@ -34,7 +35,7 @@ class Regime:
         kernel: the kernel's name.
         axis: what `size` counts: the step's tokens, or its sequences.
         first, last: the smallest and the largest size; `last` None: no limit.
-        variant: size → the largest size that launches the same compiled kernel. None: one compiled kernel for the whole regime.
+        variant: size → the largest size that launches the same compiled kernel (None: no limit). None: one kernel for the regime.
         padded: size → the size that the kernel pads it to, at the same cost. None: it does not pad.
         capability: the only compute capability that it is for, such as 90; None: any. Warm-up and buckets use it on every GPU.
     """
@@ -43,7 +44,7 @@ class Regime:
     axis: Axis
     first: int
     last: int | None = None
-    variant: Callable[[int], int] | None = None
+    variant: Callable[[int], int | None] | None = None
     padded: Callable[[int], int] | None = None
     capability: int | None = None
 

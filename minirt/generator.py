@@ -66,7 +66,7 @@ class Generator:
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
-        decode_read_bytes, kv_bytes_per_token: bytes of weights that a decode step reads; bytes of KV per cached token.
+        decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
     """
 
     def __init__(
@@ -334,6 +334,11 @@ class Generator:
             ContextLengthError: the cache has no room for that many tokens.
         """
         return self._engine.call(lambda engine: engine.replay_times(batch_size, context_len, repeats))
+
+    def step_read_bytes(self, tokens: int) -> int:
+        """Bytes of weights that a decode step of so many tokens reads. In a mixture of experts, more tokens read more experts:
+        it counts those expected if all are equally likely."""
+        return self.model.step_read_bytes(tokens)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from minirt.errors import UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, shown
-from minirt.models import llama, mistral, qwen2, qwen3
+from minirt.models import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from minirt.models.presets import raw_configs
 
 if TYPE_CHECKING:
@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["ARCHITECTURES", "EMBEDDED", "Preset", "build", "embedded", "parse_config", "preset", "preset_names", "presets"]
 
 EMBEDDED = "embedded"  # the name of the model that is part of the package
-ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+ARCHITECTURES: dict[str, ModuleType] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
 
 
 @dataclass(frozen=True)

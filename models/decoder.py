@@ -8,6 +8,7 @@ from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import (
     ACTIVATIONS,
     DTYPES,
+    MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_HIDDEN,
@@ -17,6 +18,7 @@ from minirt.modeling.config import (
     MAX_VOCAB,
     Fields,
     ModelConfig,
+    MoEConfig,
     read_rope,
     shown,
 )
@@ -24,6 +26,8 @@ from minirt.modeling.quantization_config import read_quantization
 
 if TYPE_CHECKING:
     from minirt.layers import Layer
+
+EXPERT_FIELDS = ("num_experts", "num_local_experts")  # two names of one field
 
 
 def decoder_config(
@@ -38,15 +42,18 @@ def decoder_config(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    moe: MoEConfig | None = None,
 ) -> ModelConfig:
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
     `classes` are the names that `architectures` may hold: those of transformers' class of this decoder with an LM head.
     `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class in transformers. If
     `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
-    hidden_size // num_attention_heads.
+    hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused.
     """
     refuse_unserved(fields)
+    if moe is None:
+        refuse_experts(fields)
     refuse_other_classes(fields, classes)
     hidden = fields.integer("hidden_size", maximum=MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
@@ -80,6 +87,29 @@ def decoder_config(
         qk_norm=qk_norm,
         dtype=_dtype(fields),
         rope=read_rope(fields, positions),
+        moe=moe,
+    )
+
+
+def moe_config(fields: Fields, *, shared_expert: bool = False) -> MoEConfig:
+    """Read a `MoEConfig`. The sizes are required; other absent fields take the defaults of transformers.
+
+    The number of experts is `num_experts` or `num_local_experts`, which must agree.
+    """
+    given = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in EXPERT_FIELDS if fields.raw.get(name) is not None}
+    if len(set(given.values())) > 1:
+        what = "num_experts and num_local_experts contradict each other"
+        raise ConfigError(what, where=fields.where, found=given, hint="remove the wrong one")
+    experts = next(iter(given.values())) if given else fields.integer(EXPERT_FIELDS[0], maximum=MAX_EXPERTS)
+    shared = fields.integer("shared_expert_intermediate_size", maximum=MAX_INTERMEDIATE) if shared_expert else 0
+    return MoEConfig(
+        num_experts=experts,
+        experts_per_token=fields.integer("num_experts_per_tok", maximum=experts),
+        intermediate_size=fields.integer("moe_intermediate_size", maximum=MAX_INTERMEDIATE),
+        shared_intermediate_size=shared,
+        normalize=fields.boolean("norm_topk_prob", default=False),
+        sparse_step=fields.integer("decoder_sparse_step", default=1, maximum=MAX_LAYERS),
+        dense_layers=frozenset(fields.integers_or_none("mlp_only_layers", minimum=0, maximum=MAX_LAYERS) or ()),
     )
 
 
@@ -115,14 +145,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Raise UnsupportedError for unknown formats of quantized weights, mixtures of experts and bidirectional attention.
+    """Raise UnsupportedError for unknown formats of quantized weights and bidirectional attention.
 
     A setting that only matters beyond the trained context is warned about.
     """
     read_quantization(fields)  # refuses unknown formats
-    for name in ("num_experts", "num_local_experts"):
-        if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
-            raise UnsupportedError("mixtures of experts are not supported", where=fields.place(name), found=experts)
     if not fields.boolean("is_causal", default=True):
         what = "attention to later tokens is not supported: this is an embedding model"
         raise UnsupportedError(what, where=fields.place("is_causal"), expected="true", found="false")
@@ -130,6 +157,14 @@ def refuse_unserved(fields: Fields) -> None:
     if original := fields.nested(name).integer_or_none("original_max_position_embeddings", maximum=MAX_POSITIONS):
         what = f"dual chunk attention is not supported; it improves the output of sequences of more than {original} tokens"
         warnings.warn(f"{fields.place(name)}: {what}", stacklevel=2)
+
+
+def refuse_experts(fields: Fields) -> None:
+    """Raise UnsupportedError for a mixture of experts under the model_type of a dense model."""
+    for name in EXPERT_FIELDS:
+        if experts := fields.integer_or_none(name, minimum=0, maximum=1 << 20):
+            what = f"mixtures of experts are not supported for model_type {fields.string('model_type')!r}"
+            raise UnsupportedError(what, where=fields.place(name), expected="no field, or 0", found=experts)
 
 
 def refuse_other_classes(fields: Fields, classes: Collection[str]) -> None:
@@ -179,9 +214,23 @@ def refuse_used_window(fields: Fields, num_layers: int) -> None:
         )
 
 
+def refuse_any_window(fields: Fields) -> None:
+    """Raise UnsupportedError if `use_sliding_window` gives the first layer a window, whatever `max_window_layers` says."""
+    used = fields.boolean("use_sliding_window", default=False)
+    # transformers saves a window that is not used as 0.
+    window = fields.integer_or_none("sliding_window", default=4096, minimum=0, maximum=MAX_POSITIONS)
+    if used and window is not None and fields.raw.get("layer_types") is None:
+        place = fields.place("use_sliding_window")
+        found = f"true, with a window of {window} tokens"
+        raise UnsupportedError("sliding-window attention is not supported", where=place, expected="false", found=found)
+
+
 def decoder_layers(config: ModelConfig) -> "list[Layer]":
-    """Embedding, attention and MLP of each block, head. Weights are named by their checkpoint prefixes, without `.weight`."""
-    from minirt.layers import MLP, Attention, Embedding, Head  # imported here because it imports torch
+    """Embedding, attention and MLP or mixture of experts of each block, head.
+
+    Weights are named by their checkpoint prefixes, without `.weight`.
+    """
+    from minirt.layers import MLP, Attention, Embedding, Head, MoE  # imported here because it imports torch
 
     layers: list[Layer] = [Embedding(config, name="embedding", weight="model.embed_tokens")]
     for i in range(config.num_layers):
@@ -199,11 +248,26 @@ def decoder_layers(config: ModelConfig) -> "list[Layer]":
                 k_norm=f"{block}.self_attn.k_norm" if config.qk_norm else None,
             )
         )
+        norm = f"{block}.post_attention_layernorm"
+        if config.moe is not None and config.moe.covers(i):
+            shared = f"{block}.mlp.shared_expert" if config.moe.shared_intermediate_size else None
+            layers.append(
+                MoE(
+                    config,
+                    name=f"layers.{i}.moe",
+                    norm=norm,
+                    router=f"{block}.mlp.gate",
+                    experts=f"{block}.mlp.experts",
+                    shared=shared,
+                    shared_gate=None if shared is None else f"{shared}_gate",
+                )
+            )
+            continue
         layers.append(
             MLP(
                 config,
                 name=f"layers.{i}.mlp",
-                norm=f"{block}.post_attention_layernorm",
+                norm=norm,
                 gate=f"{block}.mlp.gate_proj",
                 up=f"{block}.mlp.up_proj",
                 down=f"{block}.mlp.down_proj",

@@ -24,11 +24,17 @@ LLAMA3_ROPE = {
 # The fields that all models of a family share.
 QWEN25 = {"model_type": "qwen2", "max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 QWEN3 = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
 LLAMA3 = {"model_type": "llama", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 LLAMA31 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}}
 LLAMA32 = LLAMA3 | {"rope_parameters": LLAMA3_ROPE | {"factor": 32.0}}
 SMOLLM2 = {"model_type": "llama", "max_position_embeddings": 8192, "rope_theta": 1e5, "rms_norm_eps": 1e-5}
 
+MOE_30B, MOE_235B = {"moe_intermediate_size": 768}, {"moe_intermediate_size": 1536}
+CODER = {"max_position_embeddings": 262144, "rope_theta": 1e7}
 SHORT = {"max_position_embeddings": 32768}
 EPS5, EPS6 = {"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}
 # Name, Hub owner, family, values of COLUMNS, overrides of the family's fields, further overrides of the -Instruct model (None:
@@ -47,6 +53,9 @@ ROWS: tuple[tuple[str, str, dict[str, Any], tuple[Any, ...], dict[str, Any], dic
     ("Qwen3-8B", "Qwen", QWEN3, (4096, 36, 32, 8, 128, 12288, 151936, False), {}, None),
     ("Qwen3-14B", "Qwen", QWEN3, (5120, 40, 40, 8, 128, 17408, 151936, False), {}, None),
     ("Qwen3-32B", "Qwen", QWEN3, (5120, 64, 64, 8, 128, 25600, 151936, False), {}, None),
+    ("Qwen3-30B-A3B", "Qwen", QWEN3_MOE, (2048, 48, 32, 4, 128, 6144, 151936, False), MOE_30B, None),
+    ("Qwen3-Coder-30B-A3B-Instruct", "Qwen", QWEN3_MOE, (2048, 48, 32, 4, 128, 5472, 151936, False), MOE_30B | CODER, None),
+    ("Qwen3-235B-A22B", "Qwen", QWEN3_MOE, (4096, 94, 64, 4, 128, 12288, 151936, False), MOE_235B, None),
     ("Llama-3.1-8B", "meta-llama", LLAMA31, (4096, 32, 32, 8, 128, 14336, 128256, False), {}, {}),
     ("Llama-3.1-70B", "meta-llama", LLAMA31, (8192, 80, 64, 8, 128, 28672, 128256, False), {}, {}),
     ("Llama-3.2-1B", "meta-llama", LLAMA32, (2048, 16, 32, 8, 64, 8192, 128256, True), {}, {}),

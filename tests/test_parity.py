@@ -41,13 +41,27 @@ CASES = {
     "mistral": ("Mistral", {}),
     "mistral-d128": ("Mistral", {"head_dim": 128, "num_key_value_heads": 1}),
 }
+MOE = {"num_experts": 13, "num_experts_per_tok": 3, "moe_intermediate_size": 41}
+CASES |= {
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "head_dim": 64}),
+    "qwen3-moe-some-layers-top1": (
+        "Qwen3Moe", {**MOE, "num_experts_per_tok": 1, "decoder_sparse_step": 2, "num_hidden_layers": 4, "attention_bias": True},
+    ),
+    "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 53}),
+    "qwen2-moe-dense-layer-top8": (
+        "Qwen2Moe",
+        {**MOE, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 31, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+}  # fmt: skip
 LENGTHS = (1, 7, 64, 65, 130)  # one token; a prime; a full page; one token more; three pages
 
 
 def reference(folder):
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+    # Experts one by one: PyTorch's grouped product needs aligned sizes.
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(DEVICE).eval()
 
 
 def greedy(model, prompt, count):

@@ -15,6 +15,7 @@ from minirt.layers.base import (
 from minirt.layers.embedding import Embedding
 from minirt.layers.head import Head
 from minirt.layers.mlp import MLP
+from minirt.layers.moe import MoE
 from minirt.layers.select import Select
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Layer",
     "LayerContext",
     "LinearOp",
+    "MoE",
     "Select",
     "has_implementation",
     "implementation",

@@ -120,13 +120,21 @@ class Layer:
         """The layer's matrix products, for tuning and for counting operations."""
         return ()
 
-    def decode_read_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the weights that a step of one token reads."""
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
+        """Bytes of the weights that a step of so many tokens reads."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
     def flops(self, rows: int) -> int:
         """Floating-point operations of the matrix products for `rows` rows, without attention."""
         return sum(2 * rows * op.linear.out_features * op.linear.in_features for op in self.linear_ops())
+
+    def settled(self, x: Tensor) -> Tensor | None:
+        """Which rows of x [T, H] have a result that depends on no near-tie: [T] bool; None: all of them.
+
+        A layer that compares values to choose what it computes may choose differently after another rounding. `minirt compare`
+        leaves such rows out.
+        """
+        return None
 
     def row_maxima_tiles(self, rows: int) -> int:
         """Number of row maxima that the layer stores per row, for `rows` rows of logits: the width of `Batch.row_maxima`."""
@@ -224,7 +232,7 @@ def register(
     and dtype, and be on its device.
 
     Args:
-        kind: "embedding", "attention", "mlp", "select", "head", or the kind of a layer class of your own.
+        kind: "embedding", "attention", "mlp", "moe", "select", "head", or the kind of a layer class of your own.
         name: the implementation's name: letters, digits and any of `_ . + -`. "eager" and "triton" are taken, "auto" is reserved.
         unsupported: called with the layer and the device; returns why the implementation cannot run this layer, or None.
         capturable: a CUDA graph may contain the forward: it is called once for each size of a step, and its GPU work is replayed

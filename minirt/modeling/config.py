@@ -35,6 +35,7 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
 # Bounds far above any existing model. They turn a damaged file into an error instead of a huge allocation.
 MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 65536, 1024, 1024, 1024
 MAX_INTERMEDIATE, MAX_VOCAB, MAX_POSITIONS = 1 << 20, 4 << 20, 16 << 20
+MAX_EXPERTS = 1024
 MAX_THETA, MAX_FACTOR = 1e15, 1e6
 
 
@@ -52,6 +53,30 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's two ends to whole dimensions
     attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixtures of experts: which layers have one instead of a dense MLP, and its shape.
+
+    Attributes:
+        num_experts: E, of which each token uses `experts_per_token`.
+        intermediate_size: that of one expert. `shared_intermediate_size`: that of the expert that every token uses; 0: none.
+        normalize: whether the weights of a token's experts are divided by their sum.
+        sparse_step, dense_layers: layer i is a mixture if it is not in `dense_layers` and i + 1 is a multiple of `sparse_step`.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    normalize: bool = True
+    sparse_step: int = 1
+    dense_layers: frozenset[int] = frozenset()
+
+    def covers(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +101,7 @@ class ModelConfig:
     qk_norm: bool
     dtype: str  # the checkpoint's dtype, one of DTYPES
     rope: RopeConfig
+    moe: MoEConfig | None = None  # None: every MLP is dense
 
     @property
     def context_len(self) -> int:
@@ -89,10 +115,24 @@ class ModelConfig:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q + 2 * kv)
         attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        mlps = sum(self.mlp_weights(i) for i in range(self.num_layers))
+        biases = sum(not self.is_mixture(i) for i in range(self.num_layers)) if self.mlp_bias else 0
+        mlps += biases * (2 * self.intermediate_size + self.hidden_size)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return tables + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+        return tables + mlps + self.num_layers * (attention + 2 * self.hidden_size) + self.hidden_size
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts instead of a dense MLP."""
+        return self.moe is not None and self.moe.covers(layer)
+
+    def mlp_weights(self, layer: int, *, of_one_token: bool = False) -> int:
+        """Number of weights in the matrices of a layer's MLP or mixture; `of_one_token`: of those that one token uses."""
+        if self.moe is None or not self.moe.covers(layer):
+            return 3 * self.hidden_size * self.intermediate_size
+        moe = self.moe
+        experts = moe.experts_per_token if of_one_token else moe.num_experts
+        channels = 3 * (experts * moe.intermediate_size + moe.shared_intermediate_size)
+        return self.hidden_size * (channels + moe.num_experts + (moe.shared_intermediate_size > 0))
 
 
 _REQUIRED: Any = object()
@@ -155,6 +195,14 @@ class Fields:
         if value not in known:
             wanted = " or ".join(known)
             raise UnsupportedError("not supported", where=self.place(name), expected=wanted, found=shown(value))
+        return value
+
+    def integers_or_none(self, name: str, *, minimum: int, maximum: int) -> list[int] | None:
+        """A list of integers; the field may be null or absent."""
+        value = self.raw.get(name)
+        good = isinstance(value, list) and all(type(item) is int and minimum <= item <= maximum for item in value)
+        if value is not None and not good:
+            self._refuse(name, f"a list of integers from {minimum} to {maximum}", value)
         return value
 
     def strings_or_none(self, name: str) -> list[str] | None:

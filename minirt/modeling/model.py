@@ -68,7 +68,11 @@ class Model:
     @property
     def decode_read_bytes(self) -> int:
         """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list."""
-        return sum(layer.decode_read_bytes(self.dtype) for layer in self.layers)
+        return self.step_read_bytes(1)
+
+    def step_read_bytes(self, tokens: int) -> int:
+        """Weight bytes that a decode step of so many tokens reads."""
+        return sum(layer.decode_read_bytes(self.dtype, tokens) for layer in self.layers)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in a model of this dtype."""

@@ -1,4 +1,4 @@
-"""Weights as layers hold them: `Parameter`, and its kinds `PackedLinear` (stacked logical parts) and `NormWeight`.
+"""Weights as layers hold them: `Parameter`, and its kinds `PackedLinear` (stacked parts), `PackedExperts` and `NormWeight`.
 
 A parameter knows which checkpoint tensors fill it and in which format it stores them. So loading, random weights and byte counts
 are in one place.
@@ -79,6 +79,7 @@ class PackedLinear(Parameter):
     """
 
     quantizable = True
+    random_gain = 1.0  # factor of random weights
 
     def __init__(self, parts: Sequence[Part], in_features: int, bias: bool = False) -> None:
         self.parts = tuple(parts)
@@ -145,7 +146,7 @@ class PackedLinear(Parameter):
 
     def randomize(self, generator: torch.Generator) -> None:
         """Normal weights of variance 0.5 / K, so that activations keep their scale through many layers."""
-        deviation = (0.5 / self.in_features) ** 0.5
+        deviation = self.random_gain * (0.5 / self.in_features) ** 0.5
         if self.format is None or self.scale is None:
             self.weight.normal_(0.0, deviation, generator=generator)
         else:
@@ -155,6 +156,51 @@ class PackedLinear(Parameter):
                 self.weight[own] = self.format.quantize(values, self.scale[scales])
         if self.bias is not None:
             self.bias.normal_(0.0, 0.1, generator=generator)
+
+
+class PackedExperts(PackedLinear):
+    """The same linear (or packed linears) of E experts, stacked by rows: expert e has the rows e · N to (e + 1) · N.
+
+    The checkpoint has a tensor for each expert and part, `PREFIX.{e}.{part}.weight`, or `fused` ones: `PREFIX.{fused}` [E, N, K].
+    With a quantized format, each row of each expert has its own scale.
+
+    Args:
+        prefix: the checkpoint prefix of all experts (`….mlp.experts`).
+        parts: name (`gate_proj`) and rows of each part of one expert.
+        fused: the name of the one checkpoint tensor of all experts; None: each has its own.
+    """
+
+    def __init__(
+        self, prefix: str, parts: Sequence[Part], in_features: int, num_experts: int, fused: str | None = None
+    ) -> None:
+        super().__init__(
+            [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
+        )
+        self.num_experts, self.fused = num_experts, None if fused is None else f"{prefix}.{fused}"
+
+    @property
+    def stacked(self) -> tuple[Tensor, Tensor | None]:
+        """Views of the weight as [E, N, K], and of the scale as [E, …]."""
+        scale = None if self.scale is None else self.scale.unflatten(0, (self.num_experts, -1))
+        return self.weight.unflatten(0, (self.num_experts, -1)), scale
+
+    def compile_key(self) -> tuple[Hashable, ...]:
+        return *super().compile_key(), self.num_experts
+
+    def expected(self) -> Iterator[TensorSpec]:
+        if self.fused is None:
+            yield from super().expected()
+        else:
+            yield TensorSpec(self.fused, (self.num_experts, self.out_features // self.num_experts, self.in_features))
+
+    def load(self, name: str, source: Tensor) -> None:
+        if self.fused is None:
+            super().load(name, source)
+            return
+        rows, start = source.flatten(0, 1), 0
+        for part in self.parts:
+            super().load(f"{part.name}.weight", rows[start : start + part.rows])
+            start += part.rows
 
 
 class NormWeight(Parameter):

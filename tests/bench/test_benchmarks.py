@@ -41,6 +41,9 @@ class Machine:
     def clock(self):
         return self.now
 
+    def step_read_bytes(self, tokens):
+        return self.decode_read_bytes
+
     def generate(self, prompts, params):
         slowness = self.slowness[len(self.calls) % len(self.slowness)]
         self.calls.append((prompts, params))

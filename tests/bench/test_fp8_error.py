@@ -17,7 +17,7 @@ from support.package import ROOT
 from minirt import Generator, models
 from minirt.bench.fp8_error import format_errors, table
 from minirt.bench.perplexity import perplexity
-from minirt.errors import CheckpointError, ConfigError, InputError, NumericsError
+from minirt.errors import CheckpointError, ConfigError, InputError, NumericsError, UnsupportedError
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import Quantization
 from minirt.modeling.model import Model
@@ -171,3 +171,14 @@ def test_format_errors_on_the_command_line(tmp_path, capfd, monkeypatch):
     refused(run(*command[:-1], 513, "-q"), "--num-tokens", "expected 512", "found 513", code=2)
     (tmp_path / "text").write_text("a")
     refused(run(*command, "-q"), "text", "from 2 to 512", "found 1")
+
+
+def test_experts_are_refused_by_name(hf_folder):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    folder = hf_folder("Qwen3Moe", **sizes)
+    with (
+        opened(folder) as one,
+        opened(folder, quantization="fp8") as other,
+        pytest.raises(UnsupportedError, match=r"^layers\.0\.moe\.gate_up: the FP8 error of experts"),
+    ):
+        format_errors(one.model, other.model, TOKENS)

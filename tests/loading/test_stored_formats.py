@@ -532,3 +532,20 @@ def test_smollm2(smollm2, tmp_path):
             assert abs(mean_loss(generator, tokens) - before) < 0.1
             assert generator.generate(TEXT, greedy).text == text
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("style", ["compressed-tensors channel", "fp8 block"])
+def test_experts_keep_their_scales(style, hf_folder, tmp_path):
+    """Each expert's weights times its scales are the written ones; the router is not quantized."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 136, "num_hidden_layers": 1, "head_dim": 16}
+    written = write(hf_folder("Qwen3Moe", **sizes), tmp_path / "q", style)
+    with Generator.from_pretrained(written.folder, device="cpu", kv_cache_memory=1 << 22) as generator:
+        layer = next(layer for layer in generator.model.layers if layer.kind == "moe")
+        assert layer.router.format is None
+        for name, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
+            weight, scale = getattr(layer, name).stacked
+            for e in range(3):
+                found = dequantize_fp8(weight[e], scale[e], torch.float64)
+                names = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for part in parts]
+                torch.testing.assert_close(found, torch.cat([written.exact[n] for n in names]), rtol=1e-6, atol=0)
+        assert generator.logits([3, 4, 5]).isfinite().all()

@@ -40,6 +40,8 @@ def raw_config(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
     }
     if model_type == "mistral":
         raw["sliding_window"] = None
+    if model_type.endswith("_moe"):
+        raw |= {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
     raw |= fields
     return {name: value for name, value in raw.items() if value is not ...}
 
@@ -49,6 +51,8 @@ CLASSES = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
 # Options of transformers' classes. Each option has a non-default value in at least one entry.
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -69,6 +73,9 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
         {"attention_bias": True, "head_dim": 64, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 511},
     ),
     ("mistral", {"head_dim": 32, "num_key_value_heads": 3}),
+    ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0], "head_dim": 32}),
+    ("qwen3_moe", {"num_experts": ..., "num_local_experts": 7, "num_experts_per_tok": 7, "mlp_only_layers": None}),
+    ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
     ("mistral", {"rope_parameters": YARN | {"attention_factor": 1.25, "beta_slow": 2.0}, "hidden_act": "swish"}),
 ]
 
@@ -121,14 +128,14 @@ def test_both_dialects_mean_the_same(kind: str, options: dict[str, Any]) -> None
 def test_absent_fields_take_transformers_defaults() -> None:
     optional = {"num_key_value_heads": ..., "max_position_embeddings": ...}
     for kind, theirs in CLASSES.items():
-        heads = {"llama": 6, "mistral": 16}.get(kind, 32)
+        heads = {"llama": 6, "mistral": 16, "qwen2_moe": 16}.get(kind, 32)
         raw = raw_config(kind, num_attention_heads=heads, hidden_size=heads * 16, **optional)
         check_against(parse_config(raw), theirs(**raw))
     # null means num_attention_heads, even if the class has another default (Mistral's class no longer accepts null)
     for kind, theirs in CLASSES.items():
         raw = raw_config(kind, num_key_value_heads=None)
         assert parse_config(raw).num_kv_heads == 6
-        if kind != "mistral":
+        if kind not in ("mistral", "qwen2_moe", "qwen3_moe"):  # transformers' classes refuse null, or fail on it
             check_against(parse_config(raw), theirs(**raw))
     assert parse_config(raw_config("qwen3")).head_dim == 128  # not 96 / 6
     assert parse_config(raw_config("llama", head_dim=None)).head_dim == 16
@@ -146,6 +153,9 @@ def test_architectures_have_their_biases() -> None:
     assert biases("qwen2", attention_bias=False) == (True, False, False, False)  # transformers has no such option
     assert biases("qwen3") == (False, False, False, True)
     assert biases("qwen3", attention_bias=True) == (True, True, False, True)
+    assert biases("qwen3_moe", attention_bias=True) == (True, True, False, True)
+    assert biases("qwen2_moe") == (True, False, False, False)
+    assert biases("qwen2_moe", qkv_bias=False) == (False, False, False, False)
     assert biases("mistral", attention_bias=True, mlp_bias=True) == (False, False, False, False)
 
 
@@ -330,10 +340,47 @@ def test_values_at_two_places_may_agree(fields: dict[str, Any]) -> None:
     assert parse_config(raw_config(**fields)).rope.theta == 5e5
 
 
+BAD_MOE: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"num_experts": ...}, "num_experts: the field is missing"),
+    ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+    ("qwen3_moe", {"num_experts": 1025}, "num_experts"),
+    ("qwen3_moe", {"num_local_experts": 11}, "num_experts and num_local_experts contradict"),
+    ("qwen3_moe", {"num_experts_per_tok": ...}, "num_experts_per_tok: the field is missing"),
+    ("qwen3_moe", {"num_experts_per_tok": 13}, "num_experts_per_tok: .* from 1 to 12; found 13"),
+    ("qwen3_moe", {"moe_intermediate_size": ...}, "moe_intermediate_size"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: .*a list of integers from 0"),
+    ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), BAD_MOE)
+def test_bad_fields_of_experts_are_named(kind: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(raw_config(kind, **fields))
+
+
+def test_which_layers_are_mixtures() -> None:
+    def mixtures(**fields: Any) -> list[int]:
+        parsed = parse_config(raw_config("qwen3_moe", num_hidden_layers=6, **fields))
+        return [i for i in range(6) if parsed.is_mixture(i)]
+
+    assert mixtures() == [0, 1, 2, 3, 4, 5]
+    assert mixtures(decoder_sparse_step=2) == [1, 3, 5]
+    assert mixtures(decoder_sparse_step=2, mlp_only_layers=[0, 3, 99]) == [1, 5]
+    assert mixtures(decoder_sparse_step=7) == []
+    assert not parse_config(raw_config("qwen3")).is_mixture(1)
+
+
 OTHER_CLASSES = [
     ("llama", "LlamaForSequenceClassification"),
     ("llama", "LlamaForTokenClassification"),
     ("llama", "LlamaModel"),
+    ("qwen3_moe", "Qwen3ForCausalLM"),
     ("llama", "LlamaForCausalLMEagle"),
     ("llama", "MistralForCausalLM"),
     ("qwen2", "Qwen2ForRewardModel"),
@@ -346,7 +393,8 @@ OTHER_CLASSES = [
 
 @pytest.mark.parametrize(("kind", "name"), OTHER_CLASSES)
 def test_other_classes_are_refused(kind: str, name: str) -> None:
-    own = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind] + "ForCausalLM"
+    own = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}[kind]
+    own += "ForCausalLM"
     with pytest.raises(UnsupportedError, match=f"architectures: .*{kind}.*{own}.*found {name!r}"):
         parse_config(raw_config(kind, architectures=[name]))
     with pytest.raises(UnsupportedError, match="architectures"):
@@ -411,7 +459,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mistral", {"sliding_window": 4096}, ["sliding_window", "4096"]),
     ("mistral", {"sliding_window": ...}, ["sliding_window", "4096"]),
     ("mixtral", {}, ["mixtral", "llama", "qwen2", "qwen3", "mistral"]),
-    ("qwen3_moe", {}, ["qwen3_moe", "qwen3"]),
+    ("gpt_oss", {}, ["gpt_oss", "qwen3"]),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, ["use_sliding_window", "4096"]),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, ["use_sliding_window", "64"]),
     ("", {}, ["''"]),
 ]
 
@@ -482,7 +532,8 @@ NAMES = [
         "rope_parameters",
     ),
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
-    *("layer_types", "architectures", "is_causal"),
+    *("layer_types", "architectures", "is_causal", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "shared_expert_intermediate_size"),
     *("quantization_config", "num_experts", "partial_rotary_factor", *SIZES, *OPTIONAL_SIZES),
     "original_max_position_embeddings",
 ]

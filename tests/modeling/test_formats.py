@@ -179,6 +179,20 @@ def test_the_model_knows_its_bytes():
     assert torch.finfo(FP8).max == FP8_MAX
 
 
+def test_a_mixture_of_experts_knows_its_bytes():
+    """A token reads 8 of 128 experts of each layer."""
+    from minirt import models
+
+    config: ModelConfig = models.preset("Qwen3-30B-A3B").config
+    for quantization, total, read in ((None, 61.06e9, 6.08e9), (Quantization("fp8"), 31.0e9, 3.06e9)):
+        model = Model(config, models.build(config), quantization)
+        model.dtype = torch.bfloat16
+        assert model.num_parameters == config.num_parameters
+        assert model.weight_bytes(torch.bfloat16) == pytest.approx(total, rel=0.01)
+        assert model.decode_read_bytes == model.step_read_bytes(1) == pytest.approx(read, rel=0.02)
+        assert 6.8 * model.step_read_bytes(1) < model.step_read_bytes(32) < model.step_read_bytes(10**4) < total
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_fp8_pages(family, hf_folder):
     """FP8 pages give nearly the logits of the exact cache, take fewer bytes, and do not depend on how prompts are batched."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from minirt.layers import MLP, Attention, Embedding, Head
+from minirt.layers import MLP, Attention, Embedding, Head, MoE
 from minirt.models import ARCHITECTURES, build, parse_config, preset, presets
 from minirt.models.presets import COLUMNS, raw_configs
 
@@ -24,7 +24,15 @@ TINY = {
     "max_position_embeddings": 64,
     "sliding_window": None,
     "rope_theta": 1e4,
+    "num_experts": 0,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 41, "shared_expert_intermediate_size": 43}
+
+
+def tiny(kind: str, **options: Any) -> dict[str, Any]:
+    return TINY | (EXPERTS if kind.endswith("_moe") else {}) | options | {"model_type": kind}
+
+
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -34,6 +42,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("mistral", {}),
+    ("qwen2_moe", {}),
+    ("qwen2_moe", {"mlp_only_layers": [0], "qkv_bias": False}),
+    ("qwen3_moe", {"attention_bias": True}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
 ]
 
 
@@ -43,11 +55,23 @@ def their_model(raw: dict[str, Any]) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
 
 
+def one_by_one(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint for a parameter of transformers, which stacks experts."""
+    prefix, experts, part = name.partition(".experts.")
+    if not experts:
+        return {name: shape}
+    names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+    own = (shape[1] // len(names), shape[2])
+    return {f"{prefix}.experts.{e}.{each}.weight": own for e in range(shape[0]) for each in names}
+
+
 @pytest.mark.parametrize(("kind", "options"), VARIANTS)
 def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, Any]) -> None:
-    raw = TINY | options | {"model_type": kind}
+    raw = tiny(kind, **options)
     model = their_model(dict(raw))
-    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}  # tied weights appear once
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, value in model.named_parameters():  # tied weights appear once
+        wanted |= one_by_one(name, tuple(value.shape))
     found: dict[str, tuple[int, ...]] = {}
     for layer in build(parse_config(raw)):
         for parameter in layer.parameters():
@@ -60,16 +84,17 @@ def test_layers_name_every_tensor_of_transformers(kind: str, options: dict[str, 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_order_and_names_of_layers(kind: str) -> None:
-    layers = build(parse_config(TINY | {"model_type": kind}))
+    layers = build(parse_config(tiny(kind)))
+    mlp, block = ("moe", MoE) if kind.endswith("_moe") else ("mlp", MLP)
     assert [layer.name for layer in layers] == [
         "embedding",
         "layers.0.attention",
-        "layers.0.mlp",
+        f"layers.0.{mlp}",
         "layers.1.attention",
-        "layers.1.mlp",
+        f"layers.1.{mlp}",
         "head",
     ]
-    assert [type(layer) for layer in layers] == [Embedding, Attention, MLP, Attention, MLP, Head]
+    assert [type(layer) for layer in layers] == [Embedding, Attention, block, Attention, block, Head]
 
 
 # From the model cards, in units of 10^9: parameters, and parameters without embeddings if published.
@@ -87,6 +112,9 @@ PUBLISHED = {
     "Qwen3-8B": (8.19, 6.95),
     "Qwen3-14B": (14.77, 13.21),
     "Qwen3-32B": (32.76, 31.21),
+    "Qwen3-30B-A3B": (30.5, 29.9),
+    "Qwen3-Coder-30B-A3B": (30.5, 29.9),
+    "Qwen3-235B-A22B": (235.0, 234.0),
     "Llama-3.1-8B": (8.03, None),
     "Llama-3.1-70B": (70.55, None),
     "Llama-3.2-1B": (1.236, None),
@@ -159,7 +187,7 @@ def test_preset_look_up() -> None:
 
 def test_presets_are_distinct_and_complete() -> None:
     names = [entry.name.lower() for entry in presets()]
-    assert len(set(names)) == len(names) == 34
+    assert len(set(names)) == len(names) == 37
     for name, _, raw in raw_configs():
         assert set(COLUMNS) <= set(raw), name
     assert all(entry.config.dtype == "bfloat16" for entry in presets())

@@ -22,6 +22,7 @@ from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90, gemm_small
 from minirt.kernels.linear.product import Product
+from minirt.kernels.moe import dispatch as moe
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # stack bytes of a thread: the cubin's EIATTR_FRAME_SIZE
@@ -85,7 +86,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
 
     jit.JITFunction.run = warm_up
     launch._INTERPRETER_SMS = 132  # an H200's
-    for module in (gemm_small, gemm, linear, attention, prefill, decode):
+    for module in (gemm_small, gemm, linear, attention, prefill, decode, moe):
         module.capability = lambda device: cc
 
 
@@ -160,6 +161,22 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             attention.paged_attention_decode(q, *rest, query_starts=ints(3), pdl=pdl, **scales)
     if cc == 90:
         wide_items(empty, ints, workspace)
+    experts(empty, cc)
+
+
+def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
+    """Mixtures of experts with the shapes of Qwen3-30B-A3B, for each height of tiles; some with a width that no tile divides."""
+    for many, hidden, inter, steps in ((128, 2048, 768, (1, 40, 200, 1000, 3000)), (60, 2052, 700, (1000,))):
+        gate_up, down = empty(many, 2 * inter, hidden), empty(many, hidden, inter)
+        for T in steps:
+            h, logits = empty(T, hidden), empty(T, many)
+            moe.mixture_residual(h, logits, gate_up, down, h, 8, True, "silu")
+            if cc >= 89:
+                up8, down8 = (torch.empty_like(w, dtype=torch.float8_e4m3fn) for w in (gate_up, down))
+                scales = {"gate_up_scale": empty(many, 2 * inter, like=torch.float32)}
+                scales |= {"down_scale": empty(many, hidden, like=torch.float32)}
+                shared = {"shared": h, "shared_gate": empty(T, 1)}
+                moe.mixture_residual(h, logits, up8, down8, h, 8, False, "gelu", **scales, **shared)
 
 
 def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace) -> None:

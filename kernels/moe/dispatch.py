@@ -1,0 +1,91 @@
+"""`mixture_residual`: the experts of a mixture, for any number of tokens."""
+
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.checks import ACTIVATIONS, check_activations, check_tensor
+from minirt.kernels.launch import capability, require_fp8
+from minirt.kernels.moe import products
+from minirt.kernels.moe.route import route
+from minirt.kernels.quantize import quantize
+from minirt.kernels.regimes import Regime
+
+REGIMES = (Regime("experts", "tokens", 1, variant=products.last_tokens),)
+
+
+def mixture_residual(
+    h: Tensor,
+    logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor,
+    top_k: int,
+    normalize: bool,
+    activation: str,
+    *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    check: bool = True,
+) -> Tensor:
+    """residual + Σ_j w_j · expert_j(h) + sigmoid(shared_gate) · shared → [T, H]; see `reference.route` and `reference.mixture`.
+
+    Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of two or more tokens are
+    quantized, each with its own scale.
+
+    Args:
+        h: [T, H], the normalized activations. residual: [T, H].
+        logits: [T, E], of the router.
+        gate_up: [E, 2I, H], gate rows first. down: [E, H, I].
+        gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights.
+        shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
+    """
+    if check:
+        _check(h, logits, gate_up, down, residual, top_k, activation, gate_up_scale, down_scale, shared, shared_gate)
+    T, H = h.shape
+    out = torch.empty_like(residual)
+    if T == 0:
+        return out
+    routing = route(logits, top_k, normalize, products.block_t(T), check=False)
+    quantized, pairs, dtype, cc = gate_up_scale is not None and T > 1, T * top_k, h.dtype, capability(h.device)
+    x, x_scale = quantize(h, check=False) if quantized else (h, None)
+    first = products.choose_config(T, x.element_size(), True, cc)
+    second = products.choose_config(T, x.element_size(), False, cc)
+    inner = torch.empty(pairs, down.shape[2], dtype=dtype, device=h.device)
+    products.gate_up(x, gate_up, routing, activation, inner, first, gate_up_scale, x_scale)
+    inner, inner_scale = quantize(inner, check=False) if quantized else (inner, None)
+    rows = torch.empty(pairs, H, dtype=dtype, device=h.device)
+    products.down(inner, down, routing, rows, second, down_scale, inner_scale)
+    return products.combine(residual, rows, out, shared, shared_gate)
+
+
+def _check(
+    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, activation: str,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None, shared: Tensor | None, shared_gate: Tensor | None,
+) -> None:  # fmt: skip
+    check_activations("h", h)
+    (T, H), dtype, device = h.shape, h.dtype, h.device
+    check_tensor("logits", logits, (T, None), dtype, device)
+    E = logits.shape[1]
+    if not 1 <= top_k <= E:
+        raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
+    if activation not in ACTIVATIONS:
+        raise InputError("unknown activation", where="activation", expected=" or ".join(ACTIVATIONS), found=activation)
+    if (gate_up_scale is None) != (down_scale is None):
+        raise InputError("both scales belong to FP8 experts", where="gate_up_scale, down_scale", found="one of them")
+    stored = dtype if gate_up_scale is None else torch.float8_e4m3fn
+    check_tensor("down", down, (E, H, None), stored, device)
+    inter = down.shape[2]
+    check_tensor("gate_up", gate_up, (E, 2 * inter, H), stored, device)
+    check_tensor("residual", residual, (T, H), dtype, device)
+    if gate_up_scale is not None and down_scale is not None:
+        require_fp8(device)
+        check_tensor("gate_up_scale", gate_up_scale, (E, 2 * inter), torch.float32, device)
+        check_tensor("down_scale", down_scale, (E, H), torch.float32, device)
+    if (shared is None) != (shared_gate is None):
+        raise InputError("a shared expert has an output and a gate", where="shared, shared_gate", found="one of them")
+    if shared is not None and shared_gate is not None:
+        check_tensor("shared", shared, (T, H), dtype, device)
+        check_tensor("shared_gate", shared_gate, (T, 1), dtype, device)

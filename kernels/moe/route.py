@@ -1,0 +1,158 @@
+"""The router's choice of experts, and the tokens sorted by expert: what the products by expert work through.
+
+Three kernels, all on the device: the choice (one program for each token), the number of tokens of each expert, and the list of
+tiles. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is one token with one of its experts:
+pair t · k + j is token t with its j-th expert.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.checks import check_activations
+
+CASES = [
+    {"T": 1, "E": 5, "k": 2},
+    {"T": 5, "E": 128, "k": 8},
+    {"T": 19, "E": 60, "k": 4},
+    {"T": 37, "E": 3, "k": 3},
+]
+
+_BLOCK = 1024  # pairs that a program reads at a time
+
+
+class Routing(NamedTuple):
+    """What each token's experts are, and which tiles the products by expert compute.
+
+    Attributes:
+        weights: [T, k] in the dtype of the logits.
+        experts: [T, k] int32.
+        order: [T · k] int32, the pairs sorted by expert; those of one expert are in ascending order.
+        tiles: [3, n] int32, see `reference.expert_tiles`. n is the most there can be; unused ones are −1.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    order: Tensor
+    tiles: Tensor
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr, weights_ptr, experts_ptr, E, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of one token: a softmax in fp32, then its TOP_K largest values, the lower expert of equal ones first."""
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK_E)
+    j = tl.arange(0, BLOCK_K)
+    logits = tl.load(logits_ptr + t * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    shares = tl.exp(logits - tl.max(logits, 0))
+    total = tl.sum(shares, 0)
+    shares = tl.div_rn(shares, tl.broadcast(total, shares)[0])
+    # With a NaN, all shares are NaN; the lowest experts are chosen.
+    left = tl.where(e < E, tl.where(total == total, shares, -e.to(tl.float32)), float("-inf"))
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    experts = tl.zeros((BLOCK_K,), tl.int32)
+    for i in tl.static_range(TOP_K):
+        best = tl.min(tl.where(left == tl.max(left, 0), e, BLOCK_E), 0)
+        weights = tl.where(j == i, tl.sum(tl.where(e == best, shares, 0.0), 0), weights)
+        experts = tl.where(j == i, best, experts)
+        left = tl.where(e == best, float("-inf"), left)
+    if NORMALIZE:
+        weights = tl.div_rn(weights, tl.broadcast(tl.sum(weights, 0), weights)[0])
+    at = t * TOP_K + j
+    tl.store(weights_ptr + at, weights.to(weights_ptr.dtype.element_ty), mask=j < TOP_K)
+    tl.store(experts_ptr + at, experts, mask=j < TOP_K)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr):
+    """Count the pairs of one expert."""
+    e = tl.program_id(0)
+    count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        count += (tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == e).to(tl.int32)
+    tl.store(counts_ptr + e, tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "most"])
+def _place_kernel(
+    experts_ptr, counts_ptr, order_ptr, tiles_ptr, pairs, most, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the pairs and the tiles of one expert behind those of lower experts. Program 0 marks the unused tiles."""
+    e = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    every = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + every, mask=every < E, other=0)
+    tiles = (counts + BLOCK_T - 1) // BLOCK_T
+    first = tl.sum(tl.where(every < e, counts, 0), 0)
+    count = tl.sum(tl.where(every == e, counts, 0), 0)
+    first_tile = tl.sum(tl.where(every < e, tiles, 0), 0)
+    own_tiles = (count + BLOCK_T - 1) // BLOCK_T
+    for start in range(0, own_tiles, BLOCK):
+        i = start + lane
+        inside = i < own_tiles
+        at = tiles_ptr + first_tile + i
+        tl.store(at, tl.zeros((BLOCK,), tl.int32) + e, mask=inside)
+        tl.store(at + most, first + i * BLOCK_T, mask=inside)
+        tl.store(at + 2 * most, tl.zeros((BLOCK,), tl.int32) + first + count, mask=inside)
+    if e == 0:
+        for start in range(tl.sum(tiles, 0), most, BLOCK):
+            i = start + lane
+            for row in tl.static_range(3):
+                tl.store(tiles_ptr + row * most + i, tl.full((BLOCK,), -1, tl.int32), mask=i < most)
+    place = first
+    for start in range(0, pairs, BLOCK):
+        pair = start + lane
+        own = (tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == e).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(own, 0) - 1, pair, mask=own == 1)
+        place += tl.sum(own, 0)
+
+
+def most_tiles(pairs: int, num_experts: int, block_t: int) -> int:
+    """The most tiles of `block_t` rows that so many pairs can have, each tile of one expert."""
+    touched = min(pairs, num_experts)
+    return (pairs + touched * (block_t - 1)) // block_t
+
+
+def route(logits: Tensor, top_k: int, normalize: bool, block_t: int, *, check: bool = True) -> Routing:
+    """Choose each token's experts and sort the tokens by expert: logits [T, E] → `Routing`, see `reference.route`.
+
+    Args:
+        top_k: k, the experts of a token.
+        normalize: divide a token's weights by their sum.
+        block_t: rows of a tile.
+    """
+    if check:
+        check_activations("logits", logits)
+        if not 1 <= top_k <= logits.shape[1]:
+            raise InputError("wrong number", where="top_k", expected=f"from 1 to {logits.shape[1]}", found=top_k)
+    (T, E), device = logits.shape, logits.device
+    pairs = T * top_k
+    most = most_tiles(pairs, E, block_t)
+    weights = torch.empty(T, top_k, dtype=logits.dtype, device=device)
+    experts = torch.empty(T, top_k, dtype=torch.int32, device=device)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty(3, most, dtype=torch.int32, device=device)
+    counts = torch.empty(E, dtype=torch.int32, device=device)
+    if T:
+        block_e = triton.next_power_of_2(E)
+        _choose_kernel[(T,)](
+            logits, weights, experts, E, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e,
+            BLOCK_K=triton.next_power_of_2(top_k), num_warps=1 if block_e <= 256 else 4,
+        )  # fmt: skip
+        _count_kernel[(E,)](experts, counts, pairs, BLOCK=_BLOCK)
+        _place_kernel[(E,)](experts, counts, order, tiles, pairs, most, E, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=_BLOCK)
+    return Routing(weights, experts, order, tiles)
+
+
+def cost(T: int, E: int, k: int, itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of the choice and the lists, tiles apart."""
+    return T * (E + k) * itemsize + T * k * 12, T * E * (4 + k)

@@ -1,0 +1,159 @@
+"""`MoE`: the residual layer of a mixture of experts (Shazeer et al. 2017), with a shared expert or without."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minirt.engine.kv_cache import LayerKV
+from minirt.engine.step_input import Batch
+from minirt.errors import ConfigError
+from minirt.kernels import reference
+from minirt.layers.base import Forward, Layer, LinearOp, register, triton_unsupported
+from minirt.modeling.config import ModelConfig
+from minirt.modeling.parameters import NormWeight, PackedExperts, PackedLinear, Part
+
+
+class MoE(Layer):
+    """x + Σ_j w_j · expert_j(norm(x)) over the k experts that the router chooses for a token, x [T, H], or [R, H] after `Select`.
+
+    An expert is a gated MLP without biases. The sizes are those of `config.moe`. The router and the gate of the shared expert are
+    never quantized.
+
+    Args:
+        router: checkpoint name of the router's weight [E, H].
+        experts: checkpoint prefix of the experts; their parts are `gate_proj`, `up_proj` and `down_proj`.
+        shared, shared_gate: checkpoint names of an expert that every token uses, and of its gate [1, H]: it adds
+            sigmoid(shared_gate(norm(x))) · shared(norm(x)). None: there is no such expert.
+        fused: the checkpoint has the tensors `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I] of all experts.
+    """
+
+    kind = "moe"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        name: str,
+        norm: str,
+        router: str,
+        experts: str,
+        shared: str | None = None,
+        shared_gate: str | None = None,
+        fused: bool = False,
+    ) -> None:
+        super().__init__(config, name)
+        moe, h = config.moe, config.hidden_size
+        if moe is None:
+            raise ConfigError("the model has no mixtures of experts", where=name)
+        if not (shared is None) == (shared_gate is None) == (moe.shared_intermediate_size == 0):
+            raise ConfigError("shared and shared_gate must be named when, and only when, there is a shared expert", where=name)
+        self.moe = moe
+        self.norm = NormWeight(norm, h)
+        self.router = _unquantized(PackedLinear([Part(router, moe.num_experts)], h))
+        i, many = moe.intermediate_size, moe.num_experts
+        gate_up = [Part("gate_proj", i), Part("up_proj", i)]
+        self.gate_up = PackedExperts(experts, gate_up, h, many, "gate_up_proj" if fused else None)
+        self.down = PackedExperts(experts, [Part("down_proj", h)], i, many, "down_proj" if fused else None)
+        self.shared_gate_up: PackedLinear | None = None
+        self.shared_down: PackedLinear | None = None
+        self.shared_gate: PackedLinear | None = None
+        if shared is not None and shared_gate is not None:
+            i = moe.shared_intermediate_size
+            self.shared_gate_up = PackedLinear([Part(f"{shared}.gate_proj", i), Part(f"{shared}.up_proj", i)], h)
+            self.shared_down = PackedLinear([Part(f"{shared}.down_proj", h)], i)
+            self.shared_gate = _unquantized(PackedLinear([Part(shared_gate, 1)], h))
+
+    def linear_ops(self) -> Sequence[LinearOp]:
+        ops = [LinearOp(self.router)]
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            ops += [LinearOp(self.shared_gate_up, gated=True), LinearOp(self.shared_down)]
+        return ops
+
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
+        """The experts count that `tokens` tokens are expected to use, if every expert is as likely as the others."""
+        touched = expected_experts(self.moe.num_experts, self.moe.experts_per_token, tokens)
+        of_experts = self.gate_up.nbytes(dtype) + self.down.nbytes(dtype)
+        return super().decode_read_bytes(dtype) - of_experts + round(of_experts * touched / self.moe.num_experts)
+
+    def flops(self, rows: int) -> int:
+        one = self.gate_up.num_parameters + self.down.num_parameters
+        return super().flops(rows) + 2 * rows * self.moe.experts_per_token * one // self.moe.num_experts
+
+    def settled(self, x: Tensor) -> Tensor | None:
+        """Rows whose last chosen expert is ahead of the first one not chosen by 3 times the rounding error of eager logits."""
+        k, eps = self.moe.experts_per_token, self.config.rms_norm_eps
+        if k == self.moe.num_experts:
+            return None
+        router, norm = self.router.weight, self.norm.weight
+        exact = reference.linear(reference.rms_norm(x.double(), norm.double(), eps), router.double())
+        rounded = reference.linear(reference.rms_norm(x, norm, eps), router)
+        ordered = exact.sort(-1, descending=True).values
+        return ordered[:, k - 1] - ordered[:, k] > 3 * (rounded.double() - exact).abs().amax(-1)
+
+
+def expected_experts(num_experts: int, experts_per_token: int, tokens: int) -> float:
+    """The expected number of distinct experts that `tokens` tokens use, if each token's are equally likely and independent."""
+    return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
+
+
+def _unquantized(linear: PackedLinear) -> PackedLinear:
+    linear.quantizable = False
+    return linear
+
+
+def _shared(layer: MoE) -> Callable[[Tensor], Tensor] | None:
+    """The eager shared expert, its gate applied: norm(x) [T, H] → [T, H]; None if there is none."""
+    gate_up, down, gate, activation = layer.shared_gate_up, layer.shared_down, layer.shared_gate, layer.config.hidden_act
+    if gate_up is None or down is None or gate is None:
+        return None
+
+    def shared(h: Tensor) -> Tensor:
+        y = reference.gated(reference.linear(h, gate_up.weight, scale=gate_up.scale), activation)
+        y = reference.linear(y, down.weight, scale=down.scale)
+        return reference.linear(h, gate.weight).sigmoid() * y
+
+    return shared
+
+
+@register("moe", "eager")
+def eager(layer: MoE) -> Forward:
+    eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
+    norm, router, shared = layer.norm, layer.router, _shared(layer)
+    (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        h = reference.rms_norm(x, norm.weight, eps)
+        weights, experts = reference.route(reference.linear(h, router.weight), moe.experts_per_token, moe.normalize)
+        y = reference.mixture(h, weights, experts, gate_up, down, activation, gate_up_scale, down_scale)
+        return x + (y if shared is None else y + shared(h))
+
+    return forward
+
+
+@register("moe", "triton", unsupported=triton_unsupported, capturable=True)
+def triton(layer: MoE) -> Forward:
+    """Norm · router · the experts, with the residual. The shared expert and its gate are products like those of `MLP`."""
+    from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
+    from minirt.kernels.moe.dispatch import mixture_residual
+    from minirt.kernels.norm import rms_norm
+
+    eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
+    norm, router, workspace, pdl = layer.norm, layer.router, layer.context.workspace, layer.context.pdl
+    first, last, gate = layer.shared_gate_up, layer.shared_down, layer.shared_gate
+    (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
+
+    def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
+        h = rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
+        logits = norm_linear(h, None, 0.0, router.weight, workspace=workspace, pdl=pdl, check=False)
+        shared = shared_gate = None
+        if first is not None and last is not None and gate is not None:
+            shared = norm_gate_up(h, None, 0.0, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
+            shared = norm_linear(shared, None, 0.0, last.weight, scale=last.scale, workspace=workspace, pdl=pdl, check=False)
+            shared_gate = norm_linear(h, None, 0.0, gate.weight, workspace=workspace, pdl=pdl, check=False)
+        return mixture_residual(
+            h, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, gate_up_scale=gate_up_scale,
+            down_scale=down_scale, shared=shared, shared_gate=shared_gate, check=False,
+        )  # fmt: skip
+
+    return forward

@@ -1,0 +1,22 @@
+"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with a mixture of experts, and an expert that every token uses, instead of the MLP."""
+
+from minirt.modeling.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_config, decoder_layers, moe_config, refuse_any_window
+
+layers = decoder_layers
+
+
+def config(fields: Fields) -> ModelConfig:
+    """`qkv_bias` is the bias of q, k and v, by default true; the output projection has none."""
+    bias = fields.boolean("qkv_bias", default=True)
+    parsed = decoder_config(
+        fields,
+        model_type="qwen2_moe",
+        classes=("Qwen2MoeForCausalLM",),
+        max_positions=32768,
+        kv_heads=16,
+        qkv_bias=bias,
+        moe=moe_config(fields, shared_expert=True),
+    )
+    refuse_any_window(fields)
+    return parsed

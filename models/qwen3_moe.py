@@ -1,0 +1,24 @@
+"""Qwen3-MoE (30B-A3B, 235B-A22B, Coder): Qwen3 with a mixture of experts instead of the MLP in all or some layers."""
+
+from minirt.modeling.config import Fields, ModelConfig
+from minirt.models.decoder import decoder_config, decoder_layers, moe_config, refuse_any_window
+
+layers = decoder_layers
+
+
+def config(fields: Fields) -> ModelConfig:
+    """`attention_bias` adds a bias to all four attention projections. An absent head_dim follows from the hidden size."""
+    bias = fields.boolean("attention_bias", default=False)
+    parsed = decoder_config(
+        fields,
+        model_type="qwen3_moe",
+        classes=("Qwen3MoeForCausalLM",),
+        max_positions=32768,
+        kv_heads=4,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        moe=moe_config(fields),
+    )
+    refuse_any_window(fields)
+    return parsed

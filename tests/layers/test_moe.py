@@ -1,0 +1,367 @@
+"""Mixtures of experts: eager against a loop over single tokens in fp64, Triton against eager, what the layer states of itself."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minirt import models
+from minirt.engine.step_input import Batch
+from minirt.errors import ConfigError
+from minirt.kernels import reference
+from minirt.layers import MoE, implementation, register
+from minirt.layers.moe import expected_experts
+from minirt.loading import checkpoint
+from minirt.modeling.formats import Quantization
+from minirt.modeling.model import Model
+
+SIZES = {
+    "model_type": "qwen2_moe", "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 1, "vocab_size": 61,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 37,
+    "shared_expert_intermediate_size": 29,
+}  # fmt: skip
+NO_BATCH: Any = None  # a mixture of experts does not look at it
+
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+CPU = torch.device("cpu")
+
+
+def mixture(quantization: Quantization | None = None, device: torch.device = CPU, **options: Any) -> MoE:
+    config = models.parse_config(SIZES | options)
+    model = Model(config, models.build(config), quantization)
+    model.allocate(device, torch.float32, 64)
+    model.resolve("eager")
+    checkpoint.randomize(model, 5)
+    return next(layer for layer in model.layers if isinstance(layer, MoE))
+
+
+def values(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def one_by_one(layer: MoE, x: torch.Tensor) -> torch.Tensor:
+    """The definition, token by token in fp64."""
+    moe, eps = layer.moe, layer.config.rms_norm_eps
+    gate_up, down = (weights.stacked[0].double() for weights in (layer.gate_up, layer.down))
+
+    def mlp(h: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        gate, up = first[: len(first) // 2] @ h, first[len(first) // 2 :] @ h
+        return last @ (gate / (1 + (-gate).exp()) * up)
+
+    rows = []
+    for row in x.double():
+        h = row / (row.square().mean() + eps).sqrt() * layer.norm.weight.double()
+        scores = (layer.router.weight.double() @ h).exp()
+        probabilities = (scores / scores.sum()).tolist()
+        chosen = sorted(range(moe.num_experts), key=lambda e: -probabilities[e])[: moe.experts_per_token]
+        whole = sum(probabilities[e] for e in chosen) if moe.normalize else 1.0
+        for e in chosen:
+            row = row + probabilities[e] / whole * mlp(h, gate_up[e], down[e])
+        if layer.shared_gate is not None and layer.shared_gate_up is not None and layer.shared_down is not None:
+            gate = 1 / (1 + (-(layer.shared_gate.weight.double() @ h)).exp())
+            row = row + gate * mlp(h, layer.shared_gate_up.weight.double(), layer.shared_down.weight.double())
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"norm_topk_prob": True}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 11, "norm_topk_prob": True},
+    {"model_type": "qwen3_moe", "norm_topk_prob": True}, {"num_experts": 1, "num_experts_per_tok": 1},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("T", [1, 7])
+def test_eager_is_the_definition(options: dict[str, Any], T: int) -> None:
+    layer = mixture(**options)
+    x = values(T, 48)
+    truth = one_by_one(layer, x)
+    assert (layer(x, NO_BATCH) - truth).norm() < 3e-6 * truth.norm()
+    assert (layer(x, NO_BATCH) - x).norm() > 0.1 * x.norm()
+
+
+def test_no_rows() -> None:
+    assert mixture()(values(0, 48), NO_BATCH).shape == (0, 48)
+
+
+def test_all_tokens_on_the_same_experts() -> None:
+    """The others have no token, and are not read: they hold NaN."""
+    layer = mixture()
+    layer.router.weight.zero_()
+    layer.router.weight[4:7] = 10 * values(1, 48)
+    x = values(1, 48).abs() * values(1, 48).sign() + 0.01 * values(9, 48, seed=2)
+    for weights in (layer.gate_up, layer.down):
+        weights.stacked[0][[0, 1, 2, 3, 7, 8, 9, 10]] = torch.nan
+    out = layer(x, NO_BATCH)
+    assert out.isfinite().all()
+    truth = one_by_one(layer, x)
+    assert (out - truth).norm() < 3e-6 * truth.norm()
+
+
+def test_nan_of_an_expert_stays_with_its_tokens() -> None:
+    layer = mixture()
+    x = values(40, 48)
+    h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
+    _, experts = reference.route(F.linear(h, layer.router.weight), 3, False)
+    layer.down.stacked[0][5] = torch.nan
+    users = (experts == 5).any(1)
+    assert 0 < users.sum() < 40
+    assert torch.equal(layer(x, NO_BATCH).isnan().any(1), users)
+
+
+def test_router_takes_the_lower_of_equal_experts() -> None:
+    logits = torch.zeros(3, 70)
+    logits[1, [69, 8, 31]] = 2.0
+    logits[2, 40:] = -torch.inf
+    weights, experts = reference.route(logits, 4, True)
+    assert experts.tolist() == [[0, 1, 2, 3], [8, 31, 69, 0], [0, 1, 2, 3]]
+    assert weights[0].tolist() == [0.25] * 4
+    assert weights[1, :3].unique().numel() == 1
+    assert weights[1, 3] < weights[1, 2]
+
+
+def test_router_normalizes_in_fp32_and_rounds_last() -> None:
+    logits = values(33, 19).bfloat16()
+    weights, experts = reference.route(logits, 5, True)
+    exact = logits.double().softmax(-1).gather(1, experts)
+    exact /= exact.sum(1, keepdim=True)
+    assert weights.dtype == torch.bfloat16
+    assert (weights - exact).abs().max() <= 2**-9 * exact.max()
+    plain, _ = reference.route(logits, 5, False)
+    assert plain.sum(1).max() < 1
+
+
+def test_a_router_row_with_nan() -> None:
+    logits = values(2, 9)
+    logits[1, 4] = torch.nan
+    weights, experts = reference.route(logits, 3, True)
+    assert weights[0].isfinite().all()
+    assert weights[1].isnan().all()
+    assert experts[1].tolist() == [0, 1, 2]
+
+
+def test_fp8_experts_are_quantized_like_single_linears() -> None:
+    plain, layer = mixture(), mixture(Quantization("fp8"))
+    assert {p.format is None for p in (layer.router, layer.norm, layer.shared_gate)} == {True}
+    for name in ("gate_up", "down"):
+        stacked, (weight, scale) = getattr(plain, name).stacked[0], getattr(layer, name).stacked
+        for part in getattr(layer, name).expected():
+            getattr(layer, name).load(part[0], stacked[int(part[0].split(".")[5])][_rows(part[0], 37)])
+        for e in range(11):
+            expected, expected_scale = reference.quantize_fp8(stacked[e])
+            assert torch.equal(weight[e].view(torch.uint8), expected.view(torch.uint8))
+            assert torch.equal(scale[e], expected_scale)
+
+
+def _rows(name: str, inter: int) -> slice:
+    return {"gate": slice(inter), "up": slice(inter, None), "down": slice(None)}[name.split(".")[6].removesuffix("_proj")]
+
+
+def test_fp8_outputs() -> None:
+    """Near those of the weights that FP8 stands for; in a step of several tokens, each token's activations are quantized."""
+    layer = mixture(Quantization("fp8"))
+    wide = mixture()
+    for name in ("gate_up", "down", "shared_gate_up", "shared_down", "router", "norm", "shared_gate"):
+        held = getattr(layer, name)
+        scale = getattr(held, "scale", None)
+        getattr(wide, name).weight.copy_(held.weight.float() if scale is None else held.weight.float() * scale.unsqueeze(1))
+    x = values(13, 48)
+    truth = one_by_one(wide, x) - x
+    together = layer(x, NO_BATCH) - x
+    alone = torch.cat([layer(row.unsqueeze(0), NO_BATCH) for row in x]) - x
+    assert (alone - truth).norm() < 3e-6 * truth.norm()  # 16- or 32-bit activations
+    assert 1e-3 * truth.norm() < (together - truth).norm() < 0.05 * truth.norm()
+    # A row does not depend on how many tokens its experts have.
+    pair = layer(x[:2], NO_BATCH) - x[:2]
+    assert (pair - together[:2]).norm() < 1e-5 * pair.norm()
+
+
+def test_what_the_layer_states() -> None:
+    layer = mixture()
+    assert layer.residual
+    assert layer.cache_spec is None
+    one = 3 * 48 * 37
+    rest = 4 * (48 + 48 * 11 + 3 * 48 * 29 + 48)
+    assert layer.decode_read_bytes(torch.float32) == 3 * one * 4 + rest
+    assert layer.decode_read_bytes(torch.float32, 10**4) == 11 * one * 4 + rest
+    assert layer.flops(5) == 2 * 5 * (3 * one + 48 * 11 + 3 * 48 * 29)  # the shared expert's gate apart
+    fp8 = mixture(Quantization("fp8"))
+    scales = 4 * (2 * 37 + 48)
+    assert fp8.decode_read_bytes(torch.bfloat16) == 3 * (one + scales) + 2 * (48 + 48 * 11 + 48) + 3 * 48 * 29 + 4 * (58 + 48)
+
+
+def test_expected_experts() -> None:
+    """Against random draws."""
+    generator = torch.Generator().manual_seed(3)
+    for tokens in (1, 4, 100):
+        draws = [torch.rand(tokens, 16, generator=generator).topk(3).indices.unique().numel() for _ in range(300)]
+        assert sum(draws) / 300 == pytest.approx(expected_experts(16, 3, tokens), rel=0.03)
+
+
+def test_a_shared_expert_is_named_if_and_only_if_there_is_one() -> None:
+    config = models.parse_config(SIZES)
+    names = {"name": "m", "norm": "n", "router": "r", "experts": "e"}
+    for extra in ({}, {"shared": "s"}, {"shared_gate": "g"}):
+        with pytest.raises(ConfigError, match="shared and shared_gate"):
+            MoE(config, **names, **extra)
+    dense = models.parse_config({k: v for k, v in SIZES.items() if "expert" not in k} | {"model_type": "qwen2"})
+    with pytest.raises(ConfigError, match="no mixtures of experts"):
+        MoE(dense, **names)
+    with pytest.raises(ConfigError, match="shared and shared_gate"):
+        MoE(models.parse_config(SIZES | {"model_type": "qwen3_moe"}), **names, shared="s", shared_gate="g")
+
+
+def test_an_implementation_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minirt.layers import base
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    seen = []
+
+    @register("moe", "watched")
+    def watched(layer: MoE) -> Any:
+        inner = implementation("moe", "eager").factory(layer)
+
+        def forward(x: torch.Tensor, batch: Batch, kv: None) -> torch.Tensor:
+            seen.append(layer.name)
+            return inner(x, batch, kv)
+
+        return forward
+
+    config = models.parse_config(SIZES | {"num_hidden_layers": 2})
+    model = Model(config, models.build(config))
+    model.allocate(torch.device("cpu"), torch.float32, 64)
+    plan = model.resolve(["eager", "layers.1.moe=watched"])
+    checkpoint.randomize(model)
+    assert [row.implementation for row in plan.rows if row.kind == "moe"] == ["eager", "watched"]
+    model.layers[-2](values(2, 48), NO_BATCH)
+    assert seen == ["layers.1.moe"]
+
+
+@pytest.mark.parametrize("T", [0, 1, 9])
+@pytest.mark.parametrize("quantization", [None, Quantization("fp8")], ids=["plain", "fp8"])
+def test_triton_is_eager(T: int, quantization: Quantization | None) -> None:
+    """In Triton's interpreter, or on a GPU: with a shared expert, sizes that are no multiple of a tile."""
+    layer = mixture(quantization, device=DEVICE)
+    forward = implementation("moe", "triton").factory(layer)
+    x = values(T, 48).to(DEVICE)
+    out, expected = forward(x, NO_BATCH, None), layer(x, NO_BATCH)
+    assert out.shape == x.shape
+    assert (out - expected).norm() <= (1e-2 if quantization and T > 1 else 2e-6) * (expected - x).norm()
+
+
+def test_triton_is_in_the_plan_and_capturable() -> None:
+    config = models.parse_config(SIZES)
+    model = Model(config, models.build(config))
+    model.allocate(DEVICE, torch.float32, 64)
+    plan = model.resolve(["eager", "*.moe=triton"])
+    assert [(row.implementation, row.capturable) for row in plan.rows if row.kind == "moe"] == [("triton", True)]
+
+
+def test_compare_with_triton(hf_folder: Any) -> None:
+    """`minirt compare` measures the layer like any other: errors, bytes of the experts that are read, operations."""
+    from minirt import Generator
+    from minirt.bench.compare import layers as compare
+
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    folder = hf_folder("Qwen3Moe", seed=3, **sizes)
+    with Generator.from_pretrained(folder, device="cpu", impl=["eager", "*.moe=triton"], kv_cache_memory=1 << 22) as generator:
+        model = generator.model
+        places = compare.places(model)
+        place = next(place for place in places if place.layer.kind == "moe")
+        tokens = [(7 * i * i + 3) % 211 for i in range(27)]
+        steps = compare.prefill(model, places, tokens[:9]), compare.decode(model, places, [tokens[9:14]] * 3)
+        for step, rows in zip(steps, (1, 3), strict=True):
+            found = compare.compare(place, step)
+            assert found.faults == []
+            assert 0 < found.found["added"].relative < 1e-5
+            work = compare.work(place, step)
+            assert work.flops == place.layer.flops(rows)
+            assert work.bytes == place.layer.decode_read_bytes(torch.float32, rows) + 2 * rows * 64 * 4
+
+
+def test_rows_with_a_near_tie_are_not_settled() -> None:
+    """Two experts with equal logits, one of them chosen, the other the first that is not."""
+    layer = mixture(num_experts_per_tok=2)
+    x = values(50, 48)
+    settled = layer.settled(x)
+    assert settled is not None
+    assert settled.all(), "in fp32 there is no near-tie"
+    layer.router.weight[7] = layer.router.weight[3] * (1 + 1e-8)
+    h = reference.rms_norm(x, layer.norm.weight, layer.config.rms_norm_eps)
+    ranks = F.linear(h, layer.router.weight).argsort(dim=-1, descending=True, stable=True).tolist()
+    border = torch.tensor([rank[1] in (3, 7) and rank[2] in (3, 7) for rank in ranks])
+    assert 0 < border.sum() < 50
+    settled = layer.settled(x)
+    assert settled is not None
+    assert torch.equal(settled, ~border)
+    assert mixture(num_experts_per_tok=11).settled(x) is None
+
+
+def test_compare_leaves_out_near_ties_and_nothing_else(hf_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert chosen otherwise breaks the bound in a settled row only; NaN breaks it everywhere."""
+    from minirt import Generator
+    from minirt.bench.compare import layers as compare
+    from minirt.layers import base
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    wrong: dict[int, float] = {}
+
+    @register("moe", "wrong")
+    def factory(layer: MoE) -> Any:
+        inner = implementation("moe", "eager").factory(layer)
+
+        def forward(x: torch.Tensor, batch: Batch, kv: None) -> torch.Tensor:
+            out = inner(x, batch, kv)
+            for row, value in wrong.items():
+                out[row] += value
+            return out
+
+        return forward
+
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    folder = hf_folder("Qwen3Moe", seed=3, **sizes)
+    with Generator.from_pretrained(folder, device="cpu", impl=["eager", "*.moe=wrong"], kv_cache_memory=1 << 22) as generator:
+        model = generator.model
+        places = compare.places(model)
+        place = next(place for place in places if place.layer.kind == "moe")
+        step = compare.decode(model, places, [[5, 6, n] for n in (7, 8, 9)])
+        monkeypatch.setattr(MoE, "settled", lambda self, x: torch.tensor([True, False, True]))
+        for planted, fault in (({}, ""), ({1: 1.0}, ""), ({2: 1.0}, "relative error"), ({1: torch.nan}, "not finite")):
+            wrong.clear()
+            wrong.update(planted)
+            faults = compare.compare(place, step).faults
+            assert bool(faults) == bool(fault)
+            assert fault in " ".join(faults)
+        monkeypatch.setattr(MoE, "settled", lambda self, x: torch.zeros(3, dtype=torch.bool))
+        wrong.clear()
+        assert compare.compare(place, step).found == {}
+
+
+def test_random_weights_route_about_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks with random weights read about as many experts as `expected_experts` says, in every layer."""
+    from minirt.engine.kv_cache import KVCache
+    from minirt.engine.step_input import Chunk
+
+    chosen: list[torch.Tensor] = []
+    route = reference.route
+
+    def watched(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, experts = route(logits, top_k, normalize)
+        chosen.append(experts)
+        return weights, experts
+
+    monkeypatch.setattr(reference, "route", watched)
+    sizes = {"model_type": "qwen3_moe", "hidden_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
+    sizes |= {"num_hidden_layers": 12, "vocab_size": 997}
+    config = models.parse_config(SIZES | sizes)
+    model = Model(config, models.build(config))
+    model.allocate(CPU, torch.float32, 256)
+    model.resolve("eager")
+    checkpoint.randomize(model)
+    cache = KVCache(model.cache_specs, 4, model.device, model.kv_dtype)
+    tokens = torch.randint(0, 997, (192,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.inference_mode():
+        model(Batch.build([Chunk(tokens, 0, [0, 1, 2], num_logits=192)], cache.page_size), cache)
+    assert len(chosen) == 12
+    for experts in chosen:
+        touched = [group.unique().numel() for group in experts.split(8)]
+        assert sum(touched) / len(touched) > 0.85 * expected_experts(32, 4, 8)
