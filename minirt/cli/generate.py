@@ -12,6 +12,7 @@ from minirt.cli.options import (
     detail_options,
     encode_prompt,
     load_options,
+    named_by_option,
     open_model,
     prefix_cache_option,
     quiet_option,
@@ -83,7 +84,8 @@ def generate(
         for place, text in zip(places, texts, strict=True):
             with inside(place):
                 inputs.append(encode_prompt(generator, text, chat, params))
-                generator.check(inputs[-1], params)  # check all prompts before any text is printed
+                with named_by_option():
+                    generator.check(inputs[-1], params)  # check all prompts before any text is printed
         for place, text, tokens in zip(places, texts, inputs, strict=True):
             with inside(place):
                 for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)

@@ -252,6 +252,18 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
         raise error.at(flag) from error
 
 
+@contextmanager
+def named_by_option() -> Iterator[None]:
+    """Context in which an error of a sampling field names the option of the running command that sets the field."""
+    try:
+        yield
+    except InputError as error:
+        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
+        if any(flag in parameter.opts for parameter in click.get_current_context().command.params):
+            raise error.at(flag) from error
+        raise
+
+
 def model_name(options: dict[str, Any], quiet: bool = False) -> str:
     """The value of --model, else the embedded model. A note on stderr says so unless `quiet`."""
     if options["model"] is not None:

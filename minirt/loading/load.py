@@ -87,8 +87,8 @@ def choose_formats(
     """
     stored = stored_formats(layers, entries, found.quantization)
     if stored is not None and options.quantization is not None:
-        what, hint = "the checkpoint is quantized already", "leave out --fp8 (quantization=)"
-        raise ConfigError(what, where=found.quantization and found.quantization.where, found=stored.checkpoint, hint=hint)
+        what, hint = "the checkpoint is quantized already", "leave it out (quantization=)"
+        raise ConfigError(what, where="--fp8", found=stored.checkpoint, hint=hint)
     return stored or options.formats
 
 

@@ -136,14 +136,14 @@ def test_options_that_make_no_sense_are_refused(run, folder):
     base = ("generate", "-m", folder, *CACHE, "hello")
     refused(run(*base, "--logprobs", 1), "need --json", code=2)
     refused(run(*base, "--prompt-logprobs", 1), "need --json", code=2)
-    refused(run(*base, "--json", "--logprobs", 21), "--logprobs", "0 to 20")
-    refused(run(*base, "--min-tokens", 5, "--max-tokens", 4), "--min-tokens", "above max_tokens")
-    refused(run(*base, "--no-detokenize", "--stop", "x"), "--stop", "needs the text")
+    refused(run(*base, "--json", "--logprobs", 21), "--logprobs", "0 to 20", code=2)
+    refused(run(*base, "--min-tokens", 5, "--max-tokens", 4), "--min-tokens", "above max_tokens", code=2)
+    refused(run(*base, "--no-detokenize", "--stop", "x"), "--stop", "needs the text", code=2)
     refused(run(*base, "--logit-bias", "3"), "no token id and number", code=2)
-    refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice")
-    refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100")
+    refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice", code=2)
+    refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100", code=2)
     refused(run(*base, "--stop-token-ids", "3,x"), "is not token ids", code=2)
-    refused(run(*base, "--stop-token-ids", "211"), "stop_token_ids", "0 to 210")
+    refused(run(*base, "--stop-token-ids", "211"), "--stop-token-ids", "0 to 210", code=2)
 
 
 def test_json_is_whole_whatever_the_terminal_shows(folder):
@@ -467,10 +467,10 @@ def test_plan_of_quantized_weights(run, hf_folder, tmp_path, monkeypatch):
     assert len(record["notes"]) == 2
     assert record["layers"][1]["formats"] == ["fp8"]
     text = folder / "config.json"
-    refused(run("eval", "fp8", "-m", add_tokenizer(folder), "--device", "cpu", "--text", text), "quantized already")
+    refused(run("eval", "fp8", "-m", add_tokenizer(folder), "--device", "cpu", "--text", text), "quantized already", code=2)
     monkeypatch.setattr("minirt.loading.memory.free_memory", lambda device: 1000)
     assert "Does not fit: " in run("plan", "-m", folder, "--device", "cpu")[1]
-    refused(run("plan", "-m", folder, "--device", "cpu", "--fp8"), "quantized already")
+    refused(run("plan", "-m", folder, "--device", "cpu", "--fp8"), "quantized already", code=2)
 
 
 def test_plan_for_a_gpu_that_is_not_here(run):
