@@ -105,8 +105,7 @@ def quantize_fp8_blocks(x: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def block_rows(N: int, blocks: int) -> int:
-    """g, the rows of a block: the largest power of two up to 128 that splits N rows into so many blocks. There is only one, or
-    all of them make a single block."""
+    """Number of rows in a block of FP8 weights: the largest power of two up to 128 that splits N rows into `blocks` blocks."""
     g = FP8_BLOCK
     while g > 1 and -(-N // g) != blocks:
         g //= 2
