@@ -91,7 +91,7 @@ class Generator:
                 never more than `max_num_seqs` sequences of full length need.
             max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
         """
-        if not isinstance(model, Model):
+        if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
             found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)

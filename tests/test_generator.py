@@ -161,7 +161,7 @@ def test_what_a_generator_and_its_plan_show(folder):
     assert repr(generator).endswith("closed>")
     assert "closed" in generator._repr_html_()
     rows = (PlanRow("<b>", "mlp", "eager", "a\x1b[31m & b", "float32", (), 5, False),)
-    plan = Plan(rows, "cpu", None, "llama", 1)
+    plan = Plan(rows, "cpu", None, model_type="llama", num_parameters=1)
     assert "&lt;b&gt;" in plan.html("<i>")
     assert "<b>" not in plan.html("<i>")
     assert "<i>" not in plan.html("<i>")

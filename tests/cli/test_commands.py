@@ -517,7 +517,7 @@ def test_models(run, monkeypatch):
     presets = {row["name"]: row for row in record["models"]}
     assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
     assert not presets["Qwen3-14B"]["fits"], "FP8 weights need compute capability 8.9"
-    assert len(presets) == len(record["models"]) == 35
+    assert len(presets) == len(record["models"]) == 38
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     record = json.loads(run("models", "--device", "cpu", "--json")[1])

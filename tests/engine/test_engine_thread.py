@@ -4,9 +4,9 @@ Catches outputs that reach another caller, a caller that waits for ever, pages t
 are not in it.
 """
 
-import _thread
 import gc
 import random
+import signal
 import sys
 import threading
 
@@ -244,6 +244,15 @@ def test_an_exception_in_one_command_leaves_the_waiting_requests(thread):
     assert at_rest(it, cache)
 
 
+@pytest.fixture
+def interrupts_are_raised():
+    """As in a program: processes that run tests side by side may ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_are_raised")
 def test_an_interrupt_reaches_the_calling_thread_only(thread):
     """Ctrl-C while the main thread waits: its request is dropped, another thread's goes on in the same steps."""
     it, cache = thread()
@@ -253,7 +262,7 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
         if 33 in batch.seq_lens and not together.is_set():  # the other sequence is never that long
             assert batch.num_seqs == 2
             together.set()
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         return model(batch, cache)
 
     def complete_others():
