@@ -12,7 +12,7 @@ from pathlib import Path
 from minirt.errors import ConfigError
 
 # Number of spins of an idle thread of GCC's OpenMP before it sleeps. GCC's default is 300,000, nominally 3 ms.
-SPIN_COUNT = 10_000
+SPIN_COUNT = 1_000
 
 
 def limit_spinning() -> None:
