@@ -6,7 +6,7 @@ from minirt.modeling.config import ModelConfig
 def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:
     """Count all linear layers for `tokens` tokens, but the last MLP and the LM head only for `rows` of them.
 
-    Of a mixture of experts, the experts that a token uses count.
+    In a mixture of experts, only the experts that a token uses are counted.
     """
     attention = config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     *mlps, last = (config.mlp_weights(i, of_one_token=True) for i in range(config.num_layers))

@@ -68,8 +68,8 @@ def ask_token(
 ):  # fmt: skip
     """Load everything that an item needs of its sequence's new token, without waiting.
 
-    These are both halves of the channels of q, k and v, for each row those of its head; v of the first tiles again, in the layout
-    of the sums; cosines and sines; and, for the rows that write K and V, the token's page.
+    This loads, for each row, both halves of the channels of its head's q, k and v. It also loads v of the first tiles in the
+    layout of the sums, the cosines and sines, and the token's page for the rows that write K and V.
     """
     GROUP: gl.constexpr = NQ // NKV
     HALF: gl.constexpr = D // 2

@@ -263,13 +263,13 @@ class Engine:
             work = self._scheduler.schedule()
             outputs = [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
             while work and (problem := self._start(work)) is not None:
+                while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
+                    outputs += self._collect(self._in_flight.popleft())
                 tokens = sum(len(chunk.tokens) for _, chunk in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
-                    outputs += [self._fail(sequence.id, failure) for sequence, _ in work]
+                    outputs += [self._fail(sequence.id, failure) for sequence, _ in work if sequence.id in self]
                     break
-                while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
-                    outputs += self._collect(self._in_flight.popleft())
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
