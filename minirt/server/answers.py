@@ -4,7 +4,6 @@ For each token of each stream, an event is three joined parts: a constant head, 
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
@@ -36,9 +35,9 @@ class Format:
         """What is before and after the text of a choice, up to its `logprobs`."""
         raise NotImplementedError
 
-    def opening(self, choices: Sequence[Choice]) -> list[bytes]:
-        """Events at the beginning."""
-        return []
+    def opening(self, choice: Choice) -> bytes:
+        """The events before the first text of a choice."""
+        return b""
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         """The `logprobs` of the tokens `start` to `stop` of a choice."""
@@ -63,10 +62,12 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
     tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for _, after in parts]
     continuous, wants_logprobs = request.continuous_usage, form.wants_logprobs
     num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
-    events = form.opening(generation.choices)
+    events: list[bytes] = []
     while True:
         for choice in generation.take():
             index, text = choice.index, choice.text
+            if not choice.begun:
+                events.append(form.opening(choice))
             if choice.finish_reason is None and not wants_logprobs and not continuous:
                 if text:  # else only part of a character, or of what may be a stop string, has come
                     events += heads[index], encode_json(text), tails[index]

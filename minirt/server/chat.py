@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
-from minirt.errors import InputError, TokenizerError
 from minirt.outputs import Completion
 from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
@@ -41,6 +40,7 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     request = decode(front, await exchange.body(front.options.max_body_size), ChatRequest)
     exchange.cancel_on_disconnect()
     front.check_model(request.model)
+    exchange.prompt_field = "messages"
     _check(request)
     if front.options.log_prompts:
         exchange.log["messages"] = request.messages
@@ -119,12 +119,7 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
             messages, limit, add_generation_prompt=adds, continue_final_message=continues, variables=variables
         )
 
-    try:
-        return await front.in_thread(work)
-    except (InputError, TokenizerError) as error:
-        raise type(error)(
-            error.what, where="messages", expected=error.expected, found=error.found, hint=error.hint
-        ) from error
+    return await front.in_thread(work)
 
 
 def plain_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, str]]:
@@ -212,10 +207,9 @@ class _Events(Format):
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"delta":{"content":' % index, b"}"
 
-    def opening(self, choices: Sequence[Choice]) -> list[bytes]:
+    def opening(self, choice: Choice) -> bytes:
         delta = encode_json({"role": "assistant", "content": self._prefix})
-        tail = b',"logprobs":null,"finish_reason":null}]}\n\n'
-        return [self.start + b'{"index":%d,"delta":' % choice.index + delta + tail for choice in choices]
+        return self.start + b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (choice.index, delta)
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         rows = choice.stream.completion.logprobs or []

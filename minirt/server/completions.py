@@ -35,6 +35,7 @@ async def completions(front: Front, exchange: Exchange) -> None:
     request = decode(front, await exchange.body(front.options.max_body_size), CompletionRequest)
     exchange.cancel_on_disconnect()
     front.check_model(request.model)
+    exchange.prompt_field = "prompt"
     prompts = _prompts(request.prompt)
     _check(request, len(prompts))
     if front.options.log_prompts:
@@ -119,9 +120,13 @@ class _Answer:
             return prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(prompt)
 
+    def first_sample(self, index: int) -> Completion:
+        """The first sample of a choice's prompt, which has the prompt's log-probabilities."""
+        return self._call.streams[index - self._call.streams[index].sample].completion
+
     def choice(self, index: int, done: Completion, only_echo: bool) -> dict[str, Any]:
         """A finished choice. `only_echo`: without the generated token."""
-        first = next(own.completion for own in self._call.streams if own.prompt == self._call.streams[index].prompt)
+        first = self.first_sample(index)
         echoed, rows = self.echoed(index), [] if only_echo else list[TokenLogprobs | None](done.logprobs or ())
         scores = first.prompt_logprobs
         tokens = [] if only_echo else done.token_ids
@@ -165,18 +170,16 @@ class _Events(Format):
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"text":' % index, b""
 
-    def opening(self, choices: Sequence[Choice]) -> list[bytes]:
-        events = []
-        for choice in choices if self._answer.request.echo else ():
-            echoed, logprobs = self._answer.echoed(choice.index), None
-            scores = choice.stream.completion.prompt_logprobs
-            if self.wants_logprobs and scores is not None:
-                logprobs = self._answer.logprobs(choice.stream.completion.prompt_token_ids, scores, 0)
-            self._offsets[choice.index] = len(echoed)
-            before, after = self.around_text(choice.index)
-            middle = after + b',"logprobs":' + encode_json(logprobs)
-            events.append(self.start + before + encode_json(echoed) + middle + b',"finish_reason":null}]}\n\n')
-        return events
+    def opening(self, choice: Choice) -> bytes:
+        if not self._answer.request.echo:
+            return b""
+        echoed, logprobs = self._answer.echoed(choice.index), None
+        scores = self._answer.first_sample(choice.index).prompt_logprobs
+        if self.wants_logprobs and scores is not None:
+            logprobs = self._answer.logprobs(choice.stream.completion.prompt_token_ids, scores, 0)
+        self._offsets[choice.index] = len(echoed)
+        fields = (choice.index, encode_json(echoed), encode_json(logprobs))
+        return self.start + b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]}\n\n' % fields
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         done = choice.stream.completion

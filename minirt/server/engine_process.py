@@ -9,11 +9,12 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from minirt.engine.request import Request, TokenOutput
-from minirt.errors import DeviceFailedError, MinirtError
+from minirt.errors import DeviceFailedError, MinirtError, printable
 from minirt.generator import Generator
 from minirt.loading.load import find
 from minirt.loading.options import LoadOptions
@@ -61,6 +62,7 @@ class _Connection:
 def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
+    warnings.showwarning = lambda message, *_, **__: sys.stderr.write(f"minirt: warning: {printable(message)}\n")  # type: ignore
     connection = _Connection(descriptor)
     messages = connection.receive()
     if not messages:

@@ -1,5 +1,6 @@
 """Errors of the HTTP interface, and how every error becomes a status and a body in OpenAI's shape."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -34,6 +35,13 @@ class HTTPError(MinirtError):
         super().__init__(what, where=param, **details)
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
+    def at(self, where: object) -> "HTTPError":
+        """The same error about another field."""
+        return HTTPError(
+            self.status, self.what, param=None if where is None else str(where), code=self.code, retry_after=self.retry_after,
+            expected=self.expected, found=self.found, hint=self.hint,
+        )  # fmt: skip
+
 
 def bad_field(param: str, what: str, *, expected: object = None, found: object = None, hint: str | None = None) -> HTTPError:
     """400: a field of the request is not acceptable."""
@@ -63,12 +71,16 @@ def status_of(error: MinirtError) -> int:
     return 500
 
 
-def param_of(error: MinirtError) -> str | None:
-    """The field of the request that an error is about."""
+def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
+    """The field of the request that an error is about. `prompt_field`: the one of the prompt, which others do not name."""
     if isinstance(error, HTTPError):
         return error.param
+    if isinstance(error, TokenizerError):
+        return prompt_field
+    if not isinstance(error, InputError):
+        return None
     where = str(error.where or "").rpartition(", ")[2].removeprefix("SamplingParams.")
-    return where if where.replace("_", "").isalnum() and where.isascii() else None
+    return where if re.fullmatch(r"[a-z_]+(\[[0-9]+\])?", where) and not where.startswith("prompts[") else prompt_field
 
 
 def retry_after(error: MinirtError) -> int | None:
@@ -77,7 +89,7 @@ def retry_after(error: MinirtError) -> int | None:
     return 1 if isinstance(error, QueueFullError) else None
 
 
-def error_body(error: MinirtError, param: str | None = None) -> bytes:
+def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:
     """The body of an error's answer: {"error": {"message", "type", "param", "code"}}."""
     status = status_of(error)
     code: str | None = None
@@ -87,6 +99,6 @@ def error_body(error: MinirtError, param: str | None = None) -> bytes:
         code = "context_length_exceeded"
     content = {
         "message": str(error), "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
-        "param": param or param_of(error), "code": code,
+        "param": param_of(error, prompt_field), "code": code,
     }  # fmt: skip
     return msgspec.json.encode({"error": content})

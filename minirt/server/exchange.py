@@ -38,6 +38,7 @@ class Exchange:
         started: `time.perf_counter()` at the beginning.
         log: more fields of the line in the log.
         streaming: whether the answer is a stream of events.
+        prompt_field: the field that errors of the prompt are about.
     """
 
     def __init__(self, scope: Any, receive: Any, send: Any, exchange_id: str, cors: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -48,6 +49,7 @@ class Exchange:
         self.status, self.started = 0, time.perf_counter()
         self.log: dict[str, Any] = {}
         self.streaming = self.disconnected = False
+        self.prompt_field: str | None = None
         self._watch: asyncio.Task | None = None
 
     def header(self, name: bytes) -> bytes | None:
@@ -111,9 +113,9 @@ class Exchange:
         await self._begin(status, [kind, (b"content-length", str(len(body)).encode()), *headers])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def answer_error(self, error: MinirtError, param: str | None = None) -> None:
+    async def answer_error(self, error: MinirtError) -> None:
         """Send an error: as the answer, or as the last event of a stream."""
-        body = error_body(error, param)
+        body = error_body(error, self.prompt_field)
         if self.streaming:
             await self.send_events(b"data: " + body + b"\n\n")
             await self.end_events()

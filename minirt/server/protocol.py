@@ -242,12 +242,32 @@ def structured_outputs(request: Sampling) -> dict[str, Any]:
 
     `response_format` is OpenAI's: text, json_object or json_schema. `structured_outputs` is vLLM's: json, regex, choice, grammar.
     """
-    form = request.response_format
-    if form is not None and form != {"type": "text"}:
-        raise bad_field("response_format", "only text is supported", expected='{"type": "text"}', found=repr(form)[:80])
-    if request.structured_outputs not in (None, {}):
-        raise bad_field("structured_outputs", "is not supported", found=repr(request.structured_outputs)[:80])
-    return {}
+    form, own = request.response_format, request.structured_outputs
+    if form is not None and not isinstance(form, dict):
+        raise bad_field("response_format", "not an object", found=repr(form)[:80])
+    kind = form.get("type") if form else "text"
+    if own in (None, {}):
+        field, own = "response_format", None
+        if kind == "json_object":
+            own = {"json_object": True}
+        elif kind == "json_schema":
+            schema = form.get("json_schema") if form else None
+            if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
+                expected = '{"name": …, "schema": a JSON schema}'
+                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=repr(schema)[:80])
+            own = {"json": schema["schema"]}
+        elif kind != "text":
+            expected = "text, json_object or json_schema"
+            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=repr(kind)[:80])
+    elif kind == "text":
+        field = "structured_outputs"
+    else:
+        raise bad_field("structured_outputs", "excludes response_format", found=repr(own)[:80])
+    if own is None:
+        return {}
+    if "structured_outputs" not in SamplingParams.__dataclass_fields__:
+        raise bad_field(field, "only text is supported", found=repr(own)[:80])
+    return {"structured_outputs": own}
 
 
 def usage(prompt_tokens: Sequence[int], completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

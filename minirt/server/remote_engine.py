@@ -143,7 +143,9 @@ class RemoteEngine(asyncio.Protocol):
         return await answer
 
     async def stop(self) -> None:
-        """Close the connection, so that the process ends. Kill it if it does not."""
+        """Close the connection, so that the process ends. Kill it if it does not, or while it loads the model."""
+        if not self.ready.done() or self.ready.cancelled():
+            self.kill()
         if self._transport is not None:
             self._transport.close()
         if self._process is not None:
@@ -218,8 +220,8 @@ class RemoteEngine(asyncio.Protocol):
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _unforeseen(error: Exception) -> EngineError:
-    own = EngineError(f"the output cannot be processed: {type(error).__name__}: {error}")
+def _unforeseen(error: Exception) -> MinirtError:
+    own = MinirtError(f"the output cannot be processed: {type(error).__name__}: {error}")
     own.__cause__ = error
     return own
 

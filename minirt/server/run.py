@@ -83,7 +83,8 @@ async def _serve(options: ServerOptions, load_options: dict[str, Any], listening
     server = _Server(
         uvicorn.Config(
             App(front), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_CLOSE_SECONDS, proxy_headers=False,
+            log_level="critical", timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_CLOSE_SECONDS, proxy_headers=False,
         )
     )  # fmt: skip
     serving = asyncio.create_task(server.serve(sockets=[listening]))

@@ -38,6 +38,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     request = convert(decode_json(await exchange.body(front.options.max_body_size)), TokenizeRequest)
     exchange.cancel_on_disconnect()
     front.check_model(request.model)
+    exchange.prompt_field = "prompt" if request.messages is None else "messages"
     check_nesting("chat_template_kwargs", request.chat_template_kwargs)
     tokenizer = processor.text()
     if (request.prompt is None) == (request.messages is None):
