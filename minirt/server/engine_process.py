@@ -151,4 +151,6 @@ def _sender(connection: _Connection) -> Callable[[list[TokenOutput]], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # PyTorch takes a second to tear down what the system frees anyway

@@ -156,7 +156,8 @@ def convert(value: dict[str, Any], kind: type[Any_]) -> Any_:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").lstrip(".") or re.search("`(.*)`", what + "``")[1]  # type: ignore[index]
+        missing = re.fullmatch("Object missing required field `(.*)`", what)
+        field = path.rstrip("`").lstrip(".") or (missing[1] if missing else "body")
         raise HTTPError(400, what[:300], param=field[:100]) from None
     except RecursionError:
         raise HTTPError(400, "the body is nested too deeply", param="body") from None

@@ -44,17 +44,20 @@ def test_a_stream_token_by_token():
         reader, _ = await ask(stream(stream_options={"include_usage": True}))
         await engine.until(lambda e: e.requests)
         request = engine.requests[0]
-        assert request.prompt_token_ids == TOKENIZER.encode("Once") and request.sampling.max_tokens == 2000
+        assert request.prompt_token_ids == TOKENIZER.encode("Once")
+        assert request.sampling.max_tokens == 2000
         found = []
         for i, token in enumerate(ids):
             engine.send(TokenOutput(request.id, (token,), "length" if i == len(ids) - 1 else None, num_cached=3))
             if i == 0:
                 head = await reader.readuntil(b"\r\n\r\n")
-                assert b"200 OK" in head and b"text/event-stream" in head
+                assert b"200 OK" in head
+                assert b"text/event-stream" in head
                 body = chunks(reader)
             if i < len(ids) - 1:
                 part = await anext(body)
-                assert part.startswith(b"data: ") and part.endswith(b"\n\n")
+                assert part.startswith(b"data: ")
+                assert part.endswith(b"\n\n")
                 found.append(part)
         found += [part async for part in body]
         found = events(b"".join(found))
@@ -186,7 +189,8 @@ def test_usage_in_every_event():
             await asyncio.sleep(0.01)
         _, _, body = await answer(reader)
         counts = [event["usage"]["completion_tokens"] for event in events(body)[:-1]]
-        assert counts[-1] == 3 and counts == sorted(counts)
+        assert counts[-1] == 3
+        assert counts == sorted(counts)
 
     run(scenario)
 
@@ -227,7 +231,8 @@ def test_an_error_later_is_the_last_event():
             found += part
         assert events(found)[-1]["error"]["message"] == "NaN"
         await engine.until(lambda e: first.id in e.aborted)
-        assert not this.generations and not this.engine._sinks
+        assert not this.generations
+        assert not this.engine._sinks
 
     run(scenario)
 
@@ -323,7 +328,8 @@ def test_the_engine_dies():
         await engine.until(lambda e: len(e.requests) == 2)
         await engine.close()
         status, _, body = await answer(waiting)
-        assert status == 503 and "has ended" in json.loads(body)["error"]["message"]
+        assert status == 503
+        assert "has ended" in json.loads(body)["error"]["message"]
         found = b"".join([part async for part in chunks(begun)])
         assert "has ended" in events(found)[-1]["error"]["message"]
         for data in (stream(), message(b"", "/health", "GET"), message({"prompt": "a"}, "/tokenize")):
@@ -342,7 +348,8 @@ def test_metrics_without_an_answer_of_the_engine(monkeypatch):
         reader, _ = await ask(message(b"", "/metrics", "GET"))
         status, _, body = await answer(reader)
         assert status == 200
-        assert b"vllm:generation_tokens_total" in body and b"num_requests_running" not in body
+        assert b"vllm:generation_tokens_total" in body
+        assert b"num_requests_running" not in body
 
     run(scenario)
 
@@ -351,7 +358,8 @@ def test_request_timeout():
     async def scenario(this, engine, ask):
         reader, _ = await ask(stream(stream=False))
         status, _, body = await answer(reader)
-        assert status == 504 and "too long" in json.loads(body)["error"]["message"]
+        assert status == 504
+        assert "too long" in json.loads(body)["error"]["message"]
         await engine.until(lambda e: e.aborted)
 
     run(scenario, request_timeout=0.1)
@@ -367,16 +375,17 @@ def test_draining_refuses_new_requests_and_ends_running_ones():
             assert (await answer(refused))[0] == 503
         engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), "length"))
         status, _, body = await answer(reader)
-        assert status == 200 and json.loads(body)["choices"][0]["text"] == "a"
+        assert status == 200
+        assert json.loads(body)["choices"][0]["text"] == "a"
 
     run(scenario)
 
 
 @pytest.mark.parametrize(("path", "method", "key", "status"), [
     (PATH, "POST", None, 401), (PATH, "POST", "Bearer wrong", 401), (PATH, "POST", "Bearer one", 400),
-    (PATH, "POST", "bearer two", 400), (PATH, "POST", "one", 401), (PATH, "POST", "Bearer ", 401), ("/v1/models", "GET", None, 401),
-    ("/nothing", "GET", None, 401), ("/health", "GET", None, 200), ("/ping", "GET", None, 200), ("/metrics", "GET", None, 401),
-    ("/version", "GET", "Bearer one", 200),
+    (PATH, "POST", "bearer two", 400), (PATH, "POST", "one", 401), (PATH, "POST", "Bearer ", 401),
+    ("/v1/models", "GET", None, 401), ("/nothing", "GET", None, 401), ("/health", "GET", None, 200),
+    ("/ping", "GET", None, 200), ("/metrics", "GET", None, 401), ("/version", "GET", "Bearer one", 200),
 ])  # fmt: skip
 def test_api_keys(path, method, key, status, monkeypatch):
     monkeypatch.setattr("minirt.server.admin._STATS_SECONDS", 0.01)
@@ -410,7 +419,7 @@ def test_several_requests_on_one_connection():
     async def scenario(this, engine, ask):
         reader, writer = await ask(stream(stream=False))
         for i in range(3):
-            await engine.until(lambda e: len(e.requests) > i)
+            await engine.until(lambda e, i=i: len(e.requests) > i)
             engine.send(TokenOutput(engine.requests[i].id, (ROW.token_id,), "length"))
             assert (await answer(reader))[0] == 200
             writer.write(stream(stream=False, seed=i))
@@ -450,7 +459,7 @@ def test_the_log(prompts, capfd):
         for _ in range(2):
             reader, _ = await ask(stream(stream=False, prompt="a secret", separate_reasoning=True, no_stop_trim=False))
             count = len(engine.requests)
-            await engine.until(lambda e: len(e.requests) > count)
+            await engine.until(lambda e, count=count: len(e.requests) > count)
             engine.send(TokenOutput(engine.requests[-1].id, (ROW.token_id,), "length", num_cached=1, queue_time_s=0.25))
             assert (await answer(reader))[0] == 200
 
@@ -464,14 +473,17 @@ def test_the_log(prompts, capfd):
     }.items()  # fmt: skip
     assert ("a secret" in "".join(err)) == prompts
     unknown = [line for line in err if "unknown fields" in line]
-    assert len(unknown) == 1 and "separate_reasoning" in unknown[0] and "no_stop_trim" in unknown[0]
+    assert len(unknown) == 1
+    assert "separate_reasoning" in unknown[0]
+    assert "no_stop_trim" in unknown[0]
 
 
 def test_a_model_without_a_tokenizer():
     async def scenario(this, engine, ask):
         reader, _ = await ask(stream(stream=False))
         status, _, body = await answer(reader)
-        assert status == 400 and json.loads(body)["error"]["param"] == "prompt"
+        assert status == 400
+        assert json.loads(body)["error"]["param"] == "prompt"
         reader, _ = await ask(stream(stream=False, prompt=[1, 2], logprobs=1))
         await engine.until(lambda e: e.requests)
         row = TokenLogprobs(7, -1.0, 1, ((7, -1.0),))

@@ -7,7 +7,21 @@ import pytest
 from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from minirt.errors import ContextLengthError, EngineError, InputError, NumericsError
 from minirt.sampling_params import SamplingParams, resolve
-from minirt.server.wire import TO_ENGINE, TO_FRONT, Abort, AskStats, Failed, Found, Frames, Ready, Start, Stats, Step, Submit, frame
+from minirt.server.wire import (
+    TO_ENGINE,
+    TO_FRONT,
+    Abort,
+    AskStats,
+    Failed,
+    Found,
+    Frames,
+    Ready,
+    Start,
+    Stats,
+    Step,
+    Submit,
+    frame,
+)
 
 SAMPLING = resolve(
     SamplingParams(
@@ -36,7 +50,8 @@ def test_messages_to_the_engine(message):
     found = TO_ENGINE.decode(body)
     assert found == message
     if isinstance(message, Submit):  # the engine uses these as keys and in sets
-        assert type(found.requests[0].eos_token_ids) is tuple and type(found.requests[0].bad_words[0]) is tuple
+        assert type(found.requests[0].eos_token_ids) is tuple
+        assert type(found.requests[0].bad_words[0]) is tuple
         assert found.requests[0].sampling.stop == ("a", "é")
 
 
@@ -57,7 +72,8 @@ def test_messages_to_the_front(message):
 def test_errors_keep_their_class_and_text(error):
     (body,) = bodies(frame(Step([TokenOutput(1, (), "error", error)])))
     found = TO_FRONT.decode(body).outputs[0].error
-    assert type(found) is type(error) and str(found) == str(error)
+    assert type(found) is type(error)
+    assert str(found) == str(error)
     (body,) = bodies(frame(Failed(error)))
     assert str(TO_FRONT.decode(body).error) == str(error)
 

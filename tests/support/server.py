@@ -197,9 +197,9 @@ async def front(folder: Path | None, max_len: int = 4096, **options: object):
         listening.close()
 
 
-async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    """Read a whole answer → status, headers, body."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+async def answer(reader: asyncio.StreamReader, begin: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+    """Read a whole answer → status, headers, body. `begin`: what was read of its head before."""
+    head = (begin + await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
     if headers.get("transfer-encoding") != "chunked":
         return int(head[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
