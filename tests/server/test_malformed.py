@@ -82,7 +82,8 @@ def cases():
                   {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
                   {"role": "user", "content": ["a"]}, {"role": "user", "content": [{"type": "text"}]},
                   {"role": "user", "content": {"type": "text", "text": "a"}},
-                  {"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "user", "content": "word " * 600}):  # fmt: skip
+                  {"role": "assistant", "content": "", "tool_calls": [{}]},
+                  {"role": "user", "content": "word " * 600}):  # fmt: skip
         yield *chats(messages=[wrong]), "messages"
     for name, wrongs in {
         "logprobs": (5, "yes"), "top_logprobs": (3, -1, "a"), "max_completion_tokens": (0, -5, "1", 2), "tools": ([{}], 5),
