@@ -26,7 +26,8 @@ def call(capfd, monkeypatch):
 
 def test_the_options_of_the_command_line(call):
     words = "-q --model m --port 0 --host ::1 --served-model-name a --served-model-name b --api-key k --fp8 --max-num-seqs 9"
-    (code, out, err), (server, load) = call(*words.split(), "--no-prefix-cache", "--drain-timeout", 3, "--request-timeout", 1.5, "--allow-origin", "*")
+    words += " --no-prefix-cache --drain-timeout 3 --request-timeout 1.5 --allow-origin *"
+    (code, out, err), (server, load) = call(*words.split())
     assert (code, out, err) == (0, "", "")
     assert (server.model, server.port, server.host, server.names, server.api_keys) == ("m", 0, "::1", ("a", "b"), ("k",))
     assert (server.drain_timeout, server.request_timeout, server.allowed_origins, server.quiet) == (3, 1.5, ("*",), True)
@@ -47,7 +48,8 @@ def test_a_file_of_options(call, tmp_path):
 
 @pytest.mark.parametrize(("text", "words"), [
     ("prot: 5", ["prot", "no such option"]), ("config: x", ["config"]), ("port: [1]", ["port"]),
-    ("fp8: 1", ["fp8", "true or false"]), ("- 1", ["mapping"]), ("a: [", ["YAML"]), ("port:", ["port"]), ("model: {a: 1}", ["model"]),
+    ("fp8: 1", ["fp8", "true or false"]), ("- 1", ["mapping"]), ("a: [", ["YAML"]), ("port:", ["port"]),
+    ("model: {a: 1}", ["model"]),
 ])  # fmt: skip
 def test_files_of_options_that_are_wrong(call, tmp_path, text, words):
     file = tmp_path / "own.yaml"
