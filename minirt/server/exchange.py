@@ -1,6 +1,7 @@
 """`Exchange`: one HTTP request and its answer, on top of ASGI."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,13 @@ encode_json = msgspec.json.Encoder().encode
 
 class HTTPProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol. It passes the connection on, so that a reader that does not read can be dropped."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # A token must not wait until the client has acknowledged the one before. asyncio sees to it only if the listening socket
+        # names its protocol.
+        if (own := transport.get_extra_info("socket")) is not None and own.family in (socket.AF_INET, socket.AF_INET6):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -415,6 +415,17 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
     run(scenario, max_body_size=1024)
 
 
+def test_tokens_do_not_wait_for_acknowledgements():
+    async def scenario(this, engine, ask):
+        await ask(stream())
+        await engine.until(lambda e: e.requests)
+        (own,) = this.exchanges
+        connection = own._scope["extensions"]["minirt"]["transport"].get_extra_info("socket")
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(scenario)
+
+
 def test_several_requests_on_one_connection():
     async def scenario(this, engine, ask):
         reader, writer = await ask(stream(stream=False))
