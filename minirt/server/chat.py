@@ -13,9 +13,10 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.protocol import Int, Sampling, check_nesting, decode, sampling_params
+from minirt.text.chat_template import ChatOptions
+from minirt.text.messages import MESSAGE_FIELDS, checked_messages
 from minirt.text.tokenizer import Tokenizer
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _NO_TOOLS = "tools are not supported"
 
 
@@ -100,70 +101,33 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
     """The token ids of a request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
     processor, _ = front.check_ready()
     tokenizer = processor.text()
-    messages = plain_messages(request.messages, front)
-    if request.continue_final_message and messages[-1]["role"] != "assistant":
-        raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
+    messages = known_messages(request.messages, front)
     variables = dict(request.chat_template_kwargs or {})
-    unused = [f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)]
-    front.note_unknown(unused)
+    front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
     if request.reasoning_effort is not None:
         if not tokenizer.template_uses("reasoning_effort"):
             raise bad_field("reasoning_effort", "the model's chat template does not use it")
         variables["reasoning_effort"] = request.reasoning_effort
     continues = bool(request.continue_final_message)
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    options = ChatOptions(None, adds, continues, variables)
     limit = processor.limit(None) if request.truncate_prompt_tokens is None else None
-
-    def work() -> list[int]:
-        return tokenizer.encode_chat(
-            messages, limit, add_generation_prompt=adds, continue_final_message=continues, variables=variables
-        )
-
-    return await front.in_thread(work)
+    return await front.in_thread(tokenizer.encode_chat, messages, limit, options)
 
 
-def plain_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, str]]:
-    """Messages as the chat template takes them: a role and a text. Parts of a text are joined."""
-    if not messages:
-        raise bad_field("messages", "is empty", expected="at least one message")
-    plain = []
-    for i, message in enumerate(messages):
-        where, role = f"messages[{i}]", message.get("role")
-        if role not in _ROLES:
-            what = _NO_TOOLS if role in ("tool", "function") else "not an acceptable role"
-            raise bad_field(f"{where}.role", what, expected=", ".join(_ROLES), found=repr(role)[:80])
-        for name in ("tool_calls", "function_call", "audio"):
-            if message.get(name):
-                raise bad_field(f"{where}.{name}", _NO_TOOLS if name != "audio" else "the models read text only")
-        front.note_unknown([f"messages[].{own}" for own in message if own not in _MESSAGE_FIELDS])
-        plain.append({"role": _ROLES[role], "content": _text(message.get("content"), f"{where}.content")})
-    return plain
-
-
-_MESSAGE_FIELDS = {"role", "content", "tool_calls", "function_call", "audio", "refusal"}
-
-
-def _text(content: Any, where: str) -> str:
-    """The text of a message's content: a string, or a list of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        expected = "a string, or a list of text parts"
-        raise bad_field(where, "not an acceptable content", expected=expected, found=repr(content)[:80])
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text") or not isinstance(text, str):
-            what = "the models read text only" if isinstance(kind, str) and kind != "text" else "not an acceptable part"
-            expected = '{"type": "text", "text": a string}'
-            raise bad_field(f"{where}[{i}]", what, expected=expected, found=repr(part)[:80])
-        texts.append(text)
-    return "".join(texts)
+def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
+    """Messages without the fields that nobody knows. "developer" is OpenAI's newer name of the role "system"."""
+    own = []
+    for message in messages:
+        front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
+        own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
+        if own[-1].get("role") == "developer":
+            own[-1]["role"] = "system"
+    return own
 
 
 def _last_content(request: ChatRequest) -> str:
-    return _text(request.messages[-1].get("content"), "messages")
+    return checked_messages(request.messages[-1:])[0]["content"]
 
 
 def _choice(tokenizer: Tokenizer | None, index: int, done: Completion, request: ChatRequest, prefix: str) -> dict[str, Any]:

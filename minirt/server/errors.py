@@ -80,7 +80,8 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
     if not isinstance(error, InputError):
         return None
     where = str(error.where or "").rpartition(", ")[2].removeprefix("SamplingParams.")
-    return where if re.fullmatch(r"[a-z_]+(\[[0-9]+\])?", where) and not where.startswith("prompts[") else prompt_field
+    is_field = re.fullmatch(r"[a-z_]+(\[[0-9]+\])?(\.[a-zA-Z_]+(\[[0-9]+\])?)*", where) and not where.startswith("prompts[")
+    return where if is_field else prompt_field
 
 
 def retry_after(error: MinirtError) -> int | None:
