@@ -17,6 +17,7 @@ from minirt.text.chat_template import ChatOptions
 from minirt.text.messages import MESSAGE_FIELDS, checked_messages
 from minirt.text.tokenizer import Tokenizer
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_TOOLS = "tools are not supported"
 
 
@@ -109,6 +110,8 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
             raise bad_field("reasoning_effort", "the model's chat template does not use it")
         variables["reasoning_effort"] = request.reasoning_effort
     continues = bool(request.continue_final_message)
+    if continues and messages[-1]["role"] != "assistant":
+        raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     options = ChatOptions(None, adds, continues, variables)
     limit = processor.limit(None) if request.truncate_prompt_tokens is None else None
@@ -117,8 +120,13 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
 
 def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
     """Messages without the fields that nobody knows. "developer" is OpenAI's newer name of the role "system"."""
+    if not messages:
+        raise bad_field("messages", "is empty", expected="at least one message")
     own = []
-    for message in messages:
+    for i, message in enumerate(messages):
+        if message.get("role") not in _ROLES:
+            expected, found = ", ".join(_ROLES), repr(message.get("role"))[:80]
+            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
         front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
         own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
         if own[-1].get("role") == "developer":

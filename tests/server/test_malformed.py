@@ -78,7 +78,7 @@ def cases():
         yield *chats(structured_outputs=wrong), "structured_outputs"
     for wrong in (None, [], {}, "hi", 5, [5], ["hi"], [None]):
         yield *chats(messages=wrong), "messages"
-    for wrong in ({}, {"role": "king", "content": "a"}, {"role": 5, "content": "a"}, {"role": "tool", "content": "a"},
+    for wrong in ({}, {"role": "king", "content": "a"}, {"role": 5, "content": "a"}, {"role": "function", "content": "a"},
                   {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 5},
                   {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
                   {"role": "user", "content": ["a"]}, {"role": "user", "content": [{"type": "text"}]},
