@@ -10,7 +10,7 @@ from minirt.device import on_device
 from minirt.engine.kv_cache import PAGE_SIZE, KVCache
 from minirt.engine.runner import Runner
 from minirt.engine.step_input import Chunk
-from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
+from minirt.kernels.attention.limits import KV_SPLIT, MAX_WIDENED_TOKENS
 from minirt.modeling.model import Model
 
 
@@ -33,7 +33,10 @@ def measure_step_bytes(model: Model, *, max_num_seqs: int, max_model_len: int, t
                 model, cache, device, vocab_size=model.config.vocab_size, max_num_seqs=max_num_seqs, max_seq_len=max_model_len,
                 max_num_batched_tokens=tokens, cuda_graphs=cuda_graphs,
             )  # fmt: skip
-            needed = runner.dry_run_bytes(largest_steps(tokens, max_model_len, max_num_seqs))
+            steps = largest_steps(tokens, max_model_len, max_num_seqs)
+            ends = [[chunk.start + len(chunk.tokens) for chunk in chunks] for chunks in steps]
+            model.reserve_splits(max(sum(-(-end // KV_SPLIT) for end in own) for own in ends))
+            needed = runner.dry_run_bytes(steps)
             return torch.cuda.memory_allocated(device) - before - states + needed
         except torch.OutOfMemoryError:
             return None
