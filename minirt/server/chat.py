@@ -49,7 +49,7 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     tokens = await encode_chat(front, request)
     params = sampling_params(
         request, {"max_tokens": "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"},
-        max_tokens=max_tokens(front, request.max_completion_tokens or request.max_tokens, len(tokens)),
+        max_tokens=max_tokens(front, request, len(tokens)),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )  # fmt: skip
     call = await front.prepare([tokens], params, request.priority or 0, request.cache_salt)
@@ -65,11 +65,13 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     await exchange.answer(fields | {"choices": choices, "usage": usage_of(call)})
 
 
-def max_tokens(front: Front, asked: int | None, prompt_tokens: int) -> int:
-    """The most tokens of a completion: those asked for, else all that fit, up to those of generation_config.json."""
+def max_tokens(front: Front, request: ChatRequest, prompt_tokens: int) -> int:
+    """The most tokens of an answer: those asked for, else all that fit, up to those of generation_config.json."""
     _, info = front.check_ready()
-    if asked is not None:
+    if (asked := request.max_completion_tokens or request.max_tokens) is not None:
         return asked
+    if (kept := request.truncate_prompt_tokens) is not None:
+        prompt_tokens = min(prompt_tokens, kept if kept > 0 else info.max_len - 1)
     room, stated = max(1, info.max_len - prompt_tokens), (info.generation_config or {}).get("max_new_tokens")
     return min(room, stated) if type(stated) is int and stated > 0 else room
 

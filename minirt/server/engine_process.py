@@ -118,8 +118,8 @@ class _Server:
 
     def handle(self, message: Submit | Abort | AskStats) -> None:
         match message:
-            case Submit(requests=requests):
-                self._submit(requests)
+            case Submit():
+                self._submit(message.whole())
             case Abort(request_ids=request_ids):
                 self._client.abort(request_ids)
             case AskStats():
