@@ -3,7 +3,8 @@
 python bench/tools/wait_behind_prompt.py [MODEL] [--tokens 120000]     random weights; prints JSON
 
 The abort and the short request arrive after the host has started STEPS chunks of the long prompt, on a GPU. The fewer chunks the
-host queues ahead, the sooner the short request gets its token. Runs with older builds, too, whose engine belongs to the calling thread.
+host queues ahead, the sooner the short request gets its token. Runs with older builds, too, whose engine belongs to the calling
+thread.
 """
 
 import argparse
