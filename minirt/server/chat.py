@@ -175,8 +175,8 @@ def _rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs], count: int
 
 class _Events(Format):
     def __init__(self, fields: dict[str, Any], tokenizer: Tokenizer | None, request: ChatRequest, prefix: str) -> None:
-        super().__init__(fields, bool(request.logprobs))
-        self._tokenizer, self._count, self._prefix = tokenizer, request.top_logprobs or 0, prefix
+        super().__init__(fields, tokenizer, bool(request.logprobs))
+        self._count, self._prefix = request.top_logprobs or 0, prefix
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"delta":{"content":' % index, b"}"
@@ -187,7 +187,7 @@ class _Events(Format):
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         rows = choice.stream.completion.logprobs or []
-        return {"content": _rows(self._tokenizer, rows[start:stop], self._count), "refusal": None}
+        return {"content": _rows(self.tokenizer, rows[start:stop], self._count), "refusal": None}
 
 
 ROUTES = {"POST /v1/chat/completions": chat_completions}

@@ -102,6 +102,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "function_call": ("is replaced by tool_choice", ("none",)),
     "web_search_options": ("there is no web search", ()),
     "verbosity": ("is not supported", ("medium",)),
+    "return_token_ids": ("token ids are not returned", (False,)),
+    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
     "return_hidden_states": ("hidden states are not returned", (False,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), (_GUIDED, ())),
     "guided_whitespace_pattern": (_GUIDED, ()),
