@@ -101,6 +101,12 @@ def cases():
                       b"\x00" * 100,
                       b'{"a": "\\ud800"}'):  # fmt: skip
             yield path, wrong, ("body", "prompt", "messages", "tokens")
+    for levels in range(880, 1000, 7):  # just readable, or just not
+        deep = b"[" * levels + b"]" * levels
+        for name in ("prompt", "messages", "tools", "response_format", "stop", "metadata", "model", "n"):
+            path = CHAT if name in ("messages", "tools", "response_format") else TEXT
+            start = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, '
+            yield path, start + b'"%b": %b}' % (name.encode(), deep), ("body", name)
     for wrong in ({"prompt": 5}, {}, {"prompt": "a", "messages": USER}, {"prompt": ["a"]}):
         yield "/tokenize", wrong, "prompt"
     for wrong in ({"tokens": "a"}, {"tokens": [1.5]}, {"tokens": [-1]}, {"tokens": [10**9]}, {}):
