@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from minirt.engine.request import Request, TokenOutput
@@ -38,7 +37,6 @@ from minirt.server.wire import (
 from minirt.sizes import format_bytes
 
 _READ = 1 << 20
-_COMPILING_THREADS = 4
 
 
 class _Connection:
@@ -112,56 +110,34 @@ def _load(connection: _Connection, start: Start) -> Generator:
 
 
 class _Server:
-    """Carries out the front's messages on a generator's engine.
-
-    Checking a request with a grammar may take long, since it compiles the grammar. Other threads do it, so that nothing else
-    waits.
-    """
+    """Carries out the front's messages on a generator's engine."""
 
     def __init__(self, connection: _Connection, generator: Generator) -> None:
         self._connection, self._thread = connection, generator._engine
         self._client = self._thread.connect(_sender(connection))
-        self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "minirt-check")
-        self._unchecked: set[int] = set()  # requests that are being checked, and were not aborted
-        self._lock = threading.Lock()  # held while requests leave `_unchecked`
 
     def handle(self, message: Submit | Abort | AskStats) -> None:
         match message:
             case Submit():
-                requests = message.whole()
-                with self._lock:
-                    self._unchecked.update(request.id for request in requests)
-                if getattr(requests[0].sampling, "structured_outputs", None) is None:
-                    self._submit(requests)
-                else:
-                    self._compiling.submit(self._submit, requests)
+                self._submit(message.whole())
             case Abort(request_ids=request_ids):
-                with self._lock:
-                    self._unchecked.difference_update(request_ids)
-                    self._client.abort(request_ids)
+                self._client.abort(request_ids)
             case AskStats():
                 self._thread.ask(lambda engine: Stats(engine.stats), self._connection.send)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""
-        error: MinirtError | None = None
         try:
             for request in requests:
                 self._thread.check(request)
-        except MinirtError as own:
-            error = own
-        except Exception as unforeseen:
-            error = MinirtError(f"the request cannot be checked: {type(unforeseen).__name__}: {unforeseen}")
-        try:
-            with self._lock:  # an abort comes before or after this, not in between
-                requests = [request for request in requests if request.id in self._unchecked]
-                self._unchecked.difference_update(request.id for request in requests)
-                if error is None:
-                    self._client.submit(requests)
-        except MinirtError as own:  # the engine has ended
-            error = own
-        if error is not None:
-            self._connection.send(Step([TokenOutput(request.id, (), "error", error) for request in requests]))
+            self._client.submit(requests)
+        except MinirtError as error:
+            self._refuse(requests, error)
+        except Exception as error:
+            self._refuse(requests, MinirtError(f"the request cannot be checked: {type(error).__name__}: {error}"))
+
+    def _refuse(self, requests: Sequence[Request], error: MinirtError) -> None:
+        self._connection.send(Step([TokenOutput(request.id, (), "error", error) for request in requests]))
 
 
 def _sender(connection: _Connection) -> Callable[[list[TokenOutput]], None]:

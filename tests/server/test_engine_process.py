@@ -1,6 +1,5 @@
-"""The engine's process, with a fake connection: refusals, and aborts at any time."""
+"""The engine's process, with a fake connection and engine: what it submits, and what it refuses."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,11 @@ from minirt.server.wire import Abort, Submit
 
 
 class Fake:
-    """A connection, and a generator with its engine's thread and client. `gate`: a check waits for it."""
+    """A connection, and a generator with its engine's thread and client."""
 
     def __init__(self, error=None):
-        self.sent, self.submitted, self.aborted = [], [], []
-        self.error, self.gate, self.entered = error, threading.Event(), threading.Event()
+        self.sent, self.submitted, self.aborted, self.checked = [], [], [], []
+        self.error = error
         self._engine = self
 
     def connect(self, deliver):
@@ -26,41 +25,36 @@ class Fake:
     def send(self, message):
         self.sent += message.outputs
 
-    def check(self, request):
-        self.entered.set()
-        if request.sampling.structured_outputs is not None:
-            self.gate.wait(20)
+    def check(self, request, **options):
+        self.checked.append(request.prompt_token_ids)
         if self.error is not None:
             raise self.error
 
 
-def requests(*ids, slow=False):
-    sampling = SimpleNamespace(**vars(resolve(SamplingParams(), None)))
-    sampling.structured_outputs = "a grammar" if slow else None
-    return [Request(i, [1], sampling) for i in ids]
-
-
-def handle(server, own):
-    """Submit requests as they are, since a fake setting cannot be sent."""
-    server.handle(Submit(own))
+def requests(*ids, group=None):
+    sampling = resolve(SamplingParams(), None)
+    return [Request(i, [1, 2], sampling, group=group) for i in ids]
 
 
 def test_requests_are_checked_and_submitted():
+    """Samples get the prompt of the first one back."""
     fake = Fake()
-    handle(_Server(fake, fake), requests(3, 5))
-    assert [request.id for request in fake.submitted] == [3, 5]
+    server = _Server(fake, fake)
+    server.handle(Submit.of(requests(3, 5, group=3)))
+    server.handle(Abort([5, 9]))
+    assert fake.submitted == requests(3, 5, group=3)
+    assert fake.checked == [[1, 2], [1, 2]]
     assert fake.sent == []
+    assert fake.aborted == [5, 9]
 
 
 @pytest.mark.parametrize("error", [InputError("bad", where="top_k"), ValueError("a fault")])
 def test_a_refused_call_ends_with_an_error(error):
     fake = Fake(error)
-    server = _Server(fake, fake)
-    handle(server, requests(3, 5))
+    _Server(fake, fake).handle(Submit(requests(3, 5)))
     assert fake.submitted == []
     assert [(output.request_id, output.finish_reason) for output in fake.sent] == [(3, "error"), (5, "error")]
     assert str(error) in str(fake.sent[0].error)
-    assert not server._unchecked
 
 
 def test_an_engine_that_has_ended():
@@ -71,21 +65,5 @@ def test_an_engine_that_has_ended():
         raise EngineError("the generator is closed")
 
     server._client.submit = submit
-    handle(server, requests(3))
+    server.handle(Submit(requests(3)))
     assert isinstance(fake.sent[0].error, EngineError)
-
-
-def test_a_slow_check_delays_nobody_and_may_be_aborted():
-    fake = Fake()
-    server = _Server(fake, fake)
-    handle(server, requests(1, 2, slow=True))
-    fake.entered.wait(20)
-    handle(server, requests(7))
-    assert [request.id for request in fake.submitted] == [7]
-    server.handle(Abort([2]))
-    assert fake.aborted == [2]
-    fake.gate.set()
-    server._compiling.shutdown(wait=True)
-    assert [request.id for request in fake.submitted] == [7, 1]
-    assert fake.sent == []
-    assert not server._unchecked

@@ -190,19 +190,13 @@ def test_structured_output(tiny):
     """As soon as the engine has it. Until then it is refused by name."""
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "own", "schema": schema}}
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "temperature": 0}
-    for fields, check in (
-        ({"response_format": form}, lambda text: json.loads(text)["n"] in (1, 2)),
-        ({"response_format": {"type": "json_object"}, "max_tokens": 1}, lambda text: text.startswith("{")),
-        ({"structured_outputs": {"choice": ["yes", "no"]}, "stream": False}, ("yes", "no").__contains__),
-        ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda text: len(text) == 3 and set(text) <= {"a", "b"}),
-    ):
-        status, found = tiny.post("/v1/chat/completions", body | fields)
-        if "structured_outputs" in Fields.__dataclass_fields__:
-            assert status == 200, found
-            assert check(found["choices"][0]["message"]["content"]), found
-        else:
-            assert (status, found["error"]["param"]) == (400, next(iter(fields)))
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": form, "max_tokens": 40}
+    status, found = tiny.post("/v1/chat/completions", body)
+    if "structured_outputs" in Fields.__dataclass_fields__:
+        assert status == 200
+        assert json.loads(found["choices"][0]["message"]["content"])["n"] in (1, 2)
+    else:
+        assert (status, found["error"]["param"]) == (400, "response_format")
 
 
 def test_errors_of_the_client(tiny):
