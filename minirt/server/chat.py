@@ -13,11 +13,15 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.protocol import Int, Sampling, check_nesting, decode, sampling_params
-from minirt.text.chat_template import ChatOptions
-from minirt.text.messages import MESSAGE_FIELDS, checked_messages
+from minirt.text.messages import checked_messages
 from minirt.text.tokenizer import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+# Those that `checked_messages` knows.
+_MESSAGE_FIELDS = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal", "audio",
+    "annotations", "function_call",
+)  # fmt: skip
 _NO_TOOLS = "tools are not supported"
 
 
@@ -115,9 +119,14 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
     if continues and messages[-1]["role"] != "assistant":
         raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    options = ChatOptions(None, adds, continues, variables)
     limit = processor.limit(None) if request.truncate_prompt_tokens is None else None
-    return await front.in_thread(tokenizer.encode_chat, messages, limit, options)
+
+    def work() -> list[int]:
+        return tokenizer.encode_chat(
+            messages, limit, add_generation_prompt=adds, continue_final_message=continues, variables=variables
+        )
+
+    return await front.in_thread(work)
 
 
 def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
@@ -129,8 +138,8 @@ def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dic
         if message.get("role") not in _ROLES:
             expected, found = ", ".join(_ROLES), repr(message.get("role"))[:80]
             raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
-        front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
-        own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
+        front.note_unknown([f"messages[].{name}" for name in message if name not in _MESSAGE_FIELDS])
+        own.append({name: value for name, value in message.items() if name in _MESSAGE_FIELDS})
         if own[-1].get("role") == "developer":
             own[-1]["role"] = "system"
     return own

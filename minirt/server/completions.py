@@ -42,7 +42,7 @@ async def completions(front: Front, exchange: Exchange) -> None:
         exchange.log["prompt"] = request.prompt
     if request.add_special_tokens is False:
         tokenizer = processor.text()
-        prompts = [tokenizer.encode_rendered(own) if isinstance(own, str) else own for own in prompts]
+        prompts = [tokenizer.encode_plain(own) if isinstance(own, str) else own for own in prompts]
     # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
     only_echo = request.max_tokens == 0
     params = sampling_params(

@@ -46,7 +46,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     if request.prompt is None:
         tokens = await encode_chat(front, request)
     elif request.add_special_tokens is False:
-        tokens = await front.in_thread(tokenizer.encode_rendered, request.prompt, info.max_len)
+        tokens = await front.in_thread(tokenizer.encode_plain, request.prompt, info.max_len)
     else:
         tokens = await front.in_thread(tokenizer.encode, request.prompt, info.max_len)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_len, "tokens": tokens}

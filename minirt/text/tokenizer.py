@@ -12,7 +12,7 @@ from typing import Any
 from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, shortened
 from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.backend import Backend
-from minirt.text.chat_template import ChatOptions, ChatTemplate
+from minirt.text.chat_template import ChatTemplate
 from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps
 
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
@@ -106,18 +106,16 @@ class Tokenizer:
         ids = self._encode(text, True, max_tokens)
         return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], max_tokens: int | None = None, options: ChatOptions | None = None
-    ) -> list[int]:
-        """Token ids of `render_chat(messages, options)`. The template writes all special tokens; the tokenizer adds none.
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """As `encode`, without the special tokens that the post-processor adds."""
+        return self._encode(text, False, max_tokens)
+
+    def encode_chat(self, messages: list[dict[str, Any]], max_tokens: int | None = None, **options: Any) -> list[int]:
+        """Token ids of `render_chat(messages, **options)`. The template writes all special tokens; the tokenizer adds none.
 
         The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
         """
-        return self.encode_rendered(self.render_chat(messages, options), max_tokens)
-
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a text that a chat template has rendered. Raises as `encode`."""
-        return self._encode(text, False, max_tokens)
+        return self.encode_plain(self.render_chat(messages, **options), max_tokens)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word without special tokens: as it is, and after a space. Only those that differ."""
@@ -151,13 +149,18 @@ class Tokenizer:
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
 
-    def render_chat(self, messages: list[dict[str, Any]], options: ChatOptions | None = None) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
-        return self._chat_template.render(messages, self._special, options)
+        return self._chat_template.render(messages, self._special, **options)
 
     def template_uses(self, name: str) -> bool:
         """Whether the chat template has a variable of this name, or at least the word."""
         return re.search(rf"\b{re.escape(name)}\b", self._chat_template.source or "") is not None
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the special tokens, which `skip_special_tokens` leaves out."""
+        return frozenset(self._special_texts)
 
     @property
     def tool_template(self) -> str | None:

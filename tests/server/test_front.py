@@ -30,7 +30,7 @@ def stream(**fields):
 
 
 def ids_of(text):
-    return TOKENIZER.encode_rendered(text)
+    return TOKENIZER.encode_plain(text)
 
 
 def texts(found):
