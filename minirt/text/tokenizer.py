@@ -11,7 +11,7 @@ from typing import Any
 from minirt.errors import ConfigError, ContextLengthError, InputError, TokenizerError, printable, shortened
 from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.backend import Backend
-from minirt.text.chat_template import ChatTemplate
+from minirt.text.chat_template import ChatOptions, ChatTemplate
 from minirt.text.tokenizer_file import TokenBound, check, decoder_steps
 
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
@@ -32,6 +32,7 @@ class Tokenizer:
         config, older = _optional(config_path), _optional(folder / "special_tokens_map.json")
         self._backend = Backend(text.encode(), path)
         check(content, self._backend, path)
+        self.response_template: Any = config.get("response_template")  # see `minirt.text.response_template`
         steps = decoder_steps(self._backend, path)
         self._byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
         self._chat_template = ChatTemplate(folder, config)
@@ -102,12 +103,18 @@ class Tokenizer:
         ids = self._encode(text, True, max_tokens)
         return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids
 
-    def encode_chat(self, messages: list[dict[str, str]], max_tokens: int | None = None) -> list[int]:
-        """Token ids of `render_chat(messages)`. The template writes all special tokens; the tokenizer adds none.
+    def encode_chat(
+        self, messages: list[dict[str, Any]], max_tokens: int | None = None, options: ChatOptions | None = None
+    ) -> list[int]:
+        """Token ids of `render_chat(messages, options)`. The template writes all special tokens; the tokenizer adds none.
 
         The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
         """
-        return self._encode(self.render_chat(messages), False, max_tokens)
+        return self.encode_rendered(self.render_chat(messages, options), max_tokens)
+
+    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text that a chat template has rendered. Raises as `encode`."""
+        return self._encode(text, False, max_tokens)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word without special tokens: as it is, and after a space. Only those that differ."""
@@ -128,9 +135,14 @@ class Tokenizer:
         """The text of `ids`. Ids outside the vocabulary (a model's padding) decode to ""."""
         return self._backend.decode(ids, skip_special_tokens)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], options: ChatOptions | None = None) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
-        return self._chat_template.render(messages, self._special)
+        return self._chat_template.render(messages, self._special, options)
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the chat template for conversations with tools, by which their format can be recognised."""
+        return self._chat_template.tool_source
 
 
 def _optional(path: Path) -> dict[str, Any]:
