@@ -7,11 +7,14 @@ import asyncio
 import csv
 import io
 import json
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
-from support.cli import caller, refused
+from support.cli import caller, refused, start
 from support.fake_server import STREAM, Asked, FakeServer, answer, chunk, completion, serve_completions
 
 SMALL = ("-n", 12, "--input-len-range", "3:9", "--output-len-range", "2:6")
@@ -222,12 +225,6 @@ def test_a_lost_process_is_an_error(run, monkeypatch, capfd) -> None:
 
 def test_ctrl_c_ends_the_processes() -> None:
     """They are in sessions of their own, so the terminal does not end them."""
-    import os
-    import signal
-    import time
-
-    from support.cli import start
-
     async def handler(asked: Asked, reader, writer) -> None:
         if asked.path == "/v1/completions" and len(server.asked) > 2:
             await asyncio.sleep(600)
@@ -238,15 +235,13 @@ def test_ctrl_c_ends_the_processes() -> None:
         while len(server.asked) < 2 + 12:
             assert process.poll() is None
             time.sleep(0.01)
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+        children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert len(children) == 2
-    for pid in children:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 def test_it_imports_no_pytorch() -> None:
