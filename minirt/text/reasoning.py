@@ -5,8 +5,17 @@ from minirt.text.reply import ContentDelta, Event, ReasoningDelta, held_length
 OPEN, CLOSE = "<think>", "</think>"
 
 
-def opens_reasoning(prompt: str, opening: str = OPEN, closing: str = CLOSE) -> bool:
-    """Whether a rendered prompt ends inside a reasoning block, which its chat template has opened for the model."""
+def opens_reasoning(prompt: str, continued: str = "", opening: str = OPEN, closing: str = CLOSE) -> bool:
+    """Whether a rendered prompt ends inside a reasoning block.
+
+    Its chat template has opened the block for the model, or the final message has, if the model continues it. Markers elsewhere,
+    such as those in a question about them, do not count.
+
+    Args:
+        continued: the final message, if the model continues it.
+    """
+    if continued.rfind(opening) > continued.rfind(closing):
+        return True
     return prompt.rfind(opening) > prompt.rfind(closing) and prompt.rstrip().endswith(opening)
 
 

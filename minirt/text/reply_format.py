@@ -1,6 +1,6 @@
 """`ReplyFormat`: how a model's answers are read, chosen once for a model; it makes the parser of each answer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from minirt.errors import InputError, UnsupportedError
 from minirt.text.reasoning import CLOSE, OPEN, ReasoningParser, opens_reasoning
 from minirt.text.reply import Parser, ReplyParser
 from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
-from minirt.text.tool_calls import FORMATS, CallListParser, NamedCallParser, detect_format, tool_call_parser
+from minirt.text.tool_calls import FORMATS, MARKERS, CallListParser, NamedCallParser, detect_format, tool_call_parser
 from minirt.text.tools import Tool, chosen
 
 AUTO, NONE, TEMPLATE = "auto", "none", "response_template"
@@ -57,16 +57,21 @@ class ReplyFormat:
                 notes = (f"the response template is not used: {error}",)
         return cls(detect_format(chat_template) if name == AUTO else None if name == NONE else name, reasoning, None, notes)
 
-    @property
-    def needs_special_tokens(self) -> bool:
-        """Whether the text must have its special tokens, which are markers."""
-        return self.response_template is not None or self.tool_calls == "llama3_json"
+    def needs_special_tokens(self, special: Collection[str]) -> bool:
+        """Whether the text must have its special tokens, because some of them are markers.
 
-    def parser(self, prompt: str, tools: Sequence[Tool] = (), tool_choice: object = None) -> Parser:
+        Args:
+            special: the texts of the tokenizer's special tokens (`Tokenizer.special_tokens`).
+        """
+        markers = (MARKERS[self.tool_calls] if self.tool_calls is not None else ()) + ((OPEN, CLOSE) if self.reasoning else ())
+        return self.response_template is not None or any(marker in special for marker in markers)
+
+    def parser(self, prompt: str, tools: Sequence[Tool] = (), tool_choice: object = None, continued: str = "") -> Parser:
         """The parser of one answer.
 
         Args:
             prompt: the rendered prompt, which may have opened a reasoning block.
+            continued: the final message, if the model continues it.
             tool_choice: "none", "auto", "required", or {"type": "function", "function": {"name": …}}; None: "auto" if there are
                 tools. With the last two, the answer (after its reasoning) must follow `tools.call_schema` or the parameters of
                 `tools.chosen`.
@@ -85,4 +90,4 @@ class ReplyFormat:
             calls = tool_call_parser(self.tool_calls, tools) if tools and self.tool_calls is not None else None
         elif choice != "none":
             calls = NamedCallParser(chosen(tools, choice).name)
-        return ReplyParser(ReasoningParser(opens_reasoning(prompt)) if self.reasoning else None, calls)
+        return ReplyParser(ReasoningParser(opens_reasoning(prompt, continued)) if self.reasoning else None, calls)

@@ -140,6 +140,11 @@ class Tokenizer:
         return self._chat_template.render(messages, self._special, options)
 
     @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the special tokens, which `skip_special_tokens` leaves out."""
+        return frozenset(self._special_texts)
+
+    @property
     def tool_template(self) -> str | None:
         """The source of the chat template for conversations with tools, by which their format can be recognised."""
         return self._chat_template.tool_source

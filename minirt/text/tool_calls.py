@@ -539,6 +539,13 @@ FORMATS: dict[str, Callable[..., Parser]] = {
     "qwen3_xml": Qwen3CoderParser,
     "llama3_json": Llama3Parser,
 }
+# What some tokenizers have as special tokens, which a decoder may leave out of the text.
+MARKERS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "qwen3_xml": ("<tool_call>", "</tool_call>"),
+    "llama3_json": ("<|python_tag|>",),
+}
 
 
 def detect_format(template: str | None) -> str | None:

@@ -211,3 +211,4 @@ def test_the_tokenizer_passes_options_on(tmp_path: Path) -> None:
     assert tokenizer.encode_chat(CHAT, None, options) == tokenizer.encode_rendered(text)
     assert tokenizer.tool_template == TEMPLATE
     assert tokenizer.response_template is None
+    assert tokenizer.special_tokens == {"<pad>", "<s>", "</s>"}

@@ -27,12 +27,31 @@ def read(form: ReplyFormat, text: str, prompt: str = "", tools=TOOLS, choice=Non
 
 def test_by_the_chat_template() -> None:
     form = ReplyFormat.choose(HERMES)
-    assert (form.tool_calls, form.reasoning, form.response_template, form.needs_special_tokens) == ("hermes", True, None, False)
+    assert (form.tool_calls, form.reasoning, form.response_template) == ("hermes", True, None)
     assert read(form, f"<think>a</think>b {CALL}") == ("b", "a", [("f", "{}")])
     assert read(form, f"a</think>{CALL}", "x<think>\n") == ("", "a", [("f", "{}")])
     assert ReplyFormat.choose("{{ messages }}") == ReplyFormat.choose(None) == ReplyFormat()
     assert read(ReplyFormat(), f"<think>{CALL}") == (f"<think>{CALL}", "", [])
-    assert ReplyFormat.choose("<|python_tag|>").needs_special_tokens
+
+
+def test_markers_that_a_decoder_would_leave_out() -> None:
+    hermes, llama = ReplyFormat.choose(HERMES), ReplyFormat.choose("<|python_tag|>")
+    assert not hermes.needs_special_tokens({"<|im_end|>", "<|python_tag|>"})
+    assert hermes.needs_special_tokens({"</think>"})
+    assert hermes.needs_special_tokens({"<tool_call>"})
+    assert llama.needs_special_tokens({"<|python_tag|>"})
+    assert not llama.needs_special_tokens({"<tool_call>", "<think>"})
+    assert ReplyFormat.choose(None, SPEC).needs_special_tokens(())
+    assert not ReplyFormat().needs_special_tokens({"<tool_call>", "<think>"})
+
+
+def test_a_continued_message() -> None:
+    form = ReplyFormat.choose(HERMES)
+    prompt = "what is <think>?<bot><think>I think"
+    reply = parse(form.parser(prompt, TOOLS, None, "<think>I think"), " so</think>b")
+    assert (reply.reasoning, reply.content) == ("so", "b")
+    reply = parse(form.parser(prompt, TOOLS, None, "<think>I</think> b"), " c")
+    assert (reply.reasoning, reply.content) == ("", " c")
 
 
 def test_by_name() -> None:
@@ -47,7 +66,6 @@ def test_by_name() -> None:
 
 def test_the_tokenizers_own_declaration_is_preferred() -> None:
     form = ReplyFormat.choose(HERMES, SPEC)
-    assert form.needs_special_tokens
     text = '(a)b CALL{"name": "f", "arguments": {"x": 1}}END'
     assert read(form, text) == ("b", "a", [("f", '{"x": 1}')])
     assert read(form, text[1:], "<bot>(") == ("b", "a", [("f", '{"x": 1}')])
