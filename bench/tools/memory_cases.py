@@ -1,6 +1,8 @@
 """Tests whether models run with default options on a GPU with little free memory. Another process holds the rest.
 
-python bench/tools/memory_cases.py [--cases 23.5:Qwen2.5-7B:bf16 …] [--kv-cache-dtypes auto fp8]     random weights; prints a line of JSON for each case
+python bench/tools/memory_cases.py [--cases 23.5:Qwen2.5-7B:bf16 …] [--kv-cache-dtypes auto fp8]
+
+Random weights; prints a line of JSON for each case.
 
 A case is GB free:model:weights, where weights are bf16 or fp8. Each runs twice: with KV pages in the model's dtype and in FP8.
 The workloads are one prompt of 8,000 tokens, three of 16,000, 64 of 500 with top-p, and the logits of 2,000 tokens, each cut to

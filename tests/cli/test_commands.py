@@ -142,6 +142,8 @@ def test_options_that_make_no_sense_are_refused(run, folder):
     refused(run(*base, "--logit-bias", "3"), "no token id and number", code=2)
     refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice", code=2)
     refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100", code=2)
+    for prompts in (("a",), ("a", "b")):
+        refused(run("generate", "-m", folder, *CACHE, *prompts, "--logit-bias", "211=1"), "minirt: --logit-bias: not a t", code=2)
     refused(run(*base, "--stop-token-ids", "3,x"), "is not token ids", code=2)
     refused(run(*base, "--stop-token-ids", "211"), "--stop-token-ids", "0 to 210", code=2)
 
@@ -481,9 +483,10 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     assert out.count(" triton ") == 59
     assert "CUDA graphs: small steps" in out
     assert "this compute capability only: decode_fp8_sm90, decode_sm90, " in out
-    for line in (r"Memory: 139.4GiB free, estimated for 140.4GiB in all, .* take 125\.\d+GiB \(90%\)",
-                 r"  weights +14.19GiB",
-                 r"  steps .*estimate, at most 8,192 tokens.*", r"  KV cache +1\d\d\.\d+GiB  [0-9,]+ pages, .*", r"Fits\."):  # fmt: skip
+    for line in (
+        r"Memory: 139.4GiB free, estimated for 140.4GiB in all, .* take 125\.\d+GiB \(90%\)", r"  weights +14.19GiB",
+        r"  steps .*estimate, at most 8,192 tokens.*", r"  KV cache +1\d\d\.\d+GiB  [0-9,]+ pages, .*", r"Fits\.",
+    ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     out = run(*base, "--gpu", "24GiB:8.9", "--gpu-memory-utilization", 0.8)[1]
     assert re.search(r"take 18\.\d+GiB \(80%\)", out)
