@@ -97,6 +97,11 @@ def _block(row: Row) -> list[str]:
     return [*lines, "=" * _WIDTH]
 
 
+def shown_rate(row: Row) -> str:
+    """The requested rate of a result: 2.5, 8, inf."""
+    return row["request_rate"] if isinstance(row["request_rate"], str) else f"{row['request_rate']:g}"
+
+
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
@@ -112,7 +117,7 @@ def _ends(name: str) -> Column:
 
 
 _COLUMNS: list[Column] = [
-    ("rate", lambda r: str(r["request_rate"]) + (f", {r['max_concurrency']} at once" if r["max_concurrency"] else "")),
+    ("rate", lambda r: shown_rate(r) + (f", {r['max_concurrency']} at once" if r["max_concurrency"] else "")),
     ("requests/s", lambda r: _number(r["request_throughput"])),
     ("goodput", lambda r: _number(r["request_goodput"])),
     ("output t/s", lambda r: _number(r["output_throughput"], 1)),
