@@ -4,8 +4,8 @@ import functools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minirt.errors import InputError, TokenizerError, shortened
@@ -14,25 +14,6 @@ from minirt.text.messages import checked_messages
 from minirt.text.rendering import Renderer, RenderingError
 
 MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
-# Variables that a template gets from elsewhere, and names that other servers take for something else.
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """How a conversation is rendered.
-
-    Attributes:
-        tools: what the model may call, for the template; see `minirt.text.tools.Tool.value`.
-        add_generation_prompt: end with the header of the assistant's answer.
-        continue_final_message: end within the last message, which the model then continues. Excludes `add_generation_prompt`.
-        template_kwargs: further variables of the template, such as enable_thinking: JSON values.
-    """
-
-    tools: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -55,32 +36,49 @@ class ChatTemplate:
             self.source, self.tool_source = _templates(tokenizer_config.get("chat_template"), self._file)
 
     def render(
-        self, messages: list[dict[str, Any]], special_tokens: Mapping[str, str], options: ChatOptions | None = None
+        self,
+        messages: list[dict[str, Any]],
+        special_tokens: Mapping[str, str],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render `messages` as one text that ends with the assistant's header, unless `options` say otherwise.
+        """Render `messages` as one text.
 
         Args:
             messages: a non-empty list; see `checked_messages`.
             special_tokens: name → text (bos_token, eos_token, …). Templates refer to them by name.
+            tools: what the model may call, for the template; see `minirt.text.tools.Tool.value`.
+            add_generation_prompt: end with the assistant's header.
+            continue_final_message: end with the content of the last message, so that the model continues it. Excludes
+                `add_generation_prompt`.
+            variables: more variables of the template, such as enable_thinking.
         Raises:
             InputError: `messages` is not such a list, or an option is wrong.
             TokenizerError: there is no template, or the template fails, rejects the messages, renders nothing, or takes more
                 time, memory or output than `minirt.text.rendering` allows.
         """
-        options = ChatOptions() if options is None else options
         plain, mark = checked_messages(messages), ""
-        _check_options(options, special_tokens)
-        if options.continue_final_message:
+        if continue_final_message:
+            if add_generation_prompt:
+                hint = "set add_generation_prompt to false"
+                raise InputError("excludes add_generation_prompt", where="continue_final_message", hint=hint)
             mark = f"END{secrets.token_hex(16)}OF_TEXT "  # the space shows whether the template trims
             plain[-1]["content"] += mark
         if self.source is None:
             raise TokenizerError("there is no chat template", where=self._file, hint="use a plain prompt")
-        # The variables that transformers passes.
-        tools = None if options.tools is None else list(options.tools)
-        names: dict[str, Any] = {"messages": plain, "tools": tools, "documents": None, **options.template_kwargs}
-        names["add_generation_prompt"] = options.add_generation_prompt
+        names: dict[str, Any] = {"messages": plain, "tools": None if tools is None else list(tools), "documents": None}
+        names |= {"add_generation_prompt": add_generation_prompt} | dict(special_tokens)  # the variables that transformers passes
+        _check_json("tools", names["tools"])
+        _check_json("chat_template_kwargs", dict(variables))
+        if taken := names.keys() & variables.keys():
+            what = "a variable of the chat template has a fixed meaning"
+            raise InputError(what, where="chat_template_kwargs", found=min(taken))
+        names |= variables
         try:
-            text = (self._tool_renderer if options.tools else self._renderer).render(names | dict(special_tokens))
+            text = (self._tool_renderer if tools else self._renderer).render(names)
         except RenderingError as error:
             hint = "check the order of the roles; else the template is damaged"
             raise TokenizerError(f"the chat template failed: {error}", where=self._file, hint=hint) from error
@@ -90,12 +88,13 @@ class ChatTemplate:
             raise TokenizerError("the chat template rendered nothing", where=self._file, hint="check the roles")
         return text
 
-    def _up_to(self, mark: str, text: str) -> str:
+    @staticmethod
+    def _up_to(mark: str, text: str) -> str:
         """The text before `mark`, without white space before it if the template has removed the space at its end."""
         place = text.rfind(mark.rstrip())
         if place < 0:
-            what = "the chat template does not write the final message, so it cannot be continued"
-            raise TokenizerError(what, where=self._file, hint="leave out continue_final_message")
+            what = "the chat template does not show the last message's content, so it cannot be continued"
+            raise InputError(what, where="continue_final_message")
         before = text[:place]
         return before if text.startswith(mark, place) else before.rstrip()
 
@@ -108,18 +107,11 @@ class ChatTemplate:
         return self._renderer if self.tool_source == self.source else Renderer(self.tool_source or "")
 
 
-def _check_options(options: ChatOptions, special_tokens: Mapping[str, str]) -> None:
-    if options.continue_final_message and options.add_generation_prompt:
-        hint = "set add_generation_prompt to false"
-        raise InputError("excludes add_generation_prompt", where="continue_final_message", hint=hint)
-    for name in options.template_kwargs:
-        if name in _RESERVED or name in special_tokens:
-            raise InputError("is not a variable that a request can set", where=f"chat_template_kwargs.{shortened(name, 40)}")
-    for where, value in (("chat_template_kwargs", dict(options.template_kwargs)), ("tools", options.tools)):
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InputError("not a JSON value", where=where, found=shortened(error, 80)) from error
+def _check_json(where: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError("not a JSON value", where=where, found=shortened(error, 80)) from error
 
 
 def _templates(value: Any, path: Path) -> tuple[str | None, str | None]:
