@@ -65,6 +65,13 @@ def server_version(target: Target) -> str | None:
     return version if isinstance(version, str) else None
 
 
+def vocab_size(target: Target) -> int | None:
+    """What /model_info says, as minirt's does; None if it does not say."""
+    answer = _get(target, "/model_info", required=False)
+    size = answer.get("vocab_size") if isinstance(answer, dict) else None
+    return size if type(size) is int and size > 0 else None
+
+
 def _get(target: Target, path: str, required: bool) -> Any:
     """The JSON at `path`; None if there is none and it is not required."""
 
@@ -87,6 +94,7 @@ def _get(target: Target, path: str, required: bool) -> Any:
             return None
         what = str(error) if isinstance(error, HTTPError) else "the answer is not JSON"
         hint = "is this an OpenAI-compatible server? If it has no list of models, use --model"
+        hint = "wait until the server is ready" if what.startswith("HTTP 503") else hint
         raise MinirtError(what, where=target.base_url + path, hint=hint) from error
 
 

@@ -148,10 +148,10 @@ def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> N
     from minirt.bench.serve.report import ServeReport, context
 
     model = {"id": options["model"]} if options["model"] is not None else run.served_model(target)
-    name, stated = model["id"], model.get("vocab_size")
-    if options["vocab_size"] is None and type(stated) is int and stated > 0:
-        workload = replace(workload, vocab_size=stated)
+    name = model["id"]
     workload = replace(workload, fields={"model": name} | workload.fields)
+    if not workload.text and options["vocab_size"] is None:
+        workload = replace(workload, vocab_size=run.vocab_size(target) or workload.vocab_size)
     progress(_what(workload, name, target))
     run.warm_up(target, workload, options["num_warmups"])
     rows = []

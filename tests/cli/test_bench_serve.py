@@ -53,9 +53,9 @@ def test_the_table_of_one_run(run) -> None:
     assert float(table["CPU headroom (%)"]) <= 100
     assert "12 requests of 3:9 random token ids below 32,000, 2:6 new tokens" in err
     assert server.most <= 3
-    tokens = sum(asked.body["max_tokens"] for asked in server.asked[2:-1])  # without models, warm-up and /version
+    tokens = sum(asked.body["max_tokens"] for asked in server.asked[3:-1])  # without the facts and warm-up
     assert int(table["Total generated tokens"]) == tokens
-    assert [asked.path for asked in server.asked] == ["/v1/models", *["/v1/completions"] * 13, "/version"]
+    assert [asked.path for asked in server.asked] == ["/v1/models", "/model_info", *["/v1/completions"] * 13, "/version"]
 
 
 def test_formats_have_the_fields_of_vllm(run, tmp_path) -> None:
@@ -130,8 +130,8 @@ def test_chat_completions_take_words(run) -> None:
 
 def test_the_vocabulary_that_the_server_states(run) -> None:
     async def handler(asked: Asked, reader, writer) -> None:
-        if asked.path == "/v1/models":
-            writer.write(answer({"data": [{"id": "x", "vocab_size": 5}]}))
+        if asked.path == "/model_info":
+            writer.write(answer({"vocab_size": 5}))
         else:
             await serve_completions(asked, reader, writer)
 
@@ -152,7 +152,8 @@ def test_failed_requests_are_counted_and_shown(run) -> None:
             await serve_completions(asked, reader, writer)
 
     with FakeServer(handler) as server:
-        code, out, err = run("--base-url", server.url, *SMALL, "-m", "x", "--max-concurrency", 1, "-o", "json")
+        sizes = ("--vocab-size", 9, "--max-concurrency", 1)
+        code, out, err = run("--base-url", server.url, *SMALL, "-m", "x", *sizes, "-o", "json")
     assert code == 1
     row = json.loads(out)["results"][0]
     # Warm-up is the first request, so the run has the numbers 2 to 13.
@@ -180,6 +181,8 @@ def test_what_is_no_such_server(run, reply, message) -> None:
 
     with FakeServer(handler) as server:
         refused(run("--base-url", server.url, "-q"), f"{server.url}/v1/models", message, "--model")
+        reply = answer({"error": {"message": "loading"}}, "503 Service Unavailable")
+        refused(run("--base-url", server.url, "-q"), "HTTP 503 Service Unavailable: loading (wait until the server is ready)")
 
 
 def test_a_first_request_that_fails_ends_the_command(run) -> None:
@@ -187,7 +190,7 @@ def test_a_first_request_that_fails_ends_the_command(run) -> None:
         writer.write(answer({"choices": [{"text": "not streamed"}]}))
 
     with FakeServer(handler) as server:
-        found = run("--base-url", server.url, "-m", "x", "-q")
+        found = run("--base-url", server.url, "-m", "x", "-q", "--vocab-size", 9)
         refused(found, "/v1/completions", "no event stream but application/json", "not streamed")
     assert len(server.asked) == 1
     refused(run("--base-url", server.url, "-q"), server.url, "no connection", "refused", "start the server")
@@ -226,14 +229,16 @@ def test_a_lost_process_is_an_error(run, monkeypatch, capfd) -> None:
 def test_ctrl_c_ends_the_processes() -> None:
     """They are in sessions of their own, so the terminal does not end them."""
     async def handler(asked: Asked, reader, writer) -> None:
-        if asked.path == "/v1/completions" and len(server.asked) > 2:
+        if asked.path == "/v1/completions" and len(server.asked) > 3:  # after the facts and warm-up
             await asyncio.sleep(600)
         await serve_completions(asked, reader, writer)
 
     with FakeServer(handler) as server:
         process = start("bench", "serve", "--base-url", server.url, *SMALL, "--processes", 2)
-        while len(server.asked) < 2 + 12:
+        end = time.monotonic() + 60
+        while len(server.asked) < 3 + 12:
             assert process.poll() is None
+            assert time.monotonic() < end
             time.sleep(0.01)
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)

@@ -56,6 +56,8 @@ async def serve_completions(asked: Asked, reader: asyncio.StreamReader, writer: 
         writer.write(answer({"object": "list", "data": [{"id": "fake", "max_model_len": 4096}]}))
     elif asked.path == "/version":
         writer.write(answer({"version": "1.2.3"}))
+    elif asked.method == "GET":
+        writer.write(answer({"detail": "Not Found"}, "404 Not Found"))
     else:
         chat = "messages" in asked.body
         count = asked.body["max_completion_tokens" if chat else "max_tokens"]
