@@ -9,12 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.prepared import prepared
 
 CASES = [{"n": 1}, {"n": 65_537}, {"n": 131_072}, {"n": 200_003}]
 _BLOCK_BYTES = 16_384  # per load: 64 bytes a thread, four vector loads in flight
 _ITERATIONS = 8  # loads per program
 
 
+@prepared
 @triton.jit
 def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
     pid = tl.program_id(0)

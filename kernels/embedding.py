@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"T": 1, "V": 7, "H": 16},
@@ -16,6 +17,7 @@ CASES = [
 _BLOCK_H = 1024
 
 
+@prepared
 @triton.jit
 def _embedding_kernel(tokens_ptr, previous_ptr, table_ptr, out_ptr, H, BLOCK_H: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)

@@ -12,6 +12,7 @@ from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import launch_options, require_fp8
 from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.prepared import prepared
 from minirt.kernels.quantize import quantized_buffers
 
 CASES = [
@@ -23,6 +24,7 @@ CASES = [
 ]
 
 
+@prepared
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr

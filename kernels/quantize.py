@@ -9,6 +9,7 @@ from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, require_fp8, sm_count
 from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.prepared import prepared
 from minirt.kernels.regimes import Regime
 
 CASES = [
@@ -30,6 +31,7 @@ def _token_block(T: int) -> int:
 REGIMES = (Regime("quantize", "tokens", 1, variant=_token_block),)
 
 
+@prepared
 @triton.jit
 def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,

@@ -10,6 +10,7 @@ import triton.language as tl
 from minirt.kernels.attention.operands import KVPages, Prefill, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.launch import sm_count
+from minirt.kernels.prepared import prepared
 
 MAX_TOKENS = 131_072  # of all sequences, rounded up to KV splits; their copies take 0.5 GB with Llama-3.1-8B
 
@@ -19,6 +20,7 @@ CASES = [
 ]
 
 
+@prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _widen_kernel(
     k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, starts_ptr, lens_ptr, wide_k_ptr, wide_v_ptr, wide_tables_ptr, B,

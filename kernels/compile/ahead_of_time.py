@@ -16,6 +16,7 @@ import triton
 from triton import JITFunction
 
 from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn
+from minirt.kernels.prepared import by_triton
 
 _inside: ContextVar[bool] = ContextVar("compile_ahead", default=False)  # each thread has its own value
 
@@ -47,7 +48,7 @@ def compile_ahead(
         if asynchronous is None:
             yield
             return
-        inside = _inside.set(True)
+        inside, own_path = _inside.set(True), by_triton.set(True)
         try:
             with _PATCHES, asynchronous:
                 try:
@@ -61,6 +62,7 @@ def compile_ahead(
                     raise
         finally:
             _inside.reset(inside)
+            by_triton.reset(own_path)
     if not ignore_errors:
         for future in pool.futures:
             future.result()

@@ -8,17 +8,18 @@ less time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minirt.kernels.launch import capability, fit_stages, require_fp8, shared_limit, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.prepared import prepared, tiled
 
 CASES = [
     {"T": 129, "N": 96, "K": 576},
@@ -152,6 +153,7 @@ def _compute_tile(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=valid)
 
 
+@prepared
 @triton.jit(do_not_specialize=["T", "whole"])
 def _gemm_kernel(
     x,
@@ -297,5 +299,5 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     )  # fmt: skip
 
 
-def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Tensor | TensorDescriptor | None:
-    return TensorDescriptor.from_tensor(tensor, tile) if tma and tensor is not None else tensor
+def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Any:
+    return tiled(tensor, *tile) if tma and tensor is not None else tensor

@@ -37,6 +37,7 @@ from minirt.kernels.gluon_sm90 import cta_barrier, tma_descriptor, tma_load, tma
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 
@@ -420,6 +421,7 @@ def _multiply_tiles(
     tma.store_wait(0)
 
 
+@prepared
 @gluon.jit(do_not_specialize=["T", "tiles"])
 def _gemm_sm90_kernel(
     x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
@@ -28,6 +27,7 @@ from minirt.kernels.launch import (
 )
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
+from minirt.kernels.prepared import prepared, tiled
 from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 MAX_TOKENS = 128
@@ -128,6 +128,7 @@ def _store_row_maxima(acc, n, t, N, T, row_maxima_ptr, stride):
     tl.store(row_maxima_ptr + t.to(tl.int64) * stride, packed, mask=t < T)
 
 
+@prepared
 @triton.jit(do_not_specialize=["T"])
 def _gemm_small_kernel(
     x,
@@ -318,8 +319,7 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     tma = c.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     operands = (x, weight)
     if tma:
-        tiles_of = ([block_t, c.block_k], [c.block_n, c.block_k])
-        operands = tuple(TensorDescriptor.from_tensor(a, tile) for a, tile in zip(operands, tiles_of, strict=True))
+        operands = (tiled(x, block_t, c.block_k), tiled(weight, c.block_n, c.block_k))
     _gemm_small_kernel[(tiles * split,)](
         *operands, weight, scale, x_scale, bias, residual, out, sums, counters, values, needed, stride, T, N, K=K,
         ACTIVATION=activation, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,

@@ -20,6 +20,7 @@ from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import launch_options, require_fp8, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
+from minirt.kernels.prepared import prepared
 
 WARP = 32
 
@@ -70,6 +71,7 @@ def _row_results(sums, inverse_rms, scale, bias_ptr, row, valid):
     return result
 
 
+@prepared
 @triton.jit
 def _gemv_kernel(
     x_ptr,

@@ -15,6 +15,7 @@ from torch import Tensor
 from minirt.kernels.launch import fit_stages, shared_limit
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.moe.route import Routing
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40},
@@ -87,6 +88,7 @@ def _accumulate(
     return acc, acc_up
 
 
+@prepared
 @triton.jit(do_not_specialize=["most"])
 def _experts_kernel(
     x_ptr, weight_ptr, out_ptr, order_ptr, tiles_ptr, x_scale_ptr, scale_ptr, pair_weight_ptr, most, N, K: tl.constexpr,
@@ -142,6 +144,7 @@ def _experts_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < N)[None, :])
 
 
+@prepared
 @triton.jit
 def _sum_experts_kernel(
     x_ptr, rows_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr

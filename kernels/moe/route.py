@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"T": 1, "E": 5, "k": 2},
@@ -41,6 +42,7 @@ class Routing(NamedTuple):
     tiles: Tensor
 
 
+@prepared
 @triton.jit
 def _choose_kernel(
     logits_ptr, weights_ptr, experts_ptr, E, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -70,6 +72,7 @@ def _choose_kernel(
     tl.store(experts_ptr + at, experts, mask=j < TOP_K)
 
 
+@prepared
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr):
     """Count the pairs of one expert."""
@@ -81,6 +84,7 @@ def _count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr):
     tl.store(counts_ptr + e, tl.sum(count, 0))
 
 
+@prepared
 @triton.jit(do_not_specialize=["pairs", "most"])
 def _place_kernel(
     experts_ptr, counts_ptr, order_ptr, tiles_ptr, pairs, most, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,

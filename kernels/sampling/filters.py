@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.kernels.prepared import prepared
+
 BLOCK_V = 2048
 _BINS = tl.constexpr(16)
 NUM_SUMS = tl.constexpr(64)  # for each row: 2 filters × (16 bins, then 15 bins and the number of candidates)
@@ -181,6 +183,7 @@ def _bracket(sums_ptr, b, spread, top_k_ptr, top_p_ptr, LEVELS: tl.constexpr, BY
         return lo, hi, target
 
 
+@prepared
 @triton.jit
 def _sum_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, V,
@@ -210,6 +213,7 @@ def _sum_kernel(
             tl.atomic_add(sums_ptr + _BINS - 1, total.to(tl.int64), sem="relaxed")
 
 
+@prepared
 @triton.jit
 def _collect_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V,
@@ -238,6 +242,7 @@ def _mass(key, counted, BY_MASS: tl.constexpr):
     return tl.where(counted, ((-key).to(tl.float32, bitcast=True) * MASS_SCALE).to(tl.int64) if BY_MASS else 1, 0)
 
 
+@prepared
 @triton.jit
 def _select_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V, SPLITS,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, LOWEST, MAX_INT, logit_of, pack, row_block, sortable
 
 MAX_TOP = 20  # tokens that can be listed for each row
@@ -24,6 +25,7 @@ def _token_logit(logits_ptr, tokens_ptr, b, V):
     return tl.load(logits_ptr + b.to(tl.int64) * V + tl.maximum(tl.load(tokens_ptr + b), 0))
 
 
+@prepared
 @triton.jit
 def _parts_kernel(
     logits_ptr, tokens_ptr, wanted_ptr, maxima_ptr, sums_ptr, larger_ptr, candidates_ptr, V, BLOCK: tl.constexpr
@@ -45,6 +47,7 @@ def _parts_kernel(
         packed = tl.where(packed == best, LOWEST, packed)
 
 
+@prepared
 @triton.jit
 def _combine_kernel(
     logits_ptr, tokens_ptr, wanted_ptr, maxima_ptr, sums_ptr, larger_ptr, candidates_ptr, out_ptr, V, SPLITS,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, row_block
 from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Slots
 
@@ -37,6 +38,7 @@ def _penalized(x, count, penalties_ptr, slot):
     return x - tl.where(generated > 0, presence, 0.0)
 
 
+@prepared
 @triton.jit
 def _process_kernel(
     logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, V, WORDS,
@@ -58,6 +60,7 @@ def _process_kernel(
     tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=valid)
 
 
+@prepared
 @triton.jit
 def _bias_kernel(
     logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, ids_ptr, biases_ptr, V, WORDS,
@@ -82,6 +85,7 @@ def _bias_kernel(
         tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=inside)
 
 
+@prepared
 @triton.jit
 def _ban_kernel(
     out_ptr, slots_ptr, step_ptr, meta_ptr, bans_ptr, prefixes_ptr, history_ptr, V, ROOM, PREFIXES, HISTORY_LEN,
@@ -106,6 +110,7 @@ def _ban_kernel(
         tl.store(out_ptr + b.to(tl.int64) * V + v, minus_infinity, mask=banned)
 
 
+@prepared
 @triton.jit
 def _record_kernel(tokens_ptr, slots_ptr, step_ptr, meta_ptr, counts_ptr, history_ptr, V, HISTORY_LEN):
     """Counts a row's token and appends it to the slot's history."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import (
     BLOCK_V,
     LOWEST,
@@ -60,6 +61,7 @@ class Variant(NamedTuple):
 VARIANTS = (Variant(True, False, False, False), *(Variant(False, *flags) for flags in product((False, True), repeat=3)))
 
 
+@prepared
 @triton.jit
 def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
     """Stores the largest logit of each block of each row. CLEAR: also zeroes the sums for the kernels that follow."""
@@ -71,6 +73,7 @@ def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEA
         tl.store(checks_ptr + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
 
 
+@prepared
 @triton.jit
 def _race_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, step_ptr, row_maxima_ptr, races_ptr, checks_ptr,
@@ -115,6 +118,7 @@ def _race_kernel(
     tl.store(races_ptr + b * tl.num_programs(0) + tl.program_id(0), best)
 
 
+@prepared
 @triton.jit
 def _check_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, races_ptr, checks_ptr, V, BLOCK: tl.constexpr,
@@ -140,6 +144,7 @@ def _check_kernel(
         tl.atomic_add(checks_ptr + 2 * b + 1, total, sem="relaxed")
 
 
+@prepared
 @triton.jit
 def _token_kernel(
     temperature_ptr, row_maxima_ptr, races_ptr, out_ptr, SPLITS, stride, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
