@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.launch import cdiv
 from minirt.kernels.prepared import prepared
 
 CASES = [
@@ -48,7 +49,7 @@ def embedding(
     elif check:
         check_tensor("out", out, (T, H), table.dtype, table.device)
     if T:
-        _embedding_kernel[(T, triton.cdiv(H, _BLOCK_H))](tokens, previous, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
+        _embedding_kernel[(T, cdiv(H, _BLOCK_H))](tokens, previous, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
     return out
 
 

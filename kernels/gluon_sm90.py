@@ -21,7 +21,7 @@ CHANNELS = gl.constexpr(64)  # of 16 bits each: the 128 bytes of one TMA swizzle
 
 
 @functools.cache
-def _tile(rows: int, columns: int, itemsize: int) -> Tile:
+def tma_tile(rows: int, columns: int, itemsize: int) -> Tile:
     """Tiles of rows × columns. Cached, because Triton takes microseconds to build a layout and a product needs five."""
     dtype = {1: gl.float8e4nv, 2: gl.float16, 4: gl.float32}[itemsize]  # only the item size matters
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
@@ -30,7 +30,7 @@ def _tile(rows: int, columns: int, itemsize: int) -> Tile:
 
 def tma_descriptor(tensor: Tensor, rows: int, columns: int) -> Tiled:
     """A matrix that a kernel gets as a TMA descriptor, for tiles of rows × columns."""
-    return Tiled(tensor, _tile(rows, columns, tensor.element_size()))
+    return Tiled(tensor, tma_tile(rows, columns, tensor.element_size()))
 
 
 @gluon.jit

@@ -1,16 +1,16 @@
 """`prepared`: kernels whose launches skip most of Triton's host work, which takes longer than a small kernel runs.
 
 Triton's own launch (`JITFunction.run`) finds the compiled kernel from the specialization of all arguments, checks global values
-and hooks, and encodes every TMA descriptor anew. A prepared kernel lets Triton do this once for each specialization. Then it keeps
-the C function that Triton calls, with the arguments that do not change. Later launches compute a cheaper key and call it.
+and hooks, and encodes every TMA descriptor anew. A prepared kernel lets Triton do this once for each specialization. Then it
+keeps the C function that Triton calls, with the arguments that do not change. Later launches compute a cheaper key and call it.
 
 The key distinguishes everything that Triton's specialization does: device, types, dtypes, addresses that are multiples of 16,
 integers that are 1 or multiples of 16, constexprs and launch options. Launches that it does not cover take Triton's own path: an
 integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Global values of a kernel are
 constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
 
-No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected. If
-it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
+No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
+If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
 """
 
 import copy

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import prepared
 
 BLOCK_V = 2048
@@ -32,7 +33,7 @@ class SamplingWorkspace:
 
     def __init__(self, max_batch: int, vocab: int, device: torch.device | str, *, greedy_only: bool = False) -> None:
         self.max_batch, self.vocab, self.greedy_only = max_batch, vocab, greedy_only
-        splits, rows = triton.cdiv(vocab, BLOCK_V), 0 if greedy_only else max_batch
+        splits, rows = cdiv(vocab, BLOCK_V), 0 if greedy_only else max_batch
         self.row_maxima = torch.empty(max_batch, splits, dtype=torch.int64, device=device)
         self.races = torch.empty(rows, splits, dtype=torch.int64, device=device)
         self.sums = torch.empty(rows, NUM_SUMS.value, dtype=torch.int64, device=device)
@@ -292,8 +293,8 @@ def select(
     `rows`: temperature, top_k and top_p, each [B].
     """
     B, V = logits.shape
-    splits = triton.cdiv(V, BLOCK_V)
-    sizes = {"BLOCK": BLOCK_V, "BLOCK_S": triton.next_power_of_2(splits)}
+    splits = cdiv(V, BLOCK_V)
+    sizes = {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
     options = {"ANY_TOP_K": any_top_k, "BY_MASS": by_mass, **sizes}
     found = (w.row_maxima, w.sums, w.checks, w.limits)
     for level in (0, 1):

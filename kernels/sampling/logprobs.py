@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, LOWEST, MAX_INT, logit_of, pack, row_block, sortable
 
@@ -81,7 +82,7 @@ class LogprobsWorkspace:
     """Scratch memory of `token_logprobs` for up to `max_rows` rows of up to `vocab` logits."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device | str) -> None:
-        parts = max_rows * triton.cdiv(vocab, BLOCK_V)
+        parts = max_rows * cdiv(vocab, BLOCK_V)
         self.maxima = torch.empty(parts, dtype=torch.float32, device=device)
         self.sums = torch.empty(parts, dtype=torch.float32, device=device)
         self.larger = torch.empty(parts, dtype=torch.int32, device=device)
@@ -103,7 +104,7 @@ def token_logprobs(
     check_tensor("tokens", tokens, (R,), torch.int64, logits.device)
     check_tensor("wanted", wanted, (R,), torch.int32, logits.device)
     check_tensor("out", out, (R, 2 + 2 * MAX_TOP), torch.int32, logits.device)
-    splits = triton.cdiv(V, BLOCK_V)
+    splits = cdiv(V, BLOCK_V)
     w = workspace or LogprobsWorkspace(R, V, logits.device)
     if w.maxima.numel() < R * splits:
         raise InputError("too small", where="workspace", expected=f"{R * splits} parts", found=w.maxima.numel())
@@ -111,6 +112,6 @@ def token_logprobs(
         return out
     found = (w.maxima, w.sums, w.larger, w.candidates)
     _parts_kernel[(splits, R)](logits, tokens, wanted, *found, V, BLOCK=BLOCK_V)
-    sizes = {"BLOCK_S": triton.next_power_of_2(splits), "BLOCK_C": triton.next_power_of_2(splits * MAX_TOP)}
+    sizes = {"BLOCK_S": next_power_of_2(splits), "BLOCK_C": next_power_of_2(splits * MAX_TOP)}
     _combine_kernel[(R,)](logits, tokens, wanted, *found, out, V, splits, **sizes)
     return out

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.launch import cdiv, next_power_of_2
 from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import (
     BLOCK_V,
@@ -222,8 +223,8 @@ def sample(
     if all_greedy and row_maxima is not None:
         _tokens(temperature, row_maxima, row_maxima, out, True)
         return out
-    w, splits = workspace, triton.cdiv(V, BLOCK_V)
-    grid, sizes = (splits, B), {"BLOCK": BLOCK_V, "BLOCK_S": triton.next_power_of_2(splits)}
+    w, splits = workspace, cdiv(V, BLOCK_V)
+    grid, sizes = (splits, B), {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
     _row_maxima_kernel[grid](logits, w.row_maxima, w.sums, w.checks, V, CLEAR=not all_greedy, BLOCK=BLOCK_V)
     if not all_greedy:
         rows = (temperature, top_k, top_p)
@@ -242,7 +243,7 @@ def sample(
 
 def _tokens(temperature: Tensor, row_maxima: Tensor, races: Tensor, out: Tensor, all_greedy: bool) -> None:
     B, parts = row_maxima.shape
-    block = triton.next_power_of_2(parts)
+    block = next_power_of_2(parts)
     _token_kernel[(1, B)](
         temperature, row_maxima, races, out, parts, row_maxima.stride(0), ALL_GREEDY=all_greedy, BLOCK_S=block,
         num_warps=max(1, min(4, block // 256)),
