@@ -89,7 +89,10 @@ def _product(w, x, acc):
     """acc + w [BLOCK_N, BLOCK_K] · xᵀ, x [BLOCK_T, BLOCK_K]."""
     if w.dtype == tl.float8e4nv:
         # Hopper's tensor cores keep few bits of fp8 sums: after each step in K, the sum is added in fp32.
-        return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
+        if x.dtype == tl.float8e4nv:
+            return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
+        else:
+            return tl.dot(w.to(x.dtype), x.T, acc)
     else:
         return tl.dot(w, x.T, acc, input_precision="ieee")
 
@@ -212,6 +215,10 @@ def _gemm_small_kernel(
         acc *= scale * x_scale
         if ACTIVATION is not None:
             acc_up *= scale_up * x_scale
+    elif scale_ptr is not None:
+        acc *= scale
+        if ACTIVATION is not None:
+            acc_up *= scale_up
     if ACTIVATION is not None:
         acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
@@ -257,8 +264,13 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     return (128 if wide else 64), 128, 1
 
 
-def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmSmallConfig:
-    """The configuration for a shape, by the rule. It depends on T only through `token_block`."""
+def choose_gemm_small_config(
+    T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int, x_itemsize: int | None = None
+) -> GemmSmallConfig:
+    """The configuration for a shape, by the rule. It depends on T only through `token_block`.
+
+    `itemsize`: of the weight, and of x unless `x_itemsize` is given.
+    """
     block_t, tiles, large = token_block(T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2
@@ -270,7 +282,7 @@ def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool,
         block_n = 32
     block_k = step // itemsize
     budget = min(shared_limit(cc) // programs - 2048, _LARGE)
-    row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
+    row_bytes = block_n * (2 if gated else 1) * itemsize + block_t * (x_itemsize or itemsize)
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
     # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
@@ -285,10 +297,13 @@ def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool,
 
 
 @cached_lookup
-def lookup_gemm_small_config(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> GemmSmallConfig:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))
-    return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device))
+def lookup_gemm_small_config(
+    device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool, x_itemsize: int | None = None
+) -> GemmSmallConfig:
+    """The tuned configuration for a shape, or else the rule's. (There are none for operands of different sizes.)"""
+    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated)) if x_itemsize is None else None
+    own = choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device), x_itemsize)
+    return tuned or own
 
 
 def row_maxima_tiles(product: Product) -> int:
@@ -302,10 +317,13 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     """Write the output of a product of 1 to 128 tokens. `dispatch` checks it before."""
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
     T, N, K = product.shape
-    if x.dtype == torch.float8_e4m3fn:
+    if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
-    block_t = token_block(T)
-    c = config or lookup_gemm_small_config(x.device, block_t, N, K, x.element_size(), activation is not None)
+    block_t, itemsize, x_itemsize = token_block(T), weight.element_size(), x.element_size()
+    if config is None:
+        sizes = (itemsize, activation is not None, None if x_itemsize == itemsize else x_itemsize)
+        config = lookup_gemm_small_config(x.device, block_t, N, K, *sizes)
+    c = config
     tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
