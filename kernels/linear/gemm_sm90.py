@@ -684,17 +684,11 @@ def _lookup_plan(
     return _plan(config, K, itemsize, gated, residual, out_itemsize)
 
 
-def _plan_of(product: Product) -> _Plan:
-    """The plan for a product, by its token regime."""
-    (T, N, K), x = product.shape, product.x
-    splits = product.workspace is not None and product.row_maxima is None
-    facts = (x.element_size(), product.activation is not None, product.residual is not None, product.out.element_size(), splits)
-    return _lookup_plan(product.weight.device, token_regime(T), N, K, *facts)
-
-
 def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row. K is not split then."""
-    return cdiv(product.shape[1], _plan_of(product._replace(workspace=None)).columns)
+    (T, N, K), x, out = product.shape, product.x, product.out
+    facts = (x.element_size(), product.activation is not None, product.residual is not None, out.element_size(), False)
+    return cdiv(N, _lookup_plan(product.weight.device, token_regime(T), N, K, *facts).columns)
 
 
 def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
@@ -704,10 +698,11 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     """
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
     (T, N, K), gated = product.shape, activation is not None
+    facts = (K, x.element_size(), gated, residual is not None, out.element_size())
     if config is None:
-        plan = _plan_of(product)
+        plan = _lookup_plan(weight.device, token_regime(T), N, *facts, workspace is not None and row_maxima is None)
     else:
-        plan = _plan(config, K, x.element_size(), gated, residual is not None, out.element_size())
+        plan = _plan(config, *facts)
     c, columns, few_rows, rows, weights, ends, sums_scale = plan
     tiles_n = cdiv(N, columns)
     tiles = cdiv(T, 64 * c.groups) * tiles_n

@@ -1,6 +1,6 @@
 """Prepared launches. Catches: a launch of another compiled kernel, or with other arguments, than Triton's own; a kernel that is
-not prepared; a launch that goes through Triton each time; one that Triton must do itself (a hook, scratch memory) and does not,
-or that runs while kernels are only compiled; another interface of Triton that is not noticed."""
+not prepared; a launch that goes through Triton, or encodes its TMA descriptors, each time; one that Triton must do itself (a
+hook, scratch memory) and does not, or that runs while kernels are only compiled; an unexpected Triton that is not noticed."""
 
 import pytest
 
@@ -25,6 +25,10 @@ def test_triton_launches_once_for_a_specialization_and_a_device(seen):
     assert seen["again"] == [[1, 1], [1, 0], [1, 0]]
     assert seen["keywords"] == [[1, 0]]
     assert seen["device"] == [[1, 1], [1, 0], [1, 0]]
+
+
+def test_a_known_tma_descriptor_is_not_encoded_again(seen):
+    assert seen["encoded"][2:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("case", ["large", "subclass", "scratch"])

@@ -9,6 +9,7 @@ import pkgutil
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ from minirt.kernels.sampling.slots import Slots
 
 CC = 90
 calls: list[tuple[Any, ...]] = []  # what the C function was called with
+encoded: list[tuple[Any, ...]] = []  # the TMA descriptors
 numbers: dict[str, int] = {}
 
 
@@ -75,6 +77,7 @@ class Device(CompileOnly):
         return 700 + device
 
     def encode(self, *facts: Any) -> tuple[Any, ...]:
+        encoded.append(facts)
         return "map", *(tuple(fact) if isinstance(fact, list | tuple) else fact for fact in facts)
 
 
@@ -156,7 +159,8 @@ def changed(value: Any, constexpr: bool) -> list[Any]:
         flat, (rows, columns) = value.tensor.reshape(-1), value.tensor.shape
         other = torch.empty_like(value.tensor, dtype={1: torch.int8, 2: torch.float16}.get(value.tensor.element_size()))
         moved = flat[16 * columns :].view(-1, columns) if rows > 16 else other
-        return [value._replace(tensor=moved), value._replace(tensor=other), None]
+        halves = value.tensor[: rows // 2], value.tensor[: rows // 2 * 2 : 2]  # they differ only in the stride
+        return [*(value._replace(tensor=tensor) for tensor in (moved, other, *halves) if len(tensor)), None]
     if isinstance(value, torch.Tensor):
         other = {1: torch.int8, 2: torch.int16, 4: torch.float32, 8: torch.float64}[value.element_size()]
         return [value.reshape(-1)[1:], value.view(other), None]
@@ -277,6 +281,11 @@ def special_cases(device: Device) -> dict[str, Any]:
     found["large"] = count(*[lambda: plainly(2**31)] * 2)
     found["subclass"] = count(*[lambda: several[(3,)](x.as_subclass(Tensor), y, 7, 8, 0.5, SIZE=4)] * 2)
     found["ahead"] = count(ahead, plainly)
+    matrix, before = prepared.tiled(torch.zeros(8, 8), 8, 8), [len(encoded)]
+    for _ in range(5):
+        several[(1,)](matrix, y, 7, 8, 0.5, SIZE=4)
+        before.append(len(encoded))
+    found["encoded"] = [after - early for early, after in pairwise(before)]
     found["scratch"] = count(*[lambda: scratch[(1,)](x)] * 3)
     grids = ((5,), (5, 6), (5, 6, 7), [8, 9])
     works = [lambda grid=grid: several[grid](x, y, 7, 8, 0.5, SIZE=4, num_warps=2) for grid in grids]
@@ -298,6 +307,7 @@ def main() -> None:
     launch._INTERPRETER_SMS = 132
     for module in (gemm_small, gemm, linear, dispatch, prefill, decode, moe):
         module.capability = lambda device: CC
+    prepared._MOST_MAPS = 9  # so that they are forgotten now and then
     differences, seen = list[str](), set[str]()
     everything(differences, seen)
     found = {"seen": sorted(seen), "prepared": names(prepared.PreparedKernel), "all": names(JITFunction)}
