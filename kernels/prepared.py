@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from types import CellType, FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,8 +35,6 @@ by_triton: ContextVar[bool] = ContextVar(
 )  # whether this thread's launches take Triton's own path
 _MOST_MAPS = 1024  # encoded TMA descriptors that a compiled kernel keeps
 _state = {"usable": True}
-
-K = TypeVar("K")
 
 
 class Tile:
@@ -124,7 +122,7 @@ class PreparedKernel(JITFunction):
             warnings.warn(f"kernels are launched by Triton, which takes longer: {why}", RuntimeWarning, stacklevel=4)
 
 
-def prepared(kernel: K) -> K:
+def prepared(kernel: Any) -> Any:
     """Decorator of a kernel that the host launches, above `triton.jit` or `gluon.jit`. Interpreted kernels stay as they are."""
     if not isinstance(kernel, JITFunction):
         return kernel
@@ -135,7 +133,7 @@ def prepared(kernel: K) -> K:
 
 
 @functools.cache
-def _class(base: Hashable) -> Any:
+def _class(base: type) -> Any:
     return type(PreparedKernel.__name__, (PreparedKernel, base), {})
 
 

@@ -23,7 +23,7 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WriteRegime(Regime):
     """`block_t`: tokens of a program. Small batches need few tokens per program to have enough programs."""
 
