@@ -126,7 +126,8 @@ def prepared(kernel: Any) -> Any:
     """Decorator of a kernel that the host launches, above `triton.jit` or `gluon.jit`. Interpreted kernels stay as they are."""
     if not isinstance(kernel, JITFunction):
         return kernel
-    return _class(type(kernel))(
+    own = _class(type(kernel))  # type: ignore[arg-type]  # mypy takes types for unhashable
+    return own(
         kernel.fn, do_not_specialize=kernel.do_not_specialize,
         do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment, noinline=kernel.noinline, debug=kernel.debug,
     )  # fmt: skip
