@@ -1,9 +1,10 @@
 """Linear layers of 2 to 128 tokens (on Hopper mostly up to 64), where reading the weights takes most of the time.
 
 The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n,
-t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. The
-epilogue has scales, bias, residual and the gated activation. If N gives too few programs, K is split: the programs store
-partial sums in the workspace, and the last one to arrive adds them in a fixed order, so the same input gives the same bits.
+t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3, or
+only the weight is e4m3 and is widened in registers. The epilogue has scales, bias, residual and the gated activation. If N gives
+too few programs, K is split: the programs store partial sums in the workspace, and the last one to arrive adds them in a fixed
+order, so the same input gives the same bits.
 
 Two things are needed to read at full memory bandwidth: all programs are equal and run at once, so that none waits for a second
 round; and each has enough tiles in flight. (Programs with unequal shares, as in stream-K, were slower at every size.)
@@ -92,7 +93,7 @@ def _product(w, x, acc):
         if x.dtype == tl.float8e4nv:
             return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
         else:
-            return tl.dot(w.to(x.dtype), x.T, acc)
+            return tl.dot(w.to(x.dtype), x.T, acc, input_precision="ieee")
     else:
         return tl.dot(w, x.T, acc, input_precision="ieee")
 
