@@ -40,8 +40,10 @@ def test_a_launch_hook_gets_its_launches(seen):
     assert seen["hook"] == [[1, 1], [1, 0]]
 
 
-def test_nothing_runs_in_compile_ahead(seen):
-    assert seen["ahead"] == [[0, 1], [1, 0]]
+@pytest.mark.parametrize("context", ["ahead", "skipped"])
+def test_nothing_runs_where_launches_only_compile_or_do_nothing(seen, context):
+    inside, after = seen[context]
+    assert (inside[0], after) == (0, [1, 0])
 
 
 def test_grids_of_one_to_three_sizes(seen):

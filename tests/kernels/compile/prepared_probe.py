@@ -25,7 +25,7 @@ from triton.runtime import JITFunction, driver
 from minirt import kernels
 from minirt.kernels import bandwidth, block_tables, launch, prepared
 from minirt.kernels.attention import decode, dispatch, prefill
-from minirt.kernels.compile.ahead_of_time import compile_ahead
+from minirt.kernels.compile.ahead_of_time import compile_ahead, without_launches
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_small
 from minirt.kernels.moe import dispatch as moe
@@ -273,6 +273,10 @@ def special_cases(device: Device) -> dict[str, Any]:
         with compile_ahead(torch.device("cuda", 0), ignore_errors=True):
             plainly()
 
+    def skipped() -> None:
+        with without_launches(torch.device("cuda", 0)):
+            plainly()
+
     torch.cuda.device = lambda device: warnings.catch_warnings()
     found["again"] = count(plainly, plainly, plainly)
     found["keywords"] = count(lambda: several[(3,)](x, n=7, y=y, scale=0.5, m=8, SIZE=4, FLAG=False, num_warps=2))
@@ -281,6 +285,7 @@ def special_cases(device: Device) -> dict[str, Any]:
     found["large"] = count(*[lambda: plainly(2**31)] * 2)
     found["subclass"] = count(*[lambda: several[(3,)](x.as_subclass(Tensor), y, 7, 8, 0.5, SIZE=4)] * 2)
     found["ahead"] = count(ahead, plainly)
+    found["skipped"] = count(skipped, plainly)
     matrix, before = prepared.tiled(torch.zeros(8, 8), 8, 8), [len(encoded)]
     for _ in range(5):
         several[(1,)](matrix, y, 7, 8, 0.5, SIZE=4)
