@@ -266,11 +266,10 @@ class Operands:
         if fp8:
             self.weight, self.scale = reference.quantize_fp8(self.weight)
         self.out = inputs.nan(T, N, dtype=linear.out_dtype)
-        self.quantizes = fp8 and reference.quantizes_activations(T, rows, K)  # whether x is quantized
 
     def compute(self, x: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, weight: Tensor) -> Tensor:
         y = x if norm is None else reference.rms_norm(x, norm, self.eps)
-        y = reference.linear(y, weight, bias, self.scale, self.quantizes)
+        y = reference.linear(y, weight, bias, self.scale)
         y = y if self.linear.activation is None else reference.gated(y, self.linear.activation)
         y = y if residual is None else y + residual
         return y if self.linear.out_dtype is None or y.dtype == torch.float64 else y.to(self.linear.out_dtype)
@@ -336,11 +335,11 @@ def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
         return kernels.norm_linear(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
 
     forms = {"eager": Form(o.eager)} | o.products(False) | {"triton": Form(triton)}
-    return _linear_problem(step, o, forms)
+    return _linear_problem(step, o, forms, fp8)
 
 
 def gemm(step: Step, name: str, fp8: bool) -> Problem:
-    """Compute the product alone, with the activation in its epilogue. If x is quantized, that is before the timing.
+    """Compute the product alone, with the activation in its epilogue. FP8 activations are quantized before the timing.
 
     Raises:
         UnsupportedError: FP8 with one token, whose activations are never quantized.
@@ -353,7 +352,7 @@ def gemm(step: Step, name: str, fp8: bool) -> Problem:
         raise UnsupportedError("a single token is not quantized", where=f"gemm_{name}.fp8", expected="2 tokens or more")
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
     o, workspace = Operands(step, plain, fp8), Workspace(step.device)
-    values, x_scale = reference.quantize_fp8(o.x) if o.quantizes else (o.x, None)
+    values, x_scale = reference.quantize_fp8(o.x) if fp8 else (o.x, None)
     product = Product(
         values, o.weight, o.out, activation=plain.activation, scale=o.scale, x_scale=x_scale, workspace=workspace
     )
@@ -362,12 +361,13 @@ def gemm(step: Step, name: str, fp8: bool) -> Problem:
         launch(product)
         return o.out
 
-    return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)})
+    return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}, fp8)
 
 
-def _linear_problem(step: Step, o: Operands, forms: dict[str, Form]) -> Problem:
-    rate, blank = FP8 if o.quantizes else step.dtype, partial(fill_nan, o.out)
-    return Problem(o.shape(), forms, o.truth, o.cost(), rate, floor(step.dtype, o.quantizes), blank=blank)
+def _linear_problem(step: Step, o: Operands, forms: dict[str, Form], fp8: bool) -> Problem:
+    eight = fp8 and step.tokens > 1  # one token is not quantized
+    rate, blank = FP8 if eight else step.dtype, partial(fill_nan, o.out)
+    return Problem(o.shape(), forms, o.truth, o.cost(), rate, floor(step.dtype, eight), blank=blank)
 
 
 def mlp(step: Step, activation: str | None = None) -> Problem:

@@ -6,8 +6,8 @@ from 65 tokens on. With two or more tokens, the norm is a separate kernel before
 
 Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32, one for each row (compute capability
 8.9 and later). With such weights, the activations of two or more tokens are quantized too, with a scale for each token: by the
-norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized, nor are those of up to 128
-tokens if the weight is small (`reference.quantizes_activations`). (`reference.linear_fp8` does the same.)
+norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8`
+does the same.)
 """
 
 from collections.abc import Callable
@@ -26,7 +26,6 @@ from minirt.kernels.linear import gemv as vector
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
-from minirt.kernels.reference import quantizes_activations
 from minirt.kernels.regimes import Regime, covering
 
 
@@ -199,8 +198,7 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
     if rows == 0:
         return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
-    quantized = weight.dtype == torch.float8_e4m3fn and quantizes_activations(rows, *weight.shape)
-    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if quantized else dtype, device="meta")
+    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
     product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"))
     return regime(product).row_maxima_tiles(product)
 
@@ -228,7 +226,7 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
         vector.gemv(product, norm_weight, eps)
         return out
     early = bool(covering(EARLY, T, capability(x.device)))
-    if product.scale is None or not quantizes_activations(T, *product.weight.shape):
+    if product.scale is None:
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
     else:

@@ -633,8 +633,7 @@ def lookup_gemm_sm90_config(
 
 
 def accepts(product: Product) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output; x and
-    weight of one dtype."""
+    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output."""
     x, residual, out = product.x, product.residual, product.out
     (_, N, K), itemsize, out_itemsize = product.shape, x.element_size(), out.element_size()
     addresses = x.data_ptr() | product.weight.data_ptr() | out.data_ptr()
@@ -642,7 +641,7 @@ def accepts(product: Product) -> bool:
         if residual.dtype != out.dtype or out_itemsize != 2:
             return False
         addresses |= residual.data_ptr()
-    return itemsize <= 2 and x.dtype == product.weight.dtype and (addresses | K * itemsize | N * out_itemsize) % 16 == 0
+    return itemsize <= 2 and (addresses | K * itemsize | N * out_itemsize) % 16 == 0
 
 
 class _Plan(NamedTuple):

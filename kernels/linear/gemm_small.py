@@ -1,10 +1,9 @@
 """Linear layers of 2 to 128 tokens (on Hopper mostly up to 64), where reading the weights takes most of the time.
 
 The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n,
-t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3, or
-only the weight is e4m3 and is widened in registers. The epilogue has scales, bias, residual and the gated activation. If N gives
-too few programs, K is split: the programs store partial sums in the workspace, and the last one to arrive adds them in a fixed
-order, so the same input gives the same bits.
+t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. The
+epilogue has scales, bias, residual and the gated activation. If N gives too few programs, K is split: the programs store
+partial sums in the workspace, and the last one to arrive adds them in a fixed order, so the same input gives the same bits.
 
 Two things are needed to read at full memory bandwidth: all programs are equal and run at once, so that none waits for a second
 round; and each has enough tiles in flight. (Programs with unequal shares, as in stream-K, were slower at every size.)
@@ -90,10 +89,7 @@ def _product(w, x, acc):
     """acc + w [BLOCK_N, BLOCK_K] · xᵀ, x [BLOCK_T, BLOCK_K]."""
     if w.dtype == tl.float8e4nv:
         # Hopper's tensor cores keep few bits of fp8 sums: after each step in K, the sum is added in fp32.
-        if x.dtype == tl.float8e4nv:
-            return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
-        else:
-            return tl.dot(w.to(x.dtype), x.T, acc, input_precision="ieee")
+        return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
     else:
         return tl.dot(w, x.T, acc, input_precision="ieee")
 
@@ -216,10 +212,6 @@ def _gemm_small_kernel(
         acc *= scale * x_scale
         if ACTIVATION is not None:
             acc_up *= scale_up * x_scale
-    elif scale_ptr is not None:
-        acc *= scale
-        if ACTIVATION is not None:
-            acc_up *= scale_up
     if ACTIVATION is not None:
         acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
@@ -265,13 +257,8 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     return (128 if wide else 64), 128, 1
 
 
-def choose_gemm_small_config(
-    T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int, x_itemsize: int | None = None
-) -> GemmSmallConfig:
-    """The configuration for a shape, by the rule. It depends on T only through `token_block`.
-
-    `itemsize`: of the weight, and of x unless `x_itemsize` is given.
-    """
+def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmSmallConfig:
+    """The configuration for a shape, by the rule. It depends on T only through `token_block`."""
     block_t, tiles, large = token_block(T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2
@@ -283,7 +270,7 @@ def choose_gemm_small_config(
         block_n = 32
     block_k = step // itemsize
     budget = min(shared_limit(cc) // programs - 2048, _LARGE)
-    row_bytes = block_n * (2 if gated else 1) * itemsize + block_t * (x_itemsize or itemsize)
+    row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
     # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
@@ -298,13 +285,10 @@ def choose_gemm_small_config(
 
 
 @cached_lookup
-def lookup_gemm_small_config(
-    device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool, x_itemsize: int | None = None
-) -> GemmSmallConfig:
-    """The tuned configuration for a shape, or else the rule's. (There are none for operands of different sizes.)"""
-    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated)) if x_itemsize is None else None
-    own = choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device), x_itemsize)
-    return tuned or own
+def lookup_gemm_small_config(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> GemmSmallConfig:
+    """The tuned configuration for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))
+    return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device))
 
 
 def row_maxima_tiles(product: Product) -> int:
@@ -318,13 +302,10 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     """Write the output of a product of 1 to 128 tokens. `dispatch` checks it before."""
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
     T, N, K = product.shape
-    if weight.dtype == torch.float8_e4m3fn:
+    if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
-    block_t, itemsize, x_itemsize = token_block(T), weight.element_size(), x.element_size()
-    if config is None:
-        sizes = (itemsize, activation is not None, None if x_itemsize == itemsize else x_itemsize)
-        config = lookup_gemm_small_config(x.device, block_t, N, K, *sizes)
-    c = config
+    block_t = token_block(T)
+    c = config or lookup_gemm_small_config(x.device, block_t, N, K, x.element_size(), activation is not None)
     tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
