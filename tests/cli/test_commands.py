@@ -142,6 +142,8 @@ def test_options_that_make_no_sense_are_refused(run, folder):
     refused(run(*base, "--logit-bias", "3"), "no token id and number", code=2)
     refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice", code=2)
     refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100", code=2)
+    for prompts in (("a",), ("a", "b")):
+        refused(run("generate", "-m", folder, *CACHE, *prompts, "--logit-bias", "211=1"), "minirt: --logit-bias: not a t", code=2)
     refused(run(*base, "--stop-token-ids", "3,x"), "is not token ids", code=2)
     refused(run(*base, "--stop-token-ids", "211"), "--stop-token-ids", "0 to 210", code=2)
 
