@@ -144,16 +144,18 @@ def triton(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        h = rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
-        logits = norm_linear(h, None, 0.0, router.weight, workspace=workspace, pdl=pdl, check=False)
+        h, norm_weight = x, norm.weight
+        if x.shape[0] != 1:  # the kernels of a single token normalize it
+            h, norm_weight = rms_norm(x, norm.weight, eps, pdl=pdl, check=False), None
+        logits = norm_linear(h, norm_weight, eps, router.weight, workspace=workspace, pdl=pdl, check=False)
         shared = shared_gate = None
         if first is not None and last is not None and gate is not None:
-            shared = norm_gate_up(h, None, 0.0, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
+            shared = norm_gate_up(h, norm_weight, eps, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
             shared = norm_linear(shared, None, 0.0, last.weight, scale=last.scale, workspace=workspace, pdl=pdl, check=False)
-            shared_gate = norm_linear(h, None, 0.0, gate.weight, workspace=workspace, pdl=pdl, check=False)
+            shared_gate = norm_linear(h, norm_weight, eps, gate.weight, workspace=workspace, pdl=pdl, check=False)
         return mixture_residual(
-            h, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, gate_up_scale=gate_up_scale,
-            down_scale=down_scale, shared=shared, shared_gate=shared_gate, check=False,
+            h, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, norm_weight=norm_weight, eps=eps,
+            gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, shared_gate=shared_gate, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

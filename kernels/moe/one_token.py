@@ -1,0 +1,222 @@
+"""The experts of a single token, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
+
+Which experts these are follows from the router's logits. Every program finds it out by itself: an expert's rank is the number of
+experts ahead of it. That takes less time than a kernel between the router and the experts.
+
+`gate_up` cannot load weights before it has the logits. `down` can: `gate_up` triggers after its wait, so when programs of `down`
+start, the logits are complete. Both kernels may therefore follow the router's in a chain of PDL launches.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.kernels.launch import launch_options
+from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.gemv import chunk_size
+from minirt.kernels.moe.route import shares_of
+
+CASES = [
+    {"E": 7, "k": 3, "H": 72, "I": 40},
+    {"E": 128, "k": 8, "H": 136, "I": 24},
+    {"E": 60, "k": 1, "H": 97, "I": 33},
+    {"E": 3, "k": 2, "H": 80, "I": 600},
+]
+
+
+@dataclass(frozen=True)
+class OneTokenConfig:
+    """A launch configuration of one of the two kernels.
+
+    Args:
+        block_n: outputs of a program.
+        num_warps: warps of a program.
+        block_k: elements of K in one load of a program's rows.
+        tiles: loads in flight.
+    """
+
+    block_n: int
+    num_warps: int
+    block_k: int
+    tiles: int
+
+
+@triton.jit
+def _ranks(logits_ptr, E, BLOCK_E: tl.constexpr):
+    """Each expert's share, and the number of experts that come before it: those with a larger share, or equal and lower."""
+    e = tl.arange(0, BLOCK_E)
+    shares, by = shares_of(logits_ptr, e, E)
+    ahead = (by[None, :] > by[:, None]) | ((by[None, :] == by[:, None]) & (e[None, :] < e[:, None]))
+    return e, shares, tl.sum(ahead.to(tl.int32), 1)
+
+
+@triton.jit
+def _load(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
+    """Tile i of the rows whose first tile is at `ptrs`. Masked only if the tile may reach past K."""
+    if (i + 1) * BLOCK_K <= K:
+        return tl.load(ptrs + i * BLOCK_K, eviction_policy=EVICT)
+    else:
+        return tl.load(ptrs + i * BLOCK_K, mask=k + i * BLOCK_K < K, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _products(w, x, CHUNK: tl.constexpr):
+    """w [BLOCK_N, BLOCK_K] times x [BLOCK_K], summed over the CHUNK neighbouring values of one thread."""
+    products = w.to(tl.float32) * x[None, :]
+    return tl.sum(tl.reshape(products, [w.shape[0], w.shape[1] // CHUNK, CHUNK]), 2)
+
+
+@triton.jit
+def _one_gate_up_kernel(
+    x_ptr, norm_ptr, logits_ptr, weight_ptr, scale_ptr, out_ptr, E, N, eps, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1)."""
+    COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    j = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = n < N
+    k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e, _, rank = _ranks(logits_ptr, E, BLOCK_E)
+    expert = tl.sum(tl.where(rank == j, e, 0), 0)
+    row = expert.to(tl.int64) * 2 * N + tl.minimum(n, N - 1)
+    gate_ptrs = weight_ptr + row[:, None] * K + k[None, :]
+    up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * K
+    gate, up = (), ()
+    for i in tl.static_range(TILES):
+        gate += (_load(gate_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
+        up += (_load(up_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    up_sums = gate_sums
+    for i in tl.static_range(COUNT):
+        x = _load(x_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= _load(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+        gate_sums += _products(gate[i], x, CHUNK)
+        up_sums += _products(up[i], x, CHUNK)
+        if i + TILES < COUNT:
+            gate += (_load(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+            up += (_load(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+    gate_value, up_value = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
+    if norm_ptr is not None:
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        gate_value *= inverse_rms
+        up_value *= inverse_rms
+    if scale_ptr is not None:
+        gate_value *= tl.load(scale_ptr + row)
+        up_value *= tl.load(scale_ptr + N + row)
+    out = activate(gate_value, ACTIVATION) * up_value
+    tl.store(out_ptr + j * N + n, out.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _one_down_kernel(
+    x_ptr, logits_ptr, weight_ptr, scale_ptr, residual_ptr, shared_ptr, gate_ptr, out_ptr, E, N, K: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K]."""
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # tiles of one expert
+    COUNT: tl.constexpr = TOP_K * PARTS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = n < N
+    k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
+    e, shares, rank = _ranks(logits_ptr, E, BLOCK_E)
+    rows, weights, total = (), (), 0.0
+    for j in tl.static_range(TOP_K):
+        expert = tl.sum(tl.where(rank == j, e, 0), 0)
+        rows += (expert.to(tl.int64) * N + tl.minimum(n, N - 1),)
+        weights += (tl.sum(tl.where(rank == j, shares, 0.0), 0),)
+    w = ()
+    for i in tl.static_range(TILES):
+        ptrs = weight_ptr + rows[i // PARTS][:, None] * K + k[None, :]
+        w += (_load(ptrs, k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for j in tl.static_range(TOP_K):
+        total += weights[j]
+    out = tl.zeros((BLOCK_N,), tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    for i in tl.static_range(COUNT):
+        j: tl.constexpr = i // PARTS
+        x = _load(x_ptr + j * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
+        sums += _products(w[i], x, CHUNK)
+        if i + TILES < COUNT:
+            ptrs = weight_ptr + rows[(i + TILES) // PARTS][:, None] * K + k[None, :]
+            w += (_load(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
+        if i % PARTS == PARTS - 1:
+            weight = weights[j]
+            if NORMALIZE:
+                weight = tl.div_rn(weight, total)
+            value = tl.sum(sums, 1) * weight.to(logits_ptr.dtype.element_ty).to(tl.float32)
+            if scale_ptr is not None:
+                value *= tl.load(scale_ptr + rows[j])
+            out += value
+            sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    if shared_ptr is not None:
+        shared = tl.load(shared_ptr + n, mask=valid, other=0.0).to(tl.float32)
+        out += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
+    out += tl.load(residual_ptr + n, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+def choose_config(K: int, itemsize: int, gated: bool) -> OneTokenConfig:
+    """The configuration for rows of K values of `itemsize` bytes."""
+    block_k = min(512 if gated else 256, triton.next_power_of_2(K))
+    count = triton.cdiv(K, block_k)
+    return OneTokenConfig(4, 4, block_k, min(count, 4) if gated else 8)
+
+
+def _chunk(weight: Tensor) -> int:
+    """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value."""
+    chunk = chunk_size(weight.element_size())
+    return chunk if weight.shape[2] % chunk == 0 and weight.data_ptr() % 16 == 0 else 1
+
+
+def gate_up(
+    x: Tensor, norm_weight: Tensor | None, eps: float, logits: Tensor, weight: Tensor, activation: str, out: Tensor,
+    scale: Tensor | None = None, pdl: bool = False, config: OneTokenConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I]."""
+    (E, _, K), (top_k, N) = weight.shape, out.shape
+    c = config or choose_config(K, weight.element_size(), True)
+    _one_gate_up_kernel[(triton.cdiv(N, c.block_n), top_k)](
+        x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, ACTIVATION=activation, BLOCK_E=triton.next_power_of_2(E),
+        BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), TILES=min(c.tiles, triton.cdiv(K, c.block_k)),
+        **launch_options(c.num_warps, 1, pdl),
+    )  # fmt: skip
+    return out
+
+
+def down(
+    x: Tensor, logits: Tensor, weight: Tensor, residual: Tensor, out: Tensor, normalize: bool, scale: Tensor | None = None,
+    shared: Tensor | None = None, shared_gate: Tensor | None = None, pdl: bool = False, config: OneTokenConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """residual + Σ_j w_j · expert_j's down projection + sigmoid(shared_gate) · shared: x [k, I], weight [E, H, I] → out [1, H].
+
+    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
+    """
+    (E, N, K), top_k = weight.shape, x.shape[0]
+    c = config or choose_config(K, weight.element_size(), False)
+    _one_down_kernel[(triton.cdiv(N, c.block_n),)](
+        x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
+        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k),
+        TILES=min(c.tiles, top_k * triton.cdiv(K, c.block_k)), **launch_options(c.num_warps, 1, pdl),
+    )  # fmt: skip
+    return out
+
+
+def cost(E: int, k: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of both kernels."""
+    weights = 3 * k * H * inter
+    return weights * weight_itemsize + (E + 3 * H + 2 * k * inter) * itemsize, 2 * weights
