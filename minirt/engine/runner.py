@@ -241,7 +241,7 @@ class Runner:
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of `repeats` replays of a greedy decode step's CUDA graph, without sampler and copies.
 
-        The cached values are arbitrary.
+        The cached values are arbitrary. The sequences have different tokens, so that a mixture uses different experts for them.
         """
         if self._static is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
@@ -253,7 +253,7 @@ class Runner:
         pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
         try:
             with on_device(self._device):
-                chunks = [Chunk([1], context_len - 1, own) for own in pages]
+                chunks = [Chunk([i % self._vocab_size], context_len - 1, own) for i, own in enumerate(pages)]
                 self._scores(chunks, logits_needed=False)
                 return self._static.graphs.replay_times(self._buckets.decode(chunks), repeats)
         finally:

@@ -19,17 +19,18 @@ TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(80, "float32")
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 DENSE = (
     "_gemm_small_kernel", "_gemm_kernel", "_gemm_sm90_kernel", "_prefill_kernel", "_chunk_kernel", "_prefill_sm90_kernel",
-    "_decode_sm90_kernel",
+    "_decode_sm90_kernel", "_experts_sm90_kernel",
 )  # fmt: skip
 # Kernels in which every lane that holds a sum over lanes stores it: all copies of a sum must be equal.
-COPIES = ("_gemv_kernel", "_decode_kernel", "_prefill_kernel", "_chunk_kernel")
+COPIES = ("_gemv_kernel", "_one_gate_up_kernel", "_one_down_kernel", "_decode_kernel", "_prefill_kernel", "_chunk_kernel")
 PDL = (
     "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_gemm_small_kernel", "_kv_write_kernel", "_decode_kernel",
-    "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
+    "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel", "_choose_kernel", "_count_kernel",
+    "_place_kernel", "_gather_kernel", "_sum_experts_kernel", "_one_gate_up_kernel", "_one_down_kernel", "_experts_sm90_kernel",
 )  # fmt: skip
-READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens
+READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, lists of experts
     "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel", "_decode_sm90_kernel",
-    "_decode_fp8_sm90_kernel",
+    "_decode_fp8_sm90_kernel", "_one_down_kernel", "_experts_sm90_kernel",
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def compile_all(cc: int, dtype: str) -> list[dict]:
 def test_compiles_as_meant(target):
     cc, dtype = target
     results = compile_all(*target)
-    assert len({r["kernel"] for r in results}) == (22 if cc == 90 else 17 if cc >= 89 else 16)
+    assert len({r["kernel"] for r in results}) == (25 if cc == 90 else 20 if cc >= 89 else 19)
     for r in results:
         name = r["kernel"]
         assert r["shared"] <= r["limit"], r

@@ -13,7 +13,7 @@ EPS = 1e-6
 
 
 def operands(make, case, dtype):
-    E, k, H, inter = case.values()
+    E, _, H, inter = case.values()
     x, residual, logits = (make(1, n, dtype=dtype) for n in (H, H, E))
     gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
     return x, 1 + make(H, dtype=dtype, scale=0.3), residual, logits, gate_up, down

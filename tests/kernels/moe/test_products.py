@@ -6,7 +6,7 @@ import torch
 from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.moe import experts_sm90, one_token, products
+from minirt.kernels.moe import experts_sm90, products
 from minirt.kernels.moe.dispatch import REGIMES, mixture_residual
 from minirt.kernels.moe.products import CASES
 from minirt.kernels.moe.route import FEW, route
