@@ -148,19 +148,18 @@ def _one_down_kernel(
     out = tl.zeros((BLOCK_N,), tl.float32)
     sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     for i in tl.static_range(COUNT):
-        j: tl.constexpr = i // PARTS
-        x = _load(x_ptr + j * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
+        x = _load(x_ptr + i // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
         sums += _products(w[i], x, CHUNK)
         if i + TILES < COUNT:
             ptrs = weight_ptr + rows[(i + TILES) // PARTS][:, None] * K + k[None, :]
             w += (_load(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
         if i % PARTS == PARTS - 1:
-            weight = weights[j]
+            weight = weights[i // PARTS]
             if NORMALIZE:
                 weight = tl.div_rn(weight, total)
             value = tl.sum(sums, 1) * weight.to(logits_ptr.dtype.element_ty).to(tl.float32)
             if scale_ptr is not None:
-                value *= tl.load(scale_ptr + rows[j])
+                value *= tl.load(scale_ptr + rows[i // PARTS])
             out += value
             sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     if shared_ptr is not None:
