@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import ACTIVATIONS, check_activations, check_tensor
-from minirt.kernels.launch import capability, require_fp8, sm_count
+from minirt.kernels.launch import capability, require_fp8
 from minirt.kernels.moe import experts_sm90, one_token, products
 from minirt.kernels.moe.route import gather, route
 from minirt.kernels.norm import rms_norm
@@ -75,7 +75,7 @@ def mixture_residual(
     quantized = gate_up_scale is not None
     rows = torch.empty(pairs, H, dtype=h.dtype, device=h.device)
     if cc == 90 and experts_sm90.accepts(H, inter, h.dtype, gate_up, down):
-        configs = experts_sm90.choose_configs(T, *gate_up.shape, top_k, gate_up.element_size(), sm_count(h.device))
+        configs = experts_sm90.choose_configs(T, H, inter, gate_up.element_size())
         routing = route(logits, top_k, normalize, configs[0].block_t, pdl=pdl, check=False)
         x, x_scale = gather(h, routing, quantized, pdl=pdl)
         experts_sm90.launch(x, gate_up, inner, routing, configs[0], activation, gate_up_scale, x_scale, pdl)

@@ -260,6 +260,14 @@ def derive_config(block_t: int, strip: int, programs: int = 1) -> ExpertsSm90Con
     return ExpertsSm90Config(block_t, strip, min(8, budget // ((block_t + 2 * strip) * _ROW_BYTES)), programs)
 
 
+def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
+    """All configurations for rows of up to K values of `itemsize` bytes."""
+    highest = 64 if itemsize == 1 and K > _PROMOTE else 128  # the sums that are set aside take registers
+    heights = [t for t in (8, 16, 32, 64, 128) if t <= highest]
+    shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
+    return [derive_config(t, strip, n) for t in heights for strip, n in shapes if n == 1 or t <= 32]
+
+
 def block_t(T: int) -> int:
     """Rows of a tile for a step of T tokens. `last_tokens` says up to which T it is the same."""
     return 8 if T <= 16 else 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 512 else 128
@@ -270,12 +278,10 @@ def last_tokens(T: int) -> int | None:
     return next((last for last in (16, 64, 128, 256, 512) if last >= T), None)
 
 
-def choose_configs(
-    T: int, E: int, rows: int, H: int, top_k: int, itemsize: int, num_sms: int
-) -> tuple[ExpertsSm90Config, ExpertsSm90Config]:
-    """The configurations of gate/up and of down, for T tokens. `rows`: 2I."""
+def choose_configs(T: int, H: int, inter: int, itemsize: int) -> tuple[ExpertsSm90Config, ExpertsSm90Config]:
+    """The configurations of gate/up and of down, for T tokens."""
     few = block_t(T)
-    if itemsize == 1 and max(H, rows // 2) > _PROMOTE:
+    if itemsize == 1 and max(H, inter) > _PROMOTE:
         few = min(few, 64)  # registers for the sums that are set aside
     c = derive_config(few, 64, 2) if few <= 32 else derive_config(few, 128)
     return c, c

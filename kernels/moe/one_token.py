@@ -132,7 +132,8 @@ def _one_down_kernel(
     valid = n < N
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
     e, shares, rank = _ranks(logits_ptr, E, BLOCK_E)
-    rows, weights, total = (), (), 0.0
+    rows, weights = (), ()
+    total = 0.0
     for j in tl.static_range(TOP_K):
         expert = tl.sum(tl.where(rank == j, e, 0), 0)
         rows += (expert.to(tl.int64) * N + tl.minimum(n, N - 1),)
@@ -154,10 +155,8 @@ def _one_down_kernel(
             ptrs = weight_ptr + rows[(i + TILES) // PARTS][:, None] * K + k[None, :]
             w += (_load(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
         if i % PARTS == PARTS - 1:
-            weight = weights[i // PARTS]
-            if NORMALIZE:
-                weight = tl.div_rn(weight, total)
-            value = tl.sum(sums, 1) * weight.to(logits_ptr.dtype.element_ty).to(tl.float32)
+            share = tl.div_rn(weights[i // PARTS], total) if NORMALIZE else weights[i // PARTS]
+            value = tl.sum(sums, 1) * share.to(logits_ptr.dtype.element_ty).to(tl.float32)
             if scale_ptr is not None:
                 value *= tl.load(scale_ptr + rows[i // PARTS])
             out += value

@@ -213,7 +213,7 @@ def route(
 
 
 def gather(x: Tensor, routing: Routing, quantized: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Tokens in the order of `routing.order`: x [T, H] → [T · k, H] and None; quantized: e4m3 and scales [T · k], see `quantize`."""
+    """Tokens in the order of `routing.order`: x [T, H] → [T · k, H], quantized also their scales [T · k], see `quantize`."""
     pairs, H = routing.order.shape[0], x.shape[1]
     out = torch.empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype, device=x.device)
     scale = torch.empty(pairs, dtype=torch.float32, device=x.device) if quantized else None

@@ -22,7 +22,7 @@ from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
-from minirt.modeling.model import Model
+from minirt.modeling.model import Model, Observer
 from minirt.sampling_params import SamplingParams, resolve
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
@@ -113,6 +113,7 @@ class Runner:
         self._static: _Static | None = None
         self._cuda = device.type == "cuda"
         self._ranges = Ranges(cache.capacity if self._cuda else 0)
+        self._observer: Observer | None = None
         self._stages = SamplingStages(self._previous, vocab_size, max_seq_len)
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
@@ -125,6 +126,10 @@ class Runner:
     def cuda_graphs(self) -> bool:
         """Whether small steps run as CUDA graphs."""
         return self._static is not None
+
+    def observe(self, observer: Observer | None) -> None:
+        """Call `observer(layer, x)` with the input of each layer, from the next step on, without CUDA graphs; None: no longer."""
+        self._observer = observer
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
@@ -153,7 +158,11 @@ class Runner:
 
     def _scores(self, chunks: Sequence[Chunk], logits_needed: bool) -> Scores:
         static, bucket = self._static, None if self._static is None else self._buckets.find(chunks)
-        if static is not None and bucket is not None:
+        if self._observer is not None and isinstance(self._model, Model):
+            batch = self._batch(chunks)
+            logits = self._model(batch, self._cache, self._observer)
+            rows = logits.shape[0]
+        elif static is not None and bucket is not None:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
             static.buffers.send(batch.layout, chunks, logits_needed=logits_needed)
             static.graphs.replay(bucket)

@@ -120,8 +120,8 @@ class Layer:
         """The layer's matrix products, for tuning and for counting operations."""
         return ()
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
-        """Bytes of the weights that a step of so many tokens reads."""
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
+        """Bytes of the weights that a step of so many tokens reads, with so many distinct experts; None: the expected number."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
     def flops(self, rows: int) -> int:
@@ -134,6 +134,10 @@ class Layer:
         A layer that compares values to choose what it computes may choose differently after another rounding. `minirt compare`
         leaves such rows out.
         """
+        return None
+
+    def expert_counts(self, x: Tensor) -> Tensor | None:
+        """How many rows of x [T, H] use each expert of the layer: [E] int64; None: it has no experts."""
         return None
 
     def row_maxima_tiles(self, rows: int) -> int:

@@ -70,15 +70,20 @@ class MoE(Layer):
             ops += [LinearOp(self.shared_gate_up, gated=True), LinearOp(self.shared_down)]
         return ops
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
-        """The experts count that `tokens` tokens are expected to use, if every expert is as likely as the others."""
-        touched = expected_experts(self.moe.num_experts, self.moe.experts_per_token, tokens)
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
+        """By default, the experts count that are expected to be used if every expert is as likely as the others."""
+        touched = expected_experts(self.moe.num_experts, self.moe.experts_per_token, tokens) if experts is None else experts
         of_experts = self.gate_up.nbytes(dtype) + self.down.nbytes(dtype)
         return super().decode_read_bytes(dtype) - of_experts + round(of_experts * touched / self.moe.num_experts)
 
     def flops(self, rows: int) -> int:
         one = self.gate_up.num_parameters + self.down.num_parameters
         return super().flops(rows) + 2 * rows * self.moe.experts_per_token * one // self.moe.num_experts
+
+    def expert_counts(self, x: Tensor) -> Tensor:
+        logits = reference.linear(reference.rms_norm(x, self.norm.weight, self.config.rms_norm_eps), self.router.weight)
+        chosen = reference.route(logits, self.moe.experts_per_token, self.moe.normalize)[1]
+        return torch.bincount(chosen.flatten(), minlength=self.moe.num_experts)
 
     def settled(self, x: Tensor) -> Tensor | None:
         """Rows whose last chosen expert is ahead of the first one not chosen by 3 times the rounding error of eager logits."""
@@ -144,9 +149,9 @@ def triton(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        h, norm_weight = x, norm.weight
-        if x.shape[0] != 1:  # the kernels of a single token normalize it
-            h, norm_weight = rms_norm(x, norm.weight, eps, pdl=pdl, check=False), None
+        one = x.shape[0] == 1  # then the kernels normalize it
+        h = x if one else rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
+        norm_weight = norm.weight if one else None
         logits = norm_linear(h, norm_weight, eps, router.weight, workspace=workspace, pdl=pdl, check=False)
         shared = shared_gate = None
         if first is not None and last is not None and gate is not None:

@@ -186,12 +186,12 @@ def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
 def every_tile(empty: Callable[..., torch.Tensor]) -> None:
     """All tiles of `experts_sm90`; FP8 also with sums that are set aside."""
     for fp8, hidden in ((False, 2048), (True, 2048), (True, 4096)):
-        like, scales = (torch.float8_e4m3fn, empty(4, 1536, like=torch.float32)) if fp8 else (torch.bfloat16, None)
+        like, scales = (torch.float8_e4m3fn, empty(16, 1536, like=torch.float32)) if fp8 else (torch.bfloat16, None)
         x_scale = empty(64, like=torch.float32) if fp8 else None
-        routing = route.route(empty(8, 4), 8, True, 8)
+        routing = route.route(empty(8, 16), 8, True, 8)
         for config in experts_sm90.candidates(hidden, 1 if fp8 else 2):
             for K, N, activation in ((hidden, 768, "silu"), (768, hidden, None)):
-                weight = empty(4, N if activation is None else 2 * N, K, like=like)
+                weight = empty(16, N if activation is None else 2 * N, K, like=like)
                 rest = (routing, config, activation, scales, x_scale, True)
                 experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
 
