@@ -75,12 +75,12 @@ def mixture_residual(
     quantized = gate_up_scale is not None
     rows = torch.empty(pairs, H, dtype=h.dtype, device=h.device)
     if cc == 90 and experts_sm90.accepts(H, inter, h.dtype, gate_up, down):
-        configs = experts_sm90.choose_configs(T, H, inter, gate_up.element_size())
-        routing = route(logits, top_k, normalize, configs[0].block_t, pdl=pdl, check=False)
+        block_t = experts_sm90.block_t(T, max(H, inter), gate_up.element_size())
+        routing = route(logits, top_k, normalize, block_t, pdl=pdl, check=False)
         x, x_scale = gather(h, routing, quantized, pdl=pdl)
-        experts_sm90.launch(x, gate_up, inner, routing, configs[0], activation, gate_up_scale, x_scale, pdl)
+        experts_sm90.launch(x, gate_up, inner, routing, None, activation, gate_up_scale, x_scale, pdl)
         inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
-        experts_sm90.launch(inner, down, rows, routing, configs[1], None, down_scale, inner_scale, pdl)
+        experts_sm90.launch(inner, down, rows, routing, None, None, down_scale, inner_scale, pdl)
     else:
         routing = route(logits, top_k, normalize, products.block_t(T), pdl=pdl, check=False)
         x, x_scale = quantize(h, pdl=pdl, check=False) if quantized else (h, None)

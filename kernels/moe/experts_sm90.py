@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.gluon_sm90 import tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.gemm_sm90 import activate
@@ -32,7 +33,7 @@ from minirt.kernels.moe.route import Routing
 
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
-_STORED = 8  # values of one store: 16 bytes
+_LAST = (16, 64, 128, 256, 512)  # tokens up to which steps launch the same kernels
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class ExpertsSm90Config:
     strip: int
     num_stages: int
     programs: int = 1
+
+
+TUNABLE = Tunable("experts_sm90", ExpertsSm90Config, (__file__,))
 
 
 @gluon.jit
@@ -260,31 +264,51 @@ def derive_config(block_t: int, strip: int, programs: int = 1) -> ExpertsSm90Con
     return ExpertsSm90Config(block_t, strip, min(8, budget // ((block_t + 2 * strip) * _ROW_BYTES)), programs)
 
 
-def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
-    """All configurations for rows of up to K values of `itemsize` bytes."""
-    highest = 64 if itemsize == 1 and K > _PROMOTE else 128  # the sums that are set aside take registers
-    heights = [t for t in (8, 16, 32, 64, 128) if t <= highest]
-    shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
-    return [derive_config(t, strip, n) for t in heights for strip, n in shapes if n == 1 or t <= 32]
+def block_t(T: int, K: int, itemsize: int) -> int:
+    """Rows of a tile for a step of T tokens: at least the tokens of most experts. K: the longest row, of `itemsize` bytes."""
+    rows = 8 if T <= 16 else 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 512 else 128
+    return min(rows, _highest(K, itemsize))
 
 
-def block_t(T: int) -> int:
-    """Rows of a tile for a step of T tokens. `last_tokens` says up to which T it is the same."""
-    return 8 if T <= 16 else 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 512 else 128
+def _highest(K: int, itemsize: int) -> int:
+    """Rows of the highest tile: the sums of FP8 products that are set aside take registers."""
+    return 64 if itemsize == 1 and K > _PROMOTE else 128
 
 
 def last_tokens(T: int) -> int | None:
-    """The largest step that launches the same compiled kernels as one of T tokens; None: no limit."""
-    return next((last for last in (16, 64, 128, 256, 512) if last >= T), None)
+    """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
+    return next((last for last in _LAST if last >= T), None)
 
 
-def choose_configs(T: int, H: int, inter: int, itemsize: int) -> tuple[ExpertsSm90Config, ExpertsSm90Config]:
-    """The configurations of gate/up and of down, for T tokens."""
-    few = block_t(T)
-    if itemsize == 1 and max(H, inter) > _PROMOTE:
-        few = min(few, 64)  # registers for the sums that are set aside
-    c = derive_config(few, 64, 2) if few <= 32 else derive_config(few, 128)
-    return c, c
+def token_regime(T: int) -> int:
+    """T rounded up to the end of its variant, or to twice the last one's."""
+    return last_tokens(T) or 2 * _LAST[-1]
+
+
+def choose_config(rows: int, gated: bool) -> ExpertsSm90Config:
+    """The configuration for tiles of so many rows."""
+    return derive_config(rows, 64, 2) if rows <= 32 else derive_config(rows, 128)
+
+
+def tuning_bucket(T: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
+    """The bucket of a product of experts. T: a token regime."""
+    return bucket(T=T, E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated)
+
+
+@cached_lookup
+def lookup_config(
+    device: torch.device, T: int, rows: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool
+) -> ExpertsSm90Config:
+    """The tuned configuration for tiles of `rows` rows, or else the rule's. T: a token regime."""
+    tuned = TUNABLE.find(device, tuning_bucket(T, E, k, N, K, itemsize, gated))
+    return tuned if tuned is not None and tuned.block_t == rows else choose_config(rows, gated)
+
+
+def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
+    """All configurations for rows of up to K values of `itemsize` bytes."""
+    heights = [t for t in (8, 16, 32, 64, 128) if t <= _highest(K, itemsize)]
+    shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
+    return [derive_config(t, strip, n) for t in heights for strip, n in shapes if n == 1 or t <= 32]
 
 
 def accepts(H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor) -> bool:
@@ -295,13 +319,18 @@ def accepts(H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tenso
 
 
 def launch(
-    x: Tensor, weight: Tensor, out: Tensor, routing: Routing, config: ExpertsSm90Config, activation: str | None,
+    x: Tensor, weight: Tensor, out: Tensor, routing: Routing, config: ExpertsSm90Config | None, activation: str | None,
     scale: Tensor | None = None, x_scale: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """With an activation: act(gate) · up of each place, x [pairs, H] → out [pairs, I], both in the order of `routing.order`.
-    Without: x [pairs, I] in that order times the pair's weight → out [pairs, H], rows in the order of pairs."""
-    (E, rows, K), N, c = weight.shape, out.shape[1], config
-    columns, most = cdiv(N, c.strip if activation is not None else 2 * c.strip), routing.tiles.shape[1]
+    Without: x [pairs, I] in that order times the pair's weight → out [pairs, H], rows in the order of pairs.
+
+    A given configuration must have the height of the routing's tiles.
+    """
+    (E, rows, K), N, (T, top_k), gated = weight.shape, out.shape[1], routing.weights.shape, activation is not None
+    facts = (E, top_k, N, K, x.element_size(), gated)
+    c = config or lookup_config(x.device, token_regime(T), routing.block_t, *facts)
+    columns, most = cdiv(N, c.strip if gated else 2 * c.strip), routing.tiles.shape[1]
     block_k = _ROW_BYTES // x.element_size()
     registers = {"maxnreg": 65536 // (256 * c.programs) // 8 * 8} if c.programs > 1 else {}  # one group: 8 warps with the padding
     promote = _PROMOTE // block_k if x.dtype == torch.float8_e4m3fn else cdiv(K, block_k)

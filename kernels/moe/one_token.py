@@ -7,12 +7,15 @@ experts ahead of it. That takes less time than a kernel between the router and t
 start, the logits are complete. Both kernels may therefore follow the router's in a chain of PDL launches.
 """
 
+import itertools
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import launch_options
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.gemv import chunk_size
@@ -20,9 +23,9 @@ from minirt.kernels.moe.route import shares_of
 
 CASES = [
     {"E": 7, "k": 3, "H": 72, "I": 40},
-    {"E": 128, "k": 8, "H": 136, "I": 24},
+    {"E": 128, "k": 8, "H": 40, "I": 12},
     {"E": 60, "k": 1, "H": 97, "I": 33},
-    {"E": 3, "k": 2, "H": 80, "I": 600},
+    {"E": 3, "k": 2, "H": 20, "I": 300},
 ]
 
 
@@ -41,6 +44,9 @@ class OneTokenConfig:
     num_warps: int
     block_k: int
     tiles: int
+
+
+TUNABLE = Tunable("experts_one_token", OneTokenConfig, (__file__,))
 
 
 @triton.jit
@@ -175,6 +181,30 @@ def choose_config(K: int, itemsize: int, gated: bool) -> OneTokenConfig:
     return OneTokenConfig(4, 4, block_k, min(count, 4) if gated else 8)
 
 
+def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfig]:
+    """Configurations worth trying for rows of K values of `itemsize` bytes; a row of `down` is that of k experts."""
+    found = []
+    for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
+        count = triton.cdiv(K, block_k) * (1 if gated else k)
+        elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
+        most = 256 // itemsize // max(1, elements)  # 64 registers of 4 bytes
+        if block_k < 2 * K and elements >= 8:
+            in_flight = {min(count, most), min(count, most // 2)} - {0}
+            found += [OneTokenConfig(block_n, num_warps, block_k, tiles) for tiles in sorted(in_flight)]
+    return found
+
+
+def tuning_bucket(E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
+    """The bucket of a product of experts."""
+    return bucket(E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated)
+
+
+@cached_lookup
+def lookup_config(device: torch.device, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> OneTokenConfig:
+    """The tuned configuration for a product of experts, or else the rule's."""
+    return TUNABLE.find(device, tuning_bucket(E, k, N, K, itemsize, gated)) or choose_config(K, itemsize, gated)
+
+
 def _chunk(weight: Tensor) -> int:
     """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value."""
     chunk = chunk_size(weight.element_size())
@@ -187,7 +217,7 @@ def gate_up(
 ) -> Tensor:  # fmt: skip
     """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I]."""
     (E, _, K), (top_k, N) = weight.shape, out.shape
-    c = config or choose_config(K, weight.element_size(), True)
+    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True)
     _one_gate_up_kernel[(triton.cdiv(N, c.block_n), top_k)](
         x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, ACTIVATION=activation, BLOCK_E=triton.next_power_of_2(E),
         BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), TILES=min(c.tiles, triton.cdiv(K, c.block_k)),
@@ -205,7 +235,7 @@ def down(
     With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
     """
     (E, N, K), top_k = weight.shape, x.shape[0]
-    c = config or choose_config(K, weight.element_size(), False)
+    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False)
     _one_down_kernel[(triton.cdiv(N, c.block_n),)](
         x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
         BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k),

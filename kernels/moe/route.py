@@ -41,6 +41,7 @@ class Routing(NamedTuple):
         order: [T · k] int32, the pairs sorted by expert; those of one expert are in ascending order.
         tiles: [3, n] int32, see `reference.expert_tiles`. n is the most there can be; unused ones are −1.
         used: [1] int32, the number of used tiles.
+        block_t: rows of a tile.
     """
 
     weights: Tensor
@@ -48,6 +49,7 @@ class Routing(NamedTuple):
     order: Tensor
     tiles: Tensor
     used: Tensor
+    block_t: int
 
 
 @triton.jit
@@ -209,7 +211,7 @@ def route(
             experts, counts, order, tiles, used, pairs, most, E, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=block,
             **launch_options(4, 1, pdl),
         )  # fmt: skip
-    return Routing(weights, experts, order, tiles, used)
+    return Routing(weights, experts, order, tiles, used, block_t)
 
 
 def gather(x: Tensor, routing: Routing, quantized: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor | None]:

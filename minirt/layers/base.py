@@ -73,12 +73,14 @@ class LinearOp(NamedTuple):
         gated: the rows of the weight are gate and up, and an activation combines both.
         residual: the residual stream is added.
         logits: the result is logits, and the kernel also stores the largest one of each tile.
+        experts: (E, k) if the weight is that of E experts, of which each row uses k; None: every row uses the whole weight.
     """
 
     linear: PackedLinear
     gated: bool = False
     residual: bool = False
     logits: bool = False
+    experts: tuple[int, int] | None = None
 
 
 class Layer:
@@ -126,7 +128,11 @@ class Layer:
 
     def flops(self, rows: int) -> int:
         """Floating-point operations of the matrix products for `rows` rows, without attention."""
-        return sum(2 * rows * op.linear.out_features * op.linear.in_features for op in self.linear_ops())
+        total = 0
+        for linear, *_, experts in self.linear_ops():
+            many, used = experts or (1, 1)
+            total += 2 * rows * used * linear.out_features // many * linear.in_features
+        return total
 
     def settled(self, x: Tensor) -> Tensor | None:
         """Which rows of x [T, H] have a result that depends on no near-tie: [T] bool; None: all of them.

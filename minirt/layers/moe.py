@@ -65,7 +65,8 @@ class MoE(Layer):
             self.shared_gate = _unquantized(PackedLinear([Part(shared_gate, 1)], h))
 
     def linear_ops(self) -> Sequence[LinearOp]:
-        ops = [LinearOp(self.router)]
+        experts = self.moe.num_experts, self.moe.experts_per_token
+        ops = [LinearOp(self.router), LinearOp(self.gate_up, gated=True, experts=experts), LinearOp(self.down, experts=experts)]
         if self.shared_gate_up is not None and self.shared_down is not None:
             ops += [LinearOp(self.shared_gate_up, gated=True), LinearOp(self.shared_down)]
         return ops
@@ -75,10 +76,6 @@ class MoE(Layer):
         touched = expected_experts(self.moe.num_experts, self.moe.experts_per_token, tokens) if experts is None else experts
         of_experts = self.gate_up.nbytes(dtype) + self.down.nbytes(dtype)
         return super().decode_read_bytes(dtype) - of_experts + round(of_experts * touched / self.moe.num_experts)
-
-    def flops(self, rows: int) -> int:
-        one = self.gate_up.num_parameters + self.down.num_parameters
-        return super().flops(rows) + 2 * rows * self.moe.experts_per_token * one // self.moe.num_experts
 
     def expert_counts(self, x: Tensor) -> Tensor:
         logits = reference.linear(reference.rms_norm(x, self.norm.weight, self.config.rms_norm_eps), self.router.weight)

@@ -74,7 +74,7 @@ def test_results_name_the_experts(generator):
 
 def test_other_models_have_no_experts():
     class Dense:
-        class config:  # noqa: N801
+        class config:
             moe = None
 
     assert experts.observe(Dense(), 1, lambda: pytest.fail("ran")) is None
