@@ -120,3 +120,8 @@ def _check(
     if shared is not None and shared_gate is not None:
         check_tensor("shared", shared, (T, H), dtype, device)
         check_tensor("shared_gate", shared_gate, (T, 1), dtype, device)
+
+
+def cost(T: int, k: int, touched: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of T tokens with k experts each, `touched` distinct ones in all."""
+    return 3 * touched * H * inter * weight_itemsize + 3 * T * H * itemsize, 6 * T * k * H * inter
