@@ -34,16 +34,18 @@ class OneTokenConfig:
     """A launch configuration of one of the two kernels.
 
     Args:
-        block_n: outputs of a program.
+        block_n: outputs that a program computes at a time.
         num_warps: warps of a program.
         block_k: elements of K in one load of a program's rows.
         tiles: loads in flight.
+        blocks: how many times `block_n` outputs a program computes, one after the other.
     """
 
     block_n: int
     num_warps: int
     block_k: int
     tiles: int
+    blocks: int = 1
 
 
 TUNABLE = Tunable("experts_one_token", OneTokenConfig, (__file__,))
@@ -53,7 +55,8 @@ TUNABLE = Tunable("experts_one_token", OneTokenConfig, (__file__,))
 def _ranks(logits_ptr, E, BLOCK_E: tl.constexpr):
     """Each expert's share, and the number of experts that come before it: those with a larger share, or equal and lower."""
     e = tl.arange(0, BLOCK_E)
-    shares, by = shares_of(logits_ptr, e, E)
+    # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
+    shares, by = shares_of(logits_ptr, e, E, ".cg")
     ahead = (by[None, :] > by[:, None]) | ((by[None, :] == by[:, None]) & (e[None, :] < e[:, None]))
     return e, shares, tl.sum(ahead.to(tl.int32), 1)
 
@@ -75,110 +78,134 @@ def _products(w, x, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _rows(expert, n, N, block: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of an expert's weight, which has ROWS · N, for a block of outputs. Rows past the end are the last one again."""
+    return expert.to(tl.int64) * ROWS * N + tl.minimum(n + block * BLOCK_N, N - 1)
+
+
+@triton.jit
 def _one_gate_up_kernel(
     x_ptr, norm_ptr, logits_ptr, weight_ptr, scale_ptr, out_ptr, E, N, eps, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1)."""
+    """BLOCKS · BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1)."""
     COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     j = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    valid = n < N
+    n = tl.program_id(0) * BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
+    up_offset = tl.cast(N, tl.int64) * K
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    raw = ()  # loaded while the program looks for its expert
+    for i in tl.static_range(COUNT):
+        raw += (_load(x_ptr + k, k, i, K, BLOCK_K, ""),)
     e, _, rank = _ranks(logits_ptr, E, BLOCK_E)
     expert = tl.sum(tl.where(rank == j, e, 0), 0)
-    row = expert.to(tl.int64) * 2 * N + tl.minimum(n, N - 1)
-    gate_ptrs = weight_ptr + row[:, None] * K + k[None, :]
-    up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * K
     gate, up = (), ()
     for i in tl.static_range(TILES):
-        gate += (_load(gate_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
-        up += (_load(up_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
+        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
+        gate += (_load(ptrs, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
+        up += (_load(ptrs + up_offset, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
-    up_sums = gate_sums
+    xs = ()
     for i in tl.static_range(COUNT):
-        x = _load(x_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+        x = raw[i].to(tl.float32)
         if norm_ptr is not None:
             squares += x * x
             x *= _load(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
-        gate_sums += _products(gate[i], x, CHUNK)
-        up_sums += _products(up[i], x, CHUNK)
-        if i + TILES < COUNT:
-            gate += (_load(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
-            up += (_load(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
-    gate_value, up_value = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
+        xs += (x,)
+    inverse_rms = 1.0
     if norm_ptr is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        gate_value *= inverse_rms
-        up_value *= inverse_rms
-    if scale_ptr is not None:
-        gate_value *= tl.load(scale_ptr + row)
-        up_value *= tl.load(scale_ptr + N + row)
-    out = activate(gate_value, ACTIVATION) * up_value
-    tl.store(out_ptr + j * N + n, out.to(out_ptr.dtype.element_ty), mask=valid)
+    gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    up_sums = gate_sums
+    for i in tl.static_range(BLOCKS * COUNT):
+        gate_sums += _products(gate[i], xs[i % COUNT], CHUNK)
+        up_sums += _products(up[i], xs[i % COUNT], CHUNK)
+        if i + TILES < BLOCKS * COUNT:
+            ptrs = weight_ptr + _rows(expert, n, N, (i + TILES) // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
+            gate += (_load(ptrs, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
+            up += (_load(ptrs + up_offset, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
+        if i % COUNT == COUNT - 1:
+            gate_value, up_value = tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms
+            if scale_ptr is not None:
+                row = _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
+                gate_value *= tl.load(scale_ptr + row)
+                up_value *= tl.load(scale_ptr + N + row)
+            out = activate(gate_value, ACTIVATION) * up_value
+            column = n + i // COUNT * BLOCK_N
+            tl.store(out_ptr + j * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
+            gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+            up_sums = gate_sums
 
 
 @triton.jit
 def _one_down_kernel(
     x_ptr, logits_ptr, weight_ptr, scale_ptr, residual_ptr, shared_ptr, gate_ptr, out_ptr, E, N, K: tl.constexpr,
     TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K]."""
+    """BLOCKS · BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K]."""
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # tiles of one expert
     COUNT: tl.constexpr = TOP_K * PARTS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    valid = n < N
+    n = tl.program_id(0) * BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
     e, shares, rank = _ranks(logits_ptr, E, BLOCK_E)
-    rows, weights = (), ()
-    total = 0.0
+    experts, weights = (), ()
     for j in tl.static_range(TOP_K):
-        expert = tl.sum(tl.where(rank == j, e, 0), 0)
-        rows += (expert.to(tl.int64) * N + tl.minimum(n, N - 1),)
+        experts += (tl.sum(tl.where(rank == j, e, 0), 0),)
         weights += (tl.sum(tl.where(rank == j, shares, 0.0), 0),)
     w = ()
     for i in tl.static_range(TILES):
-        ptrs = weight_ptr + rows[i // PARTS][:, None] * K + k[None, :]
-        w += (_load(ptrs, k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
+        row = _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1)
+        w += (_load(weight_ptr + row[:, None] * K + k[None, :], k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    total = 0.0
     for j in tl.static_range(TOP_K):
         total += weights[j]
     out = tl.zeros((BLOCK_N,), tl.float32)
     sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
-    for i in tl.static_range(COUNT):
-        x = _load(x_ptr + i // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
+    for i in tl.static_range(BLOCKS * COUNT):
+        x = _load(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
         sums += _products(w[i], x, CHUNK)
-        if i + TILES < COUNT:
-            ptrs = weight_ptr + rows[(i + TILES) // PARTS][:, None] * K + k[None, :]
+        if i + TILES < BLOCKS * COUNT:
+            row = _rows(experts[(i + TILES) % COUNT // PARTS], n, N, (i + TILES) // COUNT, BLOCK_N, 1)
+            ptrs = weight_ptr + row[:, None] * K + k[None, :]
             w += (_load(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
         if i % PARTS == PARTS - 1:
-            share = tl.div_rn(weights[i // PARTS], total) if NORMALIZE else weights[i // PARTS]
+            share = weights[i % COUNT // PARTS]
+            if NORMALIZE:
+                share = tl.div_rn(share, total)
             value = tl.sum(sums, 1) * share.to(logits_ptr.dtype.element_ty).to(tl.float32)
             if scale_ptr is not None:
-                value *= tl.load(scale_ptr + rows[i // PARTS])
+                value *= tl.load(scale_ptr + _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1))
             out += value
             sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
-    if shared_ptr is not None:
-        shared = tl.load(shared_ptr + n, mask=valid, other=0.0).to(tl.float32)
-        out += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
-    out += tl.load(residual_ptr + n, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=valid)
+        if i % COUNT == COUNT - 1:
+            column = n + i // COUNT * BLOCK_N
+            valid = column < N
+            if shared_ptr is not None:
+                shared = tl.load(shared_ptr + column, mask=valid, other=0.0).to(tl.float32)
+                out += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
+            out += tl.load(residual_ptr + column, mask=valid, other=0.0).to(tl.float32)
+            tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=valid)
+            out = tl.zeros((BLOCK_N,), tl.float32)
 
 
 def choose_config(K: int, itemsize: int, gated: bool) -> OneTokenConfig:
-    """The configuration for rows of K values of `itemsize` bytes."""
-    block_k = min(512 if gated else 256, triton.next_power_of_2(K))
-    count = triton.cdiv(K, block_k)
-    return OneTokenConfig(4, 4, block_k, min(count, 4) if gated else 8)
+    """The configuration for rows of K values of `itemsize` bytes.
+
+    A program of gate/up looks for its expert before it loads weights, so it computes several blocks of outputs.
+    """
+    if gated:
+        block_k = min(1024, triton.next_power_of_2(K))
+        return OneTokenConfig(4, 4, block_k, 2 if itemsize > 1 else 4, 3)
+    return OneTokenConfig(4, 4, min(256, triton.next_power_of_2(K)), 12)
 
 
 def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfig]:
@@ -187,10 +214,11 @@ def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfi
     for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
         count = triton.cdiv(K, block_k) * (1 if gated else k)
         elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
-        most = 256 // itemsize // max(1, elements)  # 64 registers of 4 bytes
-        if block_k < 2 * K and elements >= 8:
-            in_flight = {min(count, most), min(count, most // 2)} - {0}
-            found += [OneTokenConfig(block_n, num_warps, block_k, tiles) for tiles in sorted(in_flight)]
+        if block_k >= 2 * K or elements < 8:
+            continue
+        for blocks in (1, 2, 3, 4) if gated else (1,):
+            most = min(count * blocks, 256 // itemsize // elements)  # 64 registers of 4 bytes
+            found += [OneTokenConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
     return found
 
 
@@ -218,10 +246,10 @@ def gate_up(
     """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I]."""
     (E, _, K), (top_k, N) = weight.shape, out.shape
     c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True)
-    _one_gate_up_kernel[(triton.cdiv(N, c.block_n), top_k)](
+    _one_gate_up_kernel[(triton.cdiv(N, c.block_n * c.blocks), top_k)](
         x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, ACTIVATION=activation, BLOCK_E=triton.next_power_of_2(E),
-        BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), TILES=min(c.tiles, triton.cdiv(K, c.block_k)),
-        **launch_options(c.num_warps, 1, pdl),
+        BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), BLOCKS=c.blocks,
+        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
 
@@ -236,10 +264,10 @@ def down(
     """
     (E, N, K), top_k = weight.shape, x.shape[0]
     c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False)
-    _one_down_kernel[(triton.cdiv(N, c.block_n),)](
+    _one_down_kernel[(triton.cdiv(N, c.block_n * c.blocks),)](
         x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
         BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k),
-        TILES=min(c.tiles, top_k * triton.cdiv(K, c.block_k)), **launch_options(c.num_warps, 1, pdl),
+        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)), **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
 

@@ -53,12 +53,12 @@ class Routing(NamedTuple):
 
 
 @triton.jit
-def shares_of(logits_ptr, e, E):
+def shares_of(logits_ptr, e, E, CACHE: tl.constexpr):
     """Softmax in fp32 over the experts of one token, and what to rank experts by. −inf ranks past the last expert.
 
     With a NaN, all shares are NaN; then the lowest experts rank first.
     """
-    logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
     shares = tl.exp(logits - tl.max(logits, 0))
     total = tl.sum(shares, 0)
     shares = tl.div_rn(shares, tl.broadcast(total, shares)[0])
@@ -76,7 +76,7 @@ def _choose_kernel(
         wait_for_input(False)
     e = tl.arange(0, BLOCK_E)
     j = tl.arange(0, BLOCK_K)
-    shares, left = shares_of(logits_ptr + t * E, e, E)
+    shares, left = shares_of(logits_ptr + t * E, e, E, "")
     weights = tl.zeros((BLOCK_K,), tl.float32)
     experts = tl.zeros((BLOCK_K,), tl.int32)
     for i in tl.static_range(TOP_K):

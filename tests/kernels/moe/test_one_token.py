@@ -70,8 +70,8 @@ def test_every_configuration_gives_the_same(make, nan):
     """Rows per program, loads in flight and the step in K change no result by more than rounding."""
     case = {"E": 5, "k": 2, "H": 72, "I": 40}
     x, norm, residual, logits, gate_up, down = operands(make, case, torch.float32)
-    for block_n, block_k, tiles in ((4, 32, 1), (8, 64, 2), (16, 128, 9)):
-        config = one_token.OneTokenConfig(block_n, 2, block_k, tiles)
+    for block_n, block_k, tiles, blocks in ((4, 32, 1, 1), (8, 64, 2, 3), (16, 128, 9, 2)):
+        config = one_token.OneTokenConfig(block_n, 2, block_k, tiles, blocks)
         inner = one_token.gate_up(x, norm, EPS, logits, gate_up, "silu", nan(2, 40, dtype=torch.float32), config=config)
         out = one_token.down(inner, logits, down, residual, nan(1, 72, dtype=torch.float32), True, config=config)
         truth = expected(x, norm, residual, logits, gate_up, down, 2, True, "silu")
