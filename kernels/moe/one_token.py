@@ -56,9 +56,8 @@ def _ranks(logits_ptr, E, BLOCK_E: tl.constexpr):
     """Each expert's share, and the number of experts that come before it: those with a larger share, or equal and lower."""
     e = tl.arange(0, BLOCK_E)
     # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
-    shares, by = shares_of(logits_ptr, e, E, ".cg")
-    ahead = (by[None, :] > by[:, None]) | ((by[None, :] == by[:, None]) & (e[None, :] < e[:, None]))
-    return e, shares, tl.sum(ahead.to(tl.int32), 1)
+    shares, keys = shares_of(logits_ptr, e, E, ".cg")
+    return e, shares, tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
 
 
 @triton.jit

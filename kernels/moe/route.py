@@ -54,15 +54,16 @@ class Routing(NamedTuple):
 
 @triton.jit
 def shares_of(logits_ptr, e, E, CACHE: tl.constexpr):
-    """Softmax in fp32 over the experts of one token, and what to rank experts by. −inf ranks past the last expert.
+    """Softmax in fp32 over the experts of one token, and keys that order experts: the larger share first, then the lower expert.
 
-    With a NaN, all shares are NaN; then the lowest experts rank first.
+    With a NaN, all shares are NaN, and the lowest experts come first. Experts past the last one have the key -1.
     """
     logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
     shares = tl.exp(logits - tl.max(logits, 0))
     total = tl.sum(shares, 0)
     shares = tl.div_rn(shares, tl.broadcast(total, shares)[0])
-    return shares, tl.where(e < E, tl.where(total == total, shares, -e.to(tl.float32)), float("-inf"))
+    bits = tl.where(total == total, shares, 0.0).to(tl.int32, bitcast=True)  # ordered like the shares, which are not negative
+    return shares, tl.where(e < E, (bits.to(tl.int64) << 32) | (0x7FFFFFFF - e), -1)
 
 
 @triton.jit
@@ -76,14 +77,16 @@ def _choose_kernel(
         wait_for_input(False)
     e = tl.arange(0, BLOCK_E)
     j = tl.arange(0, BLOCK_K)
-    shares, left = shares_of(logits_ptr + t * E, e, E, "")
+    shares, keys = shares_of(logits_ptr + t * E, e, E, "")
     weights = tl.zeros((BLOCK_K,), tl.float32)
     experts = tl.zeros((BLOCK_K,), tl.int32)
     for i in tl.static_range(TOP_K):
-        best = tl.min(tl.where(left == tl.max(left, 0), e, BLOCK_E), 0)
-        weights = tl.where(j == i, tl.sum(tl.where(e == best, shares, 0.0), 0), weights)
-        experts = tl.where(j == i, best, experts)
-        left = tl.where(e == best, float("-inf"), left)
+        best = tl.max(keys, 0)
+        weights = tl.where(j == i, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), weights)
+        experts = tl.where(j == i, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32), experts)
+        keys = tl.where(keys == best, -1, keys)
+    any_nan = tl.sum((shares != shares).to(tl.int32), 0) > 0
+    weights = tl.where((j < TOP_K) & any_nan, float("nan"), weights)
     if NORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast(tl.sum(weights, 0), weights)[0])
     at = t * TOP_K + j
