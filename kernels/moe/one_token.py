@@ -21,6 +21,8 @@ from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.gemv import chunk_size
 from minirt.kernels.moe.route import shares_of
 
+_REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
+
 CASES = [
     {"E": 7, "k": 3, "H": 72, "I": 40},
     {"E": 128, "k": 8, "H": 40, "I": 12},
@@ -57,7 +59,7 @@ def _ranks(logits_ptr, E, BLOCK_E: tl.constexpr):
     e = tl.arange(0, BLOCK_E)
     # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
     shares, keys = shares_of(logits_ptr, e, E, ".cg")
-    return e, shares, tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    return e, shares, tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
 
 
 @triton.jit
@@ -248,7 +250,8 @@ def gate_up(
     _one_gate_up_kernel[(triton.cdiv(N, c.block_n * c.blocks), top_k)](
         x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, ACTIVATION=activation, BLOCK_E=triton.next_power_of_2(E),
         BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), BLOCKS=c.blocks,
-        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), **launch_options(c.num_warps, 1, pdl),
+        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
+        **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
 
@@ -266,7 +269,8 @@ def down(
     _one_down_kernel[(triton.cdiv(N, c.block_n * c.blocks),)](
         x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
         BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k),
-        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)), **launch_options(c.num_warps, 1, pdl),
+        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
+        **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
 
