@@ -74,8 +74,8 @@ class Model:
 
     def step_read_bytes(self, tokens: int, experts: Mapping[str, float] | None = None) -> int:
         """Weight bytes that a decode step of so many tokens reads. `experts`: how many distinct ones the named layers use."""
-        used = experts or {}
-        return sum(layer.decode_read_bytes(self.dtype, tokens, used.get(layer.name)) for layer in self.layers)
+        used = {name: (count,) for name, count in (experts or {}).items()}
+        return sum(layer.decode_read_bytes(self.dtype, tokens, *used.get(layer.name, ())) for layer in self.layers)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in a model of this dtype."""

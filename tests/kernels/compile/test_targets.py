@@ -78,9 +78,9 @@ def test_compiles_as_meant(target):
             groups = r["options"]["GROUPS"]
             assert r["roles_read_ahead"] == [False] * groups + [True], r  # weights, by the loading warp
         if name == "_experts_sm90_kernel" and r["pdl"]:
-            *multiply, fetch = r["roles_read_ahead"]
-            assert not any(multiply), r
-            assert fetch, r  # lists and weights
+            multiply, *rest = r["roles_read_ahead"]  # the second group, and the loading warp, whose wait may be there twice
+            assert not multiply, r
+            assert any(rest), r  # lists and weights
             if "maxnreg" in r["options"]:
                 assert 2 * (r["shared"] + 1024) <= 228 * 1024, r  # two programs share an SM
         if name == "_gemm_kernel":
