@@ -126,6 +126,15 @@ class Layer:
         """Bytes of the weights that a step of so many tokens reads, with so many distinct experts; None: the expected number."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
+    @property
+    def activation_values(self) -> int:
+        """Values for each token that the layer holds at once beside its input and output: an estimate, to plan memory."""
+        total = 0
+        for linear, gated, _, logits, experts in self.linear_ops():
+            many, used = experts or (1, 1)
+            total += 0 if logits else used * linear.out_features // many // (2 if gated else 1)
+        return total
+
     def flops(self, rows: int) -> int:
         """Floating-point operations of the matrix products for `rows` rows, without attention."""
         total = 0

@@ -82,6 +82,11 @@ class MoE(Layer):
         chosen = reference.route(logits, self.moe.experts_per_token, self.moe.normalize)[1]
         return torch.bincount(chosen.flatten(), minlength=self.moe.num_experts)
 
+    @property
+    def activation_values(self) -> int:
+        in_order = self.moe.experts_per_token * self.config.hidden_size  # the tokens, once for each of their experts
+        return super().activation_values + in_order
+
     def settled(self, x: Tensor) -> Tensor | None:
         """Rows whose last chosen expert is ahead of the first one not chosen by 3 times the rounding error of eager logits."""
         k, eps = self.moe.experts_per_token, self.config.rms_norm_eps
