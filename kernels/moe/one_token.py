@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import launch_options
+from minirt.kernels.launch import launch_options, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.gemv import chunk_size
 from minirt.kernels.moe.route import shares_of
@@ -198,14 +198,15 @@ def _one_down_kernel(
             out = tl.zeros((BLOCK_N,), tl.float32)
 
 
-def choose_config(K: int, itemsize: int, gated: bool) -> OneTokenConfig:
-    """The configuration for rows of K values of `itemsize` bytes.
+def choose_config(k: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> OneTokenConfig:
+    """The configuration for N outputs of each of k experts, and rows of K values of `itemsize` bytes.
 
-    A program of gate/up looks for its expert before it loads weights, so it computes several blocks of outputs.
+    A program of gate/up looks for its expert before it loads weights. So all programs run at once, four on each SM, and each
+    computes several blocks of outputs.
     """
     if gated:
-        block_k = min(1024, triton.next_power_of_2(K))
-        return OneTokenConfig(4, 4, block_k, 2 if itemsize > 1 else 4, 3)
+        block_k, blocks = min(1024, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
+        return OneTokenConfig(4, 4, block_k, 2 if itemsize > 1 else 4, min(8, blocks))
     return OneTokenConfig(4, 4, min(256, triton.next_power_of_2(K)), 12)
 
 
@@ -231,7 +232,9 @@ def tuning_bucket(E: int, k: int, N: int, K: int, itemsize: int, gated: bool) ->
 @cached_lookup
 def lookup_config(device: torch.device, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> OneTokenConfig:
     """The tuned configuration for a product of experts, or else the rule's."""
-    return TUNABLE.find(device, tuning_bucket(E, k, N, K, itemsize, gated)) or choose_config(K, itemsize, gated)
+    return TUNABLE.find(device, tuning_bucket(E, k, N, K, itemsize, gated)) or choose_config(
+        k, N, K, itemsize, gated, sm_count(device)
+    )
 
 
 def _chunk(weight: Tensor) -> int:

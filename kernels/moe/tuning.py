@@ -10,7 +10,7 @@ from torch import Tensor
 from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, register
-from minirt.kernels.launch import capability
+from minirt.kernels.launch import capability, sm_count
 from minirt.kernels.moe import experts_sm90, one_token
 from minirt.kernels.moe.route import gather, route
 
@@ -25,7 +25,7 @@ def one_token_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
     """Steps of one token."""
     for shape, (E, k) in _of_experts(shapes) if 1 in tokens else ():
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
-        rule = one_token.choose_config(shape.K, itemsize, shape.gated)
+        rule = one_token.choose_config(k, shape.N, shape.K, itemsize, shape.gated, sm_count(device))
         key = one_token.tuning_bucket(E, k, shape.N, shape.K, itemsize, shape.gated)
         around = one_token.candidates(shape.K, k, itemsize, shape.gated)
         prepare = lambda shape=shape, E=E, k=k: _prepare_one(shape, E, k, device)  # noqa: E731
