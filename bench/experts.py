@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirt.bench.measure import percentile, random_prompts
+from minirt.bench.measure import random_prompts
+from minirt.bench.summary import percentile
 from minirt.generator import Generator
 from minirt.layers.base import Layer
 from minirt.layers.moe import expected_experts
