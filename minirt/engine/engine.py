@@ -33,6 +33,7 @@ from minirt.errors import (
     OutOfMemoryError,
     QueueFullError,
 )
+from minirt.modeling.model import Observer
 from minirt.sampling_params import EffectiveSampling
 
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
@@ -144,6 +145,10 @@ class Engine:
     def warm_up(self, progress: ProgressCallback | None = None) -> None:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         self._runner.warm_up(progress)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Call `observer(layer, x)` with the input of each layer, from the next step on; see `Generator.observing`."""
+        self._runner.observe(observer)
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""

@@ -23,7 +23,7 @@ from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
-from minirt.modeling.model import Model
+from minirt.modeling.model import Model, Observer
 from minirt.sampling_params import SamplingParams, resolve
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
@@ -114,6 +114,7 @@ class Runner:
         self._static: _Static | None = None
         self._cuda = device.type == "cuda"
         self._ranges = Ranges(cache.capacity if self._cuda else 0)
+        self._observer: Observer | None = None
         self._stages = SamplingStages(self._previous, vocab_size, max_seq_len)
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
@@ -126,6 +127,10 @@ class Runner:
     def cuda_graphs(self) -> bool:
         """Whether small steps run as CUDA graphs."""
         return self._static is not None
+
+    def observe(self, observer: Observer | None) -> None:
+        """Call `observer(layer, x)` with the input of each layer, from the next step on, without CUDA graphs; None: no longer."""
+        self._observer = observer
 
     @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
@@ -154,7 +159,11 @@ class Runner:
 
     def _scores(self, chunks: Sequence[Chunk], logits_needed: bool) -> Scores:
         static, bucket = self._static, None if self._static is None else self._buckets.find(chunks)
-        if static is not None and bucket is not None:
+        if self._observer is not None and isinstance(self._model, Model):
+            batch = self._batch(chunks)
+            logits = self._model(batch, self._cache, self._observer)
+            rows = logits.shape[0]
+        elif static is not None and bucket is not None:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
             static.buffers.send(batch.layout, chunks, logits_needed=logits_needed)
             static.graphs.replay(bucket)
@@ -265,7 +274,7 @@ class Runner:
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of `repeats` replays of a greedy decode step's CUDA graph, without sampler and copies.
 
-        The cached values are arbitrary.
+        The cached values are arbitrary. The sequences have different tokens, so that a mixture uses different experts for them.
         """
         if self._static is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
@@ -277,7 +286,7 @@ class Runner:
         pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
         try:
             with on_device(self._device):
-                chunks = [Chunk([1], context_len - 1, own) for own in pages]
+                chunks = [Chunk([i % self._vocab_size], context_len - 1, own) for i, own in enumerate(pages)]
                 self._scores(chunks, logits_needed=False)
                 return self._static.graphs.replay_times(self._buckets.decode(chunks), repeats)
         finally:
