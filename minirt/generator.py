@@ -35,6 +35,7 @@ from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
 from minirt.sizes import format_bytes
+from minirt.structured.constraints import Constraints
 from minirt.text.detokenizer import IncrementalDecoder
 from minirt.text.stop_strings import StopStrings
 from minirt.text.tokenizer import Tokenizer
@@ -112,6 +113,7 @@ class Generator:
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
             max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
+            constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit

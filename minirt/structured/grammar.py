@@ -1,0 +1,139 @@
+"""`Grammar`: a `StructuredOutputsParams` compiled for one tokenizer, and all calls of llguidance that compile.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses with Earley's algorithm over a lexer of regular-expression
+derivatives, which it builds while it is used. Its limits bound the work of compiling, of each mask, and the memory.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.structured.params import StructuredOutputsParams
+from minirt.structured.schema import check_schema, parse_schema
+from minirt.text.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
+# Between two JSON tokens: nothing, a space, or one or two line breaks and an indentation. (llama.cpp has the same bound.)
+WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
+# States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
+# below a second.
+MAX_LEXER_STATES = 50_000
+
+
+class Grammar:
+    """A compiled grammar. `matcher` gives a new sequence its own state.
+
+    Attributes:
+        tokens_named: whether the grammar may name token ids, so that masks may have ids that the tokenizer lacks.
+        end_ids: the tokens that masks allow where the text may end.
+        marker: the end of the reasoning block, after which the grammar begins.
+    """
+
+    def __init__(self, spec: StructuredOutputsParams, tokenizer: "GrammarTokenizer") -> None:
+        """Compile. Takes milliseconds, for large grammars up to about a second, and releases the GIL.
+
+        Raises:
+            InputError, UnsupportedError: the grammar is wrong, contradicts itself, is too complex, or has a feature that is not
+                supported.
+        """
+        self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
+        self.marker = None if spec.reasoning_end is None else spec.reasoning_end.encode()
+        where = f"structured_outputs.{spec.kind}"
+        self._matcher = tokenizer.compile(_source(spec, where), where)
+
+    def matcher(self) -> Any:
+        """A new `llguidance.LLMatcher`, which shares nothing that changes."""
+        return self._matcher.deep_copy()
+
+
+class GrammarTokenizer:
+    """The tokenizer and the ends of a text as llguidance needs them.
+
+    Args:
+        vocab: columns of the logits; those above the tokenizer's ids are never allowed.
+        end_ids: the model's end-of-sequence tokens.
+    Raises:
+        UnsupportedError: llguidance is not installed, or cannot use this tokenizer with this model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            what, hint = "structured output needs llguidance, which is not installed", "pip install 'minirt[structured]'"
+            raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
+        self._library = llguidance
+        self.known_ids = tokenizer.ids()
+        self.end_ids = tuple(token for token in end_ids if token in self.known_ids)
+        if not self.end_ids:
+            what = "a text of a grammar ends with an end-of-sequence token, and the tokenizer has none of the model's"
+            raise UnsupportedError(what, where="structured_outputs", found=list(end_ids))
+        if max(self.known_ids) >= vocab:
+            what, expected = "the tokenizer has ids that the model has no logits for", f"ids below {vocab}"
+            raise UnsupportedError(what, where="structured_outputs", expected=expected, found=max(self.known_ids))
+        self._tokenizer = _call(
+            lambda: llguidance.LLTokenizer(tokenizer.serialized(), n_vocab=vocab, eos_token=list(self.end_ids)),
+            "the tokenizer cannot be used for structured output", error=UnsupportedError,
+        )
+        # Errors without the state of the parser, which is long.
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+    def text(self, token: int) -> bytes:
+        return self._tokenizer.decode_bytes([token])
+
+    def compile(self, source: str, where: str) -> Any:
+        """A matcher in its initial state, with the mask of the first token computed."""
+        options = {"log_level": 0, "limits": self._limits}
+        matcher = _call(lambda: self._library.LLMatcher(self._tokenizer, source, **options), "cannot be compiled", where)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _compile_error(matcher.get_error(), where)
+        if warnings := matcher.get_grammar_warnings():
+            raise UnsupportedError("the grammar is ambiguous to llguidance", where=where, found=shortened(warnings[0]))
+        return matcher
+
+
+def _source(spec: StructuredOutputsParams, where: str) -> str:
+    """The grammar in a language of llguidance."""
+    from llguidance import LLMatcher
+
+    if spec.kind in ("json", "json_object"):
+        schema: Any = {"type": "object"}
+        if spec.json is not None:
+            schema = parse_schema(str(spec.json), where)
+            check_schema(schema, where)
+        options = {"whitespace_pattern": WHITESPACE}
+        text = json.dumps({} if schema is True else schema)
+        return _call(lambda: LLMatcher.grammar_from_json_schema(text, overrides=options), "cannot be compiled", where)
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(spec.regex)
+    if spec.choice is not None:  # one terminal, so that all choices are matched at once
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
+    return LLMatcher.grammar_from_lark(str(spec.grammar))
+
+
+def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
+    """llguidance's message, as one line, in an error of minirt."""
+    text = " ".join(line.strip() for line in message.partition("<non-verbose/>")[0].splitlines())
+    if any(words in text.lower() for words in ("too complex", "fuel", "too large", "too many", "limit")):
+        return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
+    if any(words in text.lower() for words in ("not support", "unimplemented", "unknown format", "only supported")):
+        return UnsupportedError("not supported in a grammar", where=where, found=shortened(text))
+    if "NoExtension" in text or "nsatisfiable" in text:
+        return InputError("no text fits", where=where, found=shortened(text))
+    return InputError("the grammar is wrong", where=where, found=shortened(text))
+
+
+def _call(
+    function: Callable[[], _T], what: str, where: str = "structured_outputs", error: type[MinirtError] = InputError
+) -> _T:
+    """Call llguidance. It is written in Rust, whose panics derive from BaseException and cannot be imported."""
+    try:
+        return function()
+    except BaseException as cause:
+        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
+            raise  # Ctrl-C
+        raise error(f"{what}: {shortened(cause)}", where=where) from cause
