@@ -104,7 +104,7 @@ def _source(spec: StructuredOutputsParams, where: str) -> str:
         if spec.json is not None:
             schema = parse_schema(str(spec.json), where)
             check_schema(schema, where)
-        options = {"whitespace_pattern": WHITESPACE}
+        options: Any = {"whitespace_pattern": WHITESPACE}
         text = json.dumps({} if schema is True else schema)
         return _call(lambda: LLMatcher.grammar_from_json_schema(text, overrides=options), "cannot be compiled", where)
     if spec.regex is not None:
