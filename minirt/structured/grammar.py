@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.structured.params import StructuredOutputsParams
-from minirt.structured.schema import check_schema, parse_schema
+from minirt.structured.schema import check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 # Between two JSON tokens: nothing, a space, or one or two line breaks and an indentation. (llama.cpp has the same bound.)
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
+# Without \u: an additional property could be a stated one in disguise, such as "\u0061" for "a", with a value of another type.
+ESCAPES = 'nrbtf\\"'
 # States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
 # below a second.
 MAX_LEXER_STATES = 50_000
+_MAX_PLACES = 200  # subschemas that are tried to find the place of an error
 
 
 class Grammar:
@@ -39,8 +42,7 @@ class Grammar:
         """
         self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
         self.marker = None if spec.reasoning_end is None else spec.reasoning_end.encode()
-        where = f"structured_outputs.{spec.kind}"
-        self._matcher = tokenizer.compile(_source(spec, where), where)
+        self._matcher = _compile(spec, tokenizer)
 
     def matcher(self) -> Any:
         """A new `llguidance.LLMatcher`, which shares nothing that changes."""
@@ -90,23 +92,52 @@ class GrammarTokenizer:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _compile_error(matcher.get_error(), where)
-        if warnings := matcher.get_grammar_warnings():
-            raise UnsupportedError("the grammar is ambiguous to llguidance", where=where, found=shortened(warnings[0]))
         return matcher
 
 
-def _source(spec: StructuredOutputsParams, where: str) -> str:
+def _compile(spec: StructuredOutputsParams, tokenizer: GrammarTokenizer) -> Any:
+    where = f"structured_outputs.{spec.kind}"
+    if spec.json is None:
+        return tokenizer.compile(_json_source({"type": "object"}) if spec.json_object else _source(spec), where)
+    parsed = parse_schema(str(spec.json), where)
+    schema = {} if isinstance(parsed, bool) else parsed
+    check_schema(schema, where)
+    try:
+        return tokenizer.compile(_json_source(schema), where)
+    except MinirtError as error:
+        raise error.at(f"{where}{_place(schema, error, tokenizer)}") from error
+
+
+def _place(schema: Any, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
+    """", /pointer" of the smallest subschema that by itself has the same error, or of its pattern."""
+    pointer, smallest, todo = "", schema, list(subschemas(schema))
+    for _ in range(_MAX_PLACES):
+        if not todo:
+            break
+        name, part = todo.pop()
+        if isinstance(part, dict) and part:
+            try:
+                tokenizer.compile(_json_source(part), "")
+            except MinirtError as own:
+                if own.found == error.found:
+                    pointer, smallest = f"/{name}", part
+                    todo = [(f"{name}/{inner}", value) for inner, value in subschemas(part)]
+    if "pattern" in smallest and "regex" in str(error.found).lower():
+        pointer += "/pattern"
+    return f", {pointer}" if pointer else ""
+
+
+def _json_source(schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    options: Any = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def _source(spec: StructuredOutputsParams) -> str:
     """The grammar in a language of llguidance."""
     from llguidance import LLMatcher
 
-    if spec.kind in ("json", "json_object"):
-        schema: Any = {"type": "object"}
-        if spec.json is not None:
-            schema = parse_schema(str(spec.json), where)
-            check_schema(schema, where)
-        options: Any = {"whitespace_pattern": WHITESPACE}
-        text = json.dumps({} if schema is True else schema)
-        return _call(lambda: LLMatcher.grammar_from_json_schema(text, overrides=options), "cannot be compiled", where)
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.choice is not None:  # one terminal, so that all choices are matched at once
@@ -117,10 +148,10 @@ def _source(spec: StructuredOutputsParams, where: str) -> str:
 
 def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
-    text = " ".join(line.strip() for line in message.partition("<non-verbose/>")[0].splitlines())
+    text = " ".join(message.partition("<non-verbose/>")[0].split())
     if any(words in text.lower() for words in ("too complex", "fuel", "too large", "too many", "limit")):
         return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
-    if any(words in text.lower() for words in ("not support", "unimplemented", "unknown format", "only supported")):
+    if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):
         return UnsupportedError("not supported in a grammar", where=where, found=shortened(text))
     if "NoExtension" in text or "nsatisfiable" in text:
         return InputError("no text fits", where=where, found=shortened(text))

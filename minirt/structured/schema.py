@@ -5,6 +5,7 @@ everything that would not be enforced is refused first. Annotations, such as "ti
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ _ANNOTATIONS = {
     "$comment", "$id", "id", "$anchor", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "contentMediaType", "contentEncoding",
 }  # fmt: skip
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -32,6 +34,10 @@ _BOUNDS = (  # (lower, upper, whether they may be equal)
     ("minimum", "maximum", True), ("exclusiveMinimum", "maximum", False), ("minimum", "exclusiveMaximum", False),
     ("exclusiveMinimum", "exclusiveMaximum", False),
 )  # fmt: skip
+# Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONTROL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\(x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|x\{|u\{|c[A-Za-z]|[ave0])")
+_NEGATED = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")  # a class of characters that it excludes
 
 
 def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
@@ -86,20 +92,18 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
         if not isinstance(own, dict):
             expected = "an object or a bool"
             raise InputError("not a JSON schema", where=place, expected=expected, found=shortened(json.dumps(own)))
-        _check_keywords(own, place)
         _check_values(own, place, draft_4)
+        _check_keywords(own, place)
         _check_bounds(own, place)
-        todo += ((value, f"{pointer}/{name}", depth + 1) for name, value in _subschemas(own, place))
+        todo += ((value, f"{pointer}/{name}", depth + 1) for name, value in subschemas(own))
 
 
-def _subschemas(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
-    """(its pointer within `schema`, subschema)."""
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(its JSON pointer within `schema`, without the first slash, and the subschema)."""
     for keyword, value in schema.items():
         if keyword in _MAPS:
-            _expect(isinstance(value, dict), keyword, "an object", value, place)
             yield from ((f"{keyword}/{_escaped(name)}", part) for name, part in value.items())
         elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
-            _expect(isinstance(value, list), keyword, "a list of schemas", value, place)
             yield from ((f"{keyword}/{i}", part) for i, part in enumerate(value))
         elif keyword in _SINGLE:
             yield keyword, value
@@ -115,17 +119,45 @@ def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
             hint = "remove it, or express it otherwise; nothing is ignored"
             what = "the keyword is not supported"
             raise UnsupportedError(what, where=place, found=shortened(json.dumps(keyword)), hint=hint)
-    if (low := schema.get("minProperties", 0)) and isinstance(low, int) and low > len(schema.get("required", ())) + 1:
+    if "format" in schema and schema["format"] not in FORMATS:
+        what, expected = 'this "format" is not supported', f"one of {', '.join(FORMATS)}"
+        raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(schema["format"])))
+    for keyword in filter(schema.__contains__, ("const", "enum", "properties", "required")):
+        stated = list(schema[keyword]) if keyword == "properties" else schema[keyword]
+        if _has_control(stated):
+            what, hint = f'"{keyword}" with a control character is not supported', "only \\b, \\f, \\n, \\r and \\t are written"
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(stated)), hint=hint)
+    for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
+        if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(_NEGATED.sub("", pattern)):
+            what = '"pattern" with a control character is not supported'
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(pattern)))
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        what, expected = '"$ref" to another document is not supported', 'a reference that begins with "#"'
+        raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(schema["$ref"])))
+    if (low := schema.get("minProperties", 0)) > len(schema.get("required", ())) + 1:
         # The names of additional properties may repeat, so only required ones and one more are sure to be different.
         what, expected = "minProperties is not supported", "at most the number of required properties plus 1"
         raise UnsupportedError(what, where=place, expected=expected, found=f'"minProperties": {low}')
 
 
+def _has_control(value: Any) -> bool:
+    """Whether a text in a JSON value, or a name in it, has such a character."""
+    todo = [value]
+    while todo:
+        own = todo.pop()
+        if isinstance(own, str) and _CONTROL.search(own):
+            return True
+        if isinstance(own, dict):
+            todo += [*own, *own.values()]
+        elif isinstance(own, list):
+            todo += own
+    return False
+
+
 def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
     for keyword in filter(schema.__contains__, _COUNTS):
         value = schema[keyword]
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
-        _expect(fits, keyword, "an integer >= 0", value, place)
+        _expect(type(value) is int and value >= 0, keyword, "an integer >= 0", value, place)
     for keyword in filter(schema.__contains__, _NUMBERS):
         value = schema[keyword]
         if not (draft_4 and keyword.startswith("exclusive")):
@@ -140,6 +172,10 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
         names = schema["required"]
         fits = isinstance(names, list) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
         _expect(fits, "required", "a list of different names", names, place)
+    for keyword in filter(schema.__contains__, _MAPS):
+        _expect(isinstance(schema[keyword], dict), keyword, "an object of schemas", schema[keyword], place)
+    for keyword in filter(schema.__contains__, _LISTS):
+        _expect(isinstance(schema[keyword], list), keyword, "a list of schemas", schema[keyword], place)
     for keyword in ("pattern", "format", "$ref", "$schema"):
         _expect(isinstance(schema.get(keyword, ""), str), keyword, "a text", schema.get(keyword), place)
 
