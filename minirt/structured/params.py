@@ -80,6 +80,10 @@ class StructuredOutputsParams:
         """Which of `KINDS` it is."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
+    def stated(self) -> dict[str, Any]:
+        """The fields that are set, from which `of` makes an equal one."""
+        return {name: getattr(self, name) for name in (self.kind, "reasoning_end") if getattr(self, name) is not None}
+
     def __str__(self) -> str:
         return self.kind if self.json_object else f"{self.kind} {getattr(self, self.kind)}"
 

@@ -10,9 +10,9 @@ from minirt.text.tokenizer import Tokenizer
 TOKENIZER = Tokenizer(embedded())
 VOCAB = 2100  # more than the tokenizer has: as if the model's were padded
 EOS = 0
-_TEXTS = [TOKENIZER.decode([token], skip_special_tokens=False) for token in range(TOKENIZER.vocab_size)]
-_SINGLE = torch.tensor([token for token, text in enumerate(_TEXTS) if len(text) == 1 and text.isascii()])
-_CLOSING = torch.tensor([token for token, text in enumerate(_TEXTS) if text and set(text) <= set('"]}')])
+TEXTS = [TOKENIZER.decode([token], skip_special_tokens=False) for token in range(TOKENIZER.vocab_size)]
+_SINGLE = torch.tensor([token for token, text in enumerate(TEXTS) if len(text) == 1 and text.isascii()])
+_CLOSING = torch.tensor([token for token, text in enumerate(TEXTS) if text and set(text) <= set('"]}')])
 
 
 def constraints(ends=(EOS,)):
