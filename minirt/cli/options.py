@@ -194,6 +194,9 @@ sampling_options = option_group(
     ),
     click.option("--json-schema", metavar="FILE", help="The text is JSON that the JSON schema in a file accepts; - is stdin."),
     click.option("--json-object", is_flag=True, help="The text is a JSON object."),
+    click.option(
+        "--disable-any-whitespace", is_flag=True, help="With --json-schema or --json-object: no white space between JSON tokens."
+    ),
     click.option("--regex", help="The text is matched by a regular expression from its beginning to its end."),
     click.option("--choice", multiple=True, metavar="TEXT", help="The text is this one, or another --choice (repeatable)."),
     click.option("--grammar", metavar="FILE", help="The text follows the grammar in a file, in llguidance's Lark syntax."),
@@ -267,11 +270,12 @@ def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
     fields |= {name: options[name] for name in ("regex", "reasoning_end") if options[name] is not None}
     if options["choice"]:
         fields["choice"] = options["choice"]
-    if options["json_object"]:
-        fields["json_object"] = True
-    if fields.keys() == {"reasoning_end"}:
-        raise click.UsageError("--reasoning-end needs --json-schema, --json-object, --regex, --choice or --grammar")
-    if len(fields.keys() - {"reasoning_end"}) > 1:
+    fields |= {name: True for name in ("json_object", "disable_any_whitespace") if options[name]}
+    kinds = fields.keys() - {"reasoning_end", "disable_any_whitespace"}
+    if fields and not kinds:
+        flag = _flag_of(next(iter(fields)))
+        raise click.UsageError(f"{flag} needs --json-schema, --json-object, --regex, --choice or --grammar")
+    if len(kinds) > 1:
         raise click.UsageError("--json-schema, --json-object, --regex, --choice and --grammar exclude each other")
     return fields or None
 
@@ -279,9 +283,11 @@ def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
 def _flag(error: MinirtError) -> str:
     """The option that sets the sampling field which an error names, and the rest of its `where`."""
     field, comma, place = str(error.where).removeprefix("SamplingParams.").partition(", ")
-    name = field.removeprefix("structured_outputs.")
-    name = "json_schema" if name == "json" and name != field else name
-    return f"--{name.replace('_', '-')}{comma}{place}"
+    return f"{_flag_of(field.removeprefix('structured_outputs.'))}{comma}{place}"
+
+
+def _flag_of(field: str) -> str:
+    return "--json-schema" if field == "json" else "--" + field.replace("_", "-")
 
 
 @contextmanager

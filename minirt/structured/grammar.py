@@ -14,8 +14,8 @@ from minirt.structured.schema import check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-# Between two JSON tokens: nothing, a space, or one or two line breaks and an indentation. (llama.cpp has the same bound.)
-WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
+# Between two JSON tokens, unless there is nothing. (llama.cpp bounds it in the same way.)
+WHITESPACE = r"( |\n[ \t]{0,20})"
 # Without \u: an additional property could be a stated one in disguise, such as "\u0061" for "a", with a value of another type.
 ESCAPES = 'nrbtf\\"'
 # States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
@@ -98,17 +98,17 @@ class GrammarTokenizer:
 def _compile(spec: StructuredOutputsParams, tokenizer: GrammarTokenizer) -> Any:
     where = f"structured_outputs.{spec.kind}"
     if spec.json is None:
-        return tokenizer.compile(_json_source({"type": "object"}) if spec.json_object else _source(spec), where)
+        return tokenizer.compile(_json_source({"type": "object"}, spec) if spec.json_object else _source(spec), where)
     parsed = parse_schema(str(spec.json), where)
     schema = {} if isinstance(parsed, bool) else parsed
     check_schema(schema, where)
     try:
-        return tokenizer.compile(_json_source(schema), where)
+        return tokenizer.compile(_json_source(schema, spec), where)
     except MinirtError as error:
-        raise error.at(f"{where}{_place(schema, error, tokenizer)}") from error
+        raise error.at(f"{where}{_place(schema, spec, error, tokenizer)}") from error
 
 
-def _place(schema: Any, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
+def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
     """", /pointer" of the smallest subschema that by itself has the same error, or of its pattern."""
     pointer, smallest, todo = "", schema, list(subschemas(schema))
     for _ in range(_MAX_PLACES):
@@ -117,7 +117,7 @@ def _place(schema: Any, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
         name, part = todo.pop()
         if isinstance(part, dict) and part:
             try:
-                tokenizer.compile(_json_source(part), "")
+                tokenizer.compile(_json_source(part, spec), "")
             except MinirtError as own:
                 if own.found == error.found:
                     pointer, smallest = f"/{name}", part
@@ -127,10 +127,11 @@ def _place(schema: Any, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
     return f", {pointer}" if pointer else ""
 
 
-def _json_source(schema: dict[str, Any]) -> str:
+def _json_source(schema: dict[str, Any], spec: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    options: Any = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+    space = {"whitespace_flexible": False} if spec.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
+    options: Any = {"json_allowed_escapes": ESCAPES, **space}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 

@@ -19,7 +19,7 @@ MAX_MARKER = 256  # characters of `reasoning_end`
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the generated text must be: exactly one of the first five. Needs `minirt[structured]`.
+    """What the generated text must be: exactly one of the first five fields. Needs `minirt[structured]`.
 
     Args:
         json: JSON that a JSON schema accepts; the schema as a dict, a bool or JSON text. It is stored as text.
@@ -27,6 +27,7 @@ class StructuredOutputsParams:
         choice: one of these texts.
         grammar: a text of a context-free grammar, in the Lark syntax of llguidance.
         json_object: any JSON object.
+        disable_any_whitespace: no white space between JSON tokens. Else there may be a space, or a line break and an indentation.
         reasoning_end: the text that ends a reasoning block, such as "</think>". The grammar begins with the token after it.
             Until then tokens are free, but the text does not end.
 
@@ -39,19 +40,23 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    disable_any_whitespace: bool = False
     reasoning_end: str | None = None
 
     def __post_init__(self) -> None:
-        if self.json_object is None:
-            object.__setattr__(self, "json_object", False)
-        if not isinstance(self.json_object, bool):
-            raise _wrong("json_object", "not an acceptable value", "True or False", self.json_object)
+        for name in ("json_object", "disable_any_whitespace"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, False)
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "not an acceptable value", "True or False", getattr(self, name))
         asked = [kind for kind in KINDS if getattr(self, kind) is not None and getattr(self, kind) is not False]
         if self.json is False:
             raise _wrong("json", "the schema false accepts nothing", "a JSON schema", False)
         if len(asked) != 1:
             where, found = "StructuredOutputsParams", " and ".join(asked) or "none"
             raise InputError("not one kind of output", where=where, expected=f"one of {', '.join(KINDS)}", found=found)
+        if self.disable_any_whitespace and self.json is None and not self.json_object:
+            raise _wrong("disable_any_whitespace", f"is about JSON, and this is {asked[0]}", "json or json_object", True)
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
@@ -82,7 +87,8 @@ class StructuredOutputsParams:
 
     def stated(self) -> dict[str, Any]:
         """The fields that are set, from which `of` makes an equal one."""
-        return {name: getattr(self, name) for name in (self.kind, "reasoning_end") if getattr(self, name) is not None}
+        names = (self.kind, "disable_any_whitespace", "reasoning_end")
+        return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
 
     def __str__(self) -> str:
         return self.kind if self.json_object else f"{self.kind} {getattr(self, self.kind)}"

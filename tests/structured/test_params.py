@@ -30,6 +30,7 @@ def test_a_spec_is_a_plain_value(kind):
     assert hash(copy) == hash(spec)
     assert spec.kind == kind
     assert spec != StructuredOutputsParams(**{kind: VALUES[kind]})
+    assert StructuredOutputsParams.of(spec.stated()) == spec
     fields = {name: getattr(spec, name) for name in vars(spec)}
     assert StructuredOutputsParams.of(json.loads(json.dumps(fields))) == spec
     with pytest.raises(FrozenInstanceError):
@@ -63,6 +64,8 @@ def test_sampling_params_take_a_mapping():
         ({"regex": "a", "choice": ["b"]}, "", "found regex and choice"),
         ({"json": True, "json_object": True}, "", "found json and"),
         ({"json_object": 1}, ".json_object", "True or False"),
+        ({"regex": "a", "disable_any_whitespace": True}, ".disable_any_whitespace", "is about JSON, and this is regex"),
+        ({"json": True, "disable_any_whitespace": "no"}, ".disable_any_whitespace", "True or False"),
         ({"json": False}, ".json", "accepts nothing"),
         ({"json": "false"}, ".json", "accepts nothing"),
         ({"json": 3}, ".json", "a dict, a bool or JSON text"),

@@ -87,7 +87,7 @@ def test_what_only_looks_like_a_keyword_is_none():
         ({"properties": {"id": {"type": "integer"}}, "required": ["id"], "additionalProperties": True}, '{"id":1,"id":2}'),
         ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a":1,"a":2}'),
         ({"type": "object", "patternProperties": {"^x": {"type": "integer"}}}, '{"\\u0078":"y"}'),
-        ({"type": "array"}, "[\n\n\n1]"), ({"type": "array"}, "[\n" + " " * 21 + "1]"), ({"type": "array"}, "[  1]"),
+        ({"type": "array"}, "[\n\n1]"), ({"type": "array"}, "[\n" + " " * 21 + "1]"), ({"type": "array"}, "[  1]"),
         ({"type": "array"}, " []"), ({"type": "array"}, "[]\n"), ({"type": "string"}, '"\\ud800"'),
     ],
 )  # fmt: skip
@@ -96,9 +96,16 @@ def test_texts_that_are_not_allowed(schema, text):
     assert compiled(OWN, json=schema).start((0,), 0).matcher.try_consume_tokens(ids) < len(ids)
 
 
-@pytest.mark.parametrize("text", ["[\n\n" + "\t" * 20 + "1]", '[ 1 , 2 ]', "[1,2]", '{\n  "a": [\n    1\n  ]\n}', '"\\n\\t\\\\"'])
+@pytest.mark.parametrize("text", ["[\n" + "\t" * 20 + "1]", '[ 1 , 2 ]', "[1,2]", '{\n  "a": [\n    1\n  ]\n}', '"\\n\\t\\\\"'])
 def test_usual_white_space_is_allowed(text):
     constraint = compiled(OWN, json=True).start((0,), 0)
     ids = OWN._made_of[0].encode(text)
     assert constraint.matcher.try_consume_tokens(ids) == len(ids)
     assert constraint.matcher.is_accepting()
+
+
+def test_no_white_space_at_all():
+    own = compiled(OWN, json={"type": "array", "items": {"type": "object"}}, disable_any_whitespace=True)
+    for text, fits in (('[{"a b":[1,{}]},{}]', True), ('[ {"a":1}]', False), ('[{"a": 1}]', False), ("[{},\n{}]", False)):
+        constraint, tokens = own.start((0,), 0), OWN._made_of[0].encode(text)
+        assert (constraint.matcher.try_consume_tokens(tokens) == len(tokens)) == fits
