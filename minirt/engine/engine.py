@@ -26,7 +26,7 @@ from minirt.engine.runner import ProgressCallback, Runner, Step
 from minirt.engine.sampling_stages import Row
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
 from minirt.engine.step_input import Batch, Chunk
-from minirt.engine.token_constraints import CompiledConstraint, TokenConstraint, TokenConstraints
+from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
 from minirt.errors import (
     ContextLengthError,
     DeviceFailedError,
@@ -151,7 +151,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _RequestState] = {}
         self._constraints = constraints
-        self._compiling: dict[int, Future[CompiledConstraint]] = {}  # by request, which the scheduler does not have yet
+        self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request, which the scheduler does not have yet
         self._failure: DeviceFailedError | None = None
 
     @property
@@ -247,7 +247,8 @@ class Engine:
         if sampling.structured_outputs is None or self._constraints is None:
             self._scheduler.add(sequence)
         else:
-            self._compiling[request.id] = self._constraints.prepare(sampling.structured_outputs)
+            spec, min_tokens = sampling.structured_outputs, sampling.min_tokens
+            self._compiling[request.id] = self._constraints.prepare(spec, tuple(ends), min_tokens)
 
     def __contains__(self, request_id: int) -> bool:
         """Whether a request is open: added, and neither ended nor aborted."""
@@ -306,8 +307,7 @@ class Engine:
         for request_id, future in [(i, future) for i, future in self._compiling.items() if future.done()]:
             request = self._requests[request_id]
             if (error := future.exception()) is None:
-                ends, min_tokens = tuple(request.ends), request.sampling.min_tokens
-                request.constraint = future.result().start(ends, min_tokens)
+                request.constraint = future.result()
                 del self._compiling[request_id]
                 self._scheduler.add(request.sequence)
             elif isinstance(error, MinirtError):

@@ -20,40 +20,33 @@ class TokenConstraint(Protocol):
     """The state of one sequence."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """The next tokens of the sequence, any number. Must be fast: `TokenConstraints.fill` has the time."""
+        """The next tokens of the sequence, any number. What goes wrong is an error of the next `TokenConstraints.fill`."""
 
 
-class CompiledConstraint(Protocol):
-    """What a request states, ready for use by any number of sequences."""
+class TokenConstraints(Protocol):
+    """Compiles what requests state, and computes the masks of a step."""
 
-    def start(self, ends: Sequence[int], min_tokens: int) -> TokenConstraint:
-        """A constraint for a new sequence. Called in the engine's thread.
+    def compile(self, spec: StructuredOutputsParams) -> None:
+        """Check what a request states. It may take long, so it is not called in the engine's thread.
+
+        Raises:
+            MinirtError: the request is to be refused.
+        """
+
+    def prepare(self, spec: StructuredOutputsParams, ends: Sequence[int], min_tokens: int) -> "Future[Any]":
+        """A future `TokenConstraint` for a new sequence. Does not wait.
 
         Args:
             ends: the tokens that end the request. They are allowed where the constraint is complete, and only there.
             min_tokens: before so many tokens, none of these is allowed, unless no other is.
         """
 
-
-class TokenConstraints(Protocol):
-    """Compiles what requests state, and computes the masks of a step."""
-
-    def compile(self, spec: StructuredOutputsParams) -> CompiledConstraint:
-        """Check and compile what a request states. It may take long, so it is not called in the engine's thread.
-
-        Raises:
-            MinirtError: the request is to be refused.
-        """
-
-    def prepare(self, spec: StructuredOutputsParams) -> "Future[Any]":
-        """The same without waiting: a future `CompiledConstraint`."""
-
     def fill(self, masks: Tensor, constraints: Sequence[Any]) -> Mapping[int, MinirtError]:
         """Write the mask of the next token of each row.
 
         Args:
             masks: [B, ceil(V / 32)] int32 on the CPU: bit v mod 32 of word v div 32 becomes 1 if token v is allowed.
-            constraints: of each row, one that `compile` or `prepare` gave; None: all tokens are allowed.
+            constraints: of each row, one that `prepare` gave; None: all tokens are allowed.
         Returns:
             An error for each row whose constraint cannot go on.
         """

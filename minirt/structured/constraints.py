@@ -4,59 +4,73 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirt.errors import EngineError, InputError, MinirtError, shortened
+from minirt.errors import InputError, MinirtError, shortened
 from minirt.structured.grammar import Grammar, GrammarTokenizer
 from minirt.structured.params import StructuredOutputsParams
 from minirt.text.tokenizer import Tokenizer
 from minirt.threads import usable_cpus
 
 MAX_GRAMMARS = 128  # compiled grammars that are kept
-_COMPILERS = 2  # threads that compile for the engine
+_COMPILERS = 4  # threads that compile for the engine, at most
 _MASKERS = 8  # threads that compute masks, at most
+_FEW = 4  # masks below which threads are not worth waking
 
 
 class Constraint:
-    """The grammar's state in one sequence. `accept` only notes tokens; `Constraints.fill` hands them to llguidance.
+    """The grammar's state in one sequence.
 
     Args:
         ends: the tokens that end the text.
         min_tokens: before so many tokens, none of these is allowed, unless the grammar allows no other token.
     """
 
-    def __init__(self, grammar: Grammar, ends: frozenset[int], min_tokens: int) -> None:
-        self.matcher, self.ends, self.min_tokens = grammar.matcher(), ends, min_tokens
-        self.adjusted = grammar.tokens_named or ends != grammar.end_ids  # whether llguidance's masks need a change
-        self.marker = grammar.marker  # None: the grammar has begun
-        self.count = 0  # of accepted tokens
-        self.new: list[int] = []
-        self._tail = b""
+    def __init__(self, tools: "_Tools", grammar: Grammar, matcher: Any, ends: frozenset[int], min_tokens: int) -> None:
+        self._tools, self.matcher, self.ends, self._min_tokens = tools, matcher, ends, min_tokens
+        self._unlike = grammar.tokens_named or ends != grammar.end_ids  # whether all masks of llguidance need a change
+        self._marker, self._tail = grammar.marker, b""
+        self._count = 0  # of accepted tokens
 
     def accept(self, tokens: Sequence[int]) -> None:
-        self.new += tokens
-        self.count += len(tokens)
+        """The next tokens of the sequence. Those up to the end of the reasoning block are no part of the grammar."""
+        self._count += len(tokens)
+        for token in tokens:
+            if self._marker is None:
+                self.matcher.consume_token(token)  # if it fails, the next mask does, too
+            else:
+                text = self._tail + self._tools.tokenizer.text(token)
+                self._tail = text[max(0, len(text) - len(self._marker) + 1) :]  # it may hold the marker's beginning
+                if self._marker in text:
+                    self._marker = None
 
-    def begin(self, tokenizer: GrammarTokenizer) -> bool:
-        """Whether the grammar has begun. Drops new tokens up to the one that ends the reasoning block."""
-        while self.marker is not None and self.new:
-            text = self._tail + tokenizer.text(self.new.pop(0))
-            self._tail = text[-(len(self.marker) - 1) :] if len(self.marker) > 1 else b""
-            if self.marker in text:
-                self.marker = None
-        return self.marker is None
+    @property
+    def reasons(self) -> bool:
+        """Whether the grammar has not begun."""
+        return self._marker is not None
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether the next mask is to be passed to `adjust`."""
+        return self._unlike or self._count < self._min_tokens
 
-class CompiledConstraint:
-    """A compiled grammar, from which each sequence starts with a state of its own."""
+    def adjust(self, mask: Tensor) -> None:
+        """Unknown ids out; where the text may end, all of its ends in; ends out before `min_tokens`."""
+        mask &= self._tools.known
+        ends = self._tools.bits(self.ends)
+        if self.matcher.is_accepting():
+            mask |= ends
+        if self._count < self._min_tokens and bool((mask & ~ends).any()):
+            mask &= ~ends
 
-    def __init__(self, grammar: Grammar, known: frozenset[int]) -> None:
-        self._grammar, self._known = grammar, known
-
-    def start(self, ends: Sequence[int], min_tokens: int) -> Constraint:
-        return Constraint(self._grammar, self._known.intersection(ends), min_tokens)
+    def error(self) -> InputError:
+        """Why there is no mask."""
+        found = shortened(self.matcher.get_error().partition("<")[0].strip())
+        where, hint = f"generated token {self._count}", "simplify the grammar"
+        return InputError("the grammar cannot go on", where=where, found=found, hint=hint)
 
 
 class Constraints:
@@ -67,46 +81,63 @@ class Constraints:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
-        self._made_of, self._vocab = (tokenizer, vocab, end_ids), vocab
+        self._made_of = tokenizer, vocab, end_ids
         self._lock = threading.Lock()
         self._tools: _Tools | None = None
-        self._compiled: OrderedDict[StructuredOutputsParams, CompiledConstraint] = OrderedDict()
+        self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
 
-    def compile(self, spec: StructuredOutputsParams) -> CompiledConstraint:
-        """The compiled grammar, from the cache or new. Any thread but the engine's may call it.
+    def compile(self, spec: StructuredOutputsParams) -> None:
+        """Compile a grammar, if it is not in the cache. Any thread but the engine's may call it.
 
         Raises:
             InputError, UnsupportedError: see `Grammar` and `GrammarTokenizer`.
         """
-        if (known := self._find(spec)) is not None:
-            return known
+        self._grammar(spec)
+
+    def prepare(self, spec: StructuredOutputsParams, ends: Sequence[int], min_tokens: int) -> "Future[Constraint]":
+        """A new sequence's constraint. Does not wait: unless a matcher is ready, a thread compiles it."""
+        grammar = self._find(spec)
+        matcher = None if grammar is None else grammar.take()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(min(_COMPILERS, usable_cpus()), thread_name_prefix="minirt-grammar")
+        if grammar is None or matcher is None:
+            return self._pool.submit(self._new, spec, ends, min_tokens)
+        self._pool.submit(grammar.restock)
+        future: Future[Constraint] = Future()
+        future.set_result(self._constraint(grammar, matcher, ends, min_tokens))
+        return future
+
+    def _new(self, spec: StructuredOutputsParams, ends: Sequence[int], min_tokens: int) -> Constraint:
+        grammar = self._grammar(spec)
+        matcher = grammar.take()
+        return self._constraint(grammar, grammar.compile() if matcher is None else matcher, ends, min_tokens)
+
+    def _constraint(self, grammar: Grammar, matcher: Any, ends: Sequence[int], min_tokens: int) -> Constraint:
+        tools = self._need_tools()
+        return Constraint(tools, grammar, matcher, tools.tokenizer.known_ids.intersection(ends), min_tokens)
+
+    def _grammar(self, spec: StructuredOutputsParams) -> Grammar:
+        grammar = self._find(spec)
+        if grammar is None:
+            grammar = Grammar(spec, self._need_tools().tokenizer)
+            with self._lock:
+                self._grammars[spec] = grammar
+                while len(self._grammars) > MAX_GRAMMARS:
+                    self._grammars.popitem(last=False)
+        return grammar
+
+    def _find(self, spec: StructuredOutputsParams) -> Grammar | None:
+        with self._lock:
+            if spec in self._grammars:
+                self._grammars.move_to_end(spec)
+            return self._grammars.get(spec)
+
+    def _need_tools(self) -> "_Tools":
         with self._lock:
             if self._tools is None:
                 self._tools = _Tools(*self._made_of)
-            tools = self._tools
-        compiled = CompiledConstraint(Grammar(spec, tools.tokenizer), tools.tokenizer.known_ids)
-        with self._lock:
-            self._compiled[spec] = compiled
-            while len(self._compiled) > MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
-        return compiled
-
-    def prepare(self, spec: StructuredOutputsParams) -> "Future[CompiledConstraint]":
-        """The same without waiting: the result is there if the grammar is in the cache, else a thread compiles it."""
-        if (known := self._find(spec)) is not None:
-            future: Future[CompiledConstraint] = Future()
-            future.set_result(known)
-            return future
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="minirt-grammar")
-        return self._pool.submit(self.compile, spec)
-
-    def _find(self, spec: StructuredOutputsParams) -> CompiledConstraint | None:
-        with self._lock:
-            if spec in self._compiled:
-                self._compiled.move_to_end(spec)
-            return self._compiled.get(spec)
+            return self._tools
 
     def fill(self, masks: Tensor, constraints: Sequence[Constraint | None]) -> dict[int, MinirtError]:
         """Write the mask of each row's next token.
@@ -117,26 +148,27 @@ class Constraints:
         Returns:
             The errors of the rows whose grammar cannot go on. Their masks are arbitrary.
         """
-        tools = self._tools
-        if tools is None:
-            raise EngineError("no grammar was compiled")
-        rows = [(row, own) for row, own in enumerate(constraints) if own is not None]
-        begun = [(row, own) for row, own in rows if own.begin(tools.tokenizer)]
+        tools = self._need_tools()
         free = [row for row, own in enumerate(constraints) if own is None]
-        waiting = [(row, own) for row, own in rows if own.marker is not None]
+        bound = [(row, own) for row, own in enumerate(constraints) if own is not None and not own.reasons]
         if free:
             masks.index_fill_(0, torch.tensor(free), -1)
-        for row, own in waiting:
-            torch.bitwise_and(tools.known, ~tools.bits(own.ends), out=masks[row])
-        failed = tools.consume(begun)
-        matchers = [(own.matcher, row) for row, own in begun]
-        if matchers:
-            tools.executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), 4 * masks.shape[1], len(masks))
-        for row, own in begun:
-            if row not in failed and own.matcher.is_error():
-                failed[row] = _stopped(own)
-            elif own.adjusted or own.count < own.min_tokens:
-                tools.adjust(masks[row], own)
+        if len(free) + len(bound) < len(constraints):
+            for row, own in enumerate(constraints):
+                if own is not None and own.reasons:
+                    torch.bitwise_and(tools.known, ~tools.bits(own.ends), out=masks[row])
+        start, size = masks.data_ptr(), 4 * masks.shape[1]
+        if len(bound) < _FEW:
+            for row, own in bound:
+                own.matcher.unsafe_compute_mask_ptr(start + row * size, size)
+        else:
+            tools.executor.unsafe_compute_mask_ptr([(own.matcher, row) for row, own in bound], start, size, len(masks))
+        failed: dict[int, MinirtError] = {}
+        for row, own in bound:
+            if own.matcher.is_error():
+                failed[row] = own.error()
+            elif own.adjusts:
+                own.adjust(masks[row])
         return failed
 
 
@@ -156,32 +188,3 @@ class _Tools:
         for token in tokens:
             bits[token >> 3] |= 1 << (token & 7)
         return torch.frombuffer(bits, dtype=torch.int32)
-
-    def consume(self, rows: Sequence[tuple[int, Constraint]]) -> dict[int, MinirtError]:
-        """Hand new tokens to llguidance. Returns the errors of the rows where it refuses one."""
-        failed: dict[int, MinirtError] = {}
-        single = [(row, own) for row, own in rows if len(own.new) == 1]
-        if single:
-            taken = self.executor.consume_token_par([(own.matcher, own.new[0]) for _, own in single])
-            failed = {row: _stopped(own) for (row, own), good in zip(single, taken, strict=True) if not good}
-        for row, own in rows:
-            if len(own.new) > 1 and not own.matcher.consume_tokens(own.new):
-                failed[row] = _stopped(own)
-            own.new.clear()
-        return failed
-
-    def adjust(self, mask: Tensor, own: Constraint) -> None:
-        """Unknown ids out; where the text may end, all of its ends in; ends out before `min_tokens`."""
-        mask &= self.known
-        ends = self.bits(own.ends)
-        if own.matcher.is_accepting():
-            mask |= ends
-        if own.count < own.min_tokens and bool((mask & ~ends).any()):
-            mask &= ~ends
-
-
-def _stopped(constraint: Constraint) -> InputError:
-    where, found = f"generated token {constraint.count}", shortened(constraint.matcher.get_error().partition("<")[0].strip())
-    return InputError("the grammar cannot go on", where=where, found=found, hint="simplify the grammar")
-
-

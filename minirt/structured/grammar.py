@@ -25,7 +25,10 @@ _MAX_PLACES = 200  # subschemas that are tried to find the place of an error
 
 
 class Grammar:
-    """A compiled grammar. `matcher` gives a new sequence its own state.
+    """A spec that compiles, and the matchers that it has ready. A matcher (`llguidance.LLMatcher`) is the state of one sequence.
+
+    Matchers are not copied from one another: copies share their lexer. They would wait for each other, and the states that other
+    requests have built would count towards `MAX_LEXER_STATES`.
 
     Attributes:
         tokens_named: whether the grammar may name token ids, so that masks may have ids that the tokenizer lacks.
@@ -34,7 +37,7 @@ class Grammar:
     """
 
     def __init__(self, spec: StructuredOutputsParams, tokenizer: "GrammarTokenizer") -> None:
-        """Compile. Takes milliseconds, for large grammars up to about a second, and releases the GIL.
+        """Compile the first matcher. Takes milliseconds, for large grammars up to about a second, and releases the GIL.
 
         Raises:
             InputError, UnsupportedError: the grammar is wrong, contradicts itself, is too complex, or has a feature that is not
@@ -42,11 +45,31 @@ class Grammar:
         """
         self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
         self.marker = None if spec.reasoning_end is None else spec.reasoning_end.encode()
-        self._matcher = _compile(spec, tokenizer)
+        self._where = f"structured_outputs.{spec.kind}"
+        self._tokenizer, self._source = tokenizer, _checked_source(spec, self._where)
+        try:
+            self._ready = [self.compile()]
+        except MinirtError as error:
+            if spec.json is None:
+                raise
+            schema = parse_schema(str(spec.json), self._where)
+            raise error.at(f"{self._where}{_place(schema, spec, error, tokenizer)}") from error
 
-    def matcher(self) -> Any:
-        """A new `llguidance.LLMatcher`, which shares nothing that changes."""
-        return self._matcher.deep_copy()
+    def compile(self) -> Any:
+        """A new matcher. It takes as long as the first."""
+        return self._tokenizer.compile(self._source, self._where)
+
+    def take(self) -> Any | None:
+        """A matcher that is ready, if there is one."""
+        try:
+            return self._ready.pop()
+        except IndexError:
+            return None
+
+    def restock(self) -> None:
+        """Have a matcher ready for the next sequence."""
+        if not self._ready:
+            self._ready.append(self.compile())
 
 
 class GrammarTokenizer:
@@ -95,22 +118,9 @@ class GrammarTokenizer:
         return matcher
 
 
-def _compile(spec: StructuredOutputsParams, tokenizer: GrammarTokenizer) -> Any:
-    where = f"structured_outputs.{spec.kind}"
-    if spec.json is None:
-        return tokenizer.compile(_json_source({"type": "object"}, spec) if spec.json_object else _source(spec), where)
-    parsed = parse_schema(str(spec.json), where)
-    schema = {} if isinstance(parsed, bool) else parsed
-    check_schema(schema, where)
-    try:
-        return tokenizer.compile(_json_source(schema, spec), where)
-    except MinirtError as error:
-        raise error.at(f"{where}{_place(schema, spec, error, tokenizer)}") from error
-
-
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
     """", /pointer" of the smallest subschema that by itself has the same error, or of its pattern."""
-    pointer, smallest, todo = "", schema, list(subschemas(schema))
+    pointer, smallest, todo = "", schema, list(subschemas(schema)) if isinstance(schema, dict) else []
     for _ in range(_MAX_PLACES):
         if not todo:
             break
@@ -122,9 +132,27 @@ def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, token
                 if own.found == error.found:
                     pointer, smallest = f"/{name}", part
                     todo = [(f"{name}/{inner}", value) for inner, value in subschemas(part)]
-    if "pattern" in smallest and "regex" in str(error.found).lower():
+    if isinstance(smallest, dict) and "pattern" in smallest and "regex" in str(error.found).lower():
         pointer += "/pattern"
     return f", {pointer}" if pointer else ""
+
+
+def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
+    """The grammar in a language of llguidance."""
+    from llguidance import LLMatcher
+
+    if spec.json is not None:
+        schema = parse_schema(str(spec.json), where)
+        check_schema(schema, where)
+        return _json_source({} if isinstance(schema, bool) else schema, spec)
+    if spec.json_object:
+        return _json_source({"type": "object"}, spec)
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(spec.regex)
+    if spec.choice is not None:  # one terminal, so that all choices are matched at once
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
+    return LLMatcher.grammar_from_lark(str(spec.grammar))
 
 
 def _json_source(schema: dict[str, Any], spec: StructuredOutputsParams) -> str:
@@ -133,18 +161,6 @@ def _json_source(schema: dict[str, Any], spec: StructuredOutputsParams) -> str:
     space = {"whitespace_flexible": False} if spec.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
     options: Any = {"json_allowed_escapes": ESCAPES, **space}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-
-
-def _source(spec: StructuredOutputsParams) -> str:
-    """The grammar in a language of llguidance."""
-    from llguidance import LLMatcher
-
-    if spec.regex is not None:
-        return LLMatcher.grammar_from_regex(spec.regex)
-    if spec.choice is not None:  # one terminal, so that all choices are matched at once
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
-    return LLMatcher.grammar_from_lark(str(spec.grammar))
 
 
 def _compile_error(message: str, where: str) -> InputError | UnsupportedError:

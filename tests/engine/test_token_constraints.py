@@ -41,16 +41,6 @@ class State:
         self.tokens += tokens
 
 
-class Compiled:
-    def __init__(self, spec):
-        self.spec, self.started = spec, []
-
-    def start(self, ends, min_tokens):
-        assert EOS in ends
-        self.started.append(State(len(self.spec.regex) - 2 if self.spec.regex.startswith("fail") else None))
-        return self.started[-1]
-
-
 class Fake:
     """Implements `TokenConstraints`. `late`: number of steps after which a constraint is compiled."""
 
@@ -60,9 +50,9 @@ class Fake:
     def compile(self, spec):
         if spec.regex == "bad":
             raise InputError("bad", where="structured_outputs.regex")
-        return Compiled(spec)
 
-    def prepare(self, spec):
+    def prepare(self, spec, ends, min_tokens):
+        assert EOS in ends
         future = Future()
         self.waiting.append([self.late, spec, future])
         self.tick(0)
@@ -73,7 +63,8 @@ class Fake:
             entry[0] -= count
             if entry[0] <= 0 and not entry[2].done():
                 try:
-                    entry[2].set_result(self.compile(entry[1]))
+                    self.compile(entry[1])
+                    entry[2].set_result(State(len(entry[1].regex) - 2 if entry[1].regex.startswith("fail") else None))
                 except InputError as error:
                     entry[2].set_exception(error)
 
@@ -199,6 +190,20 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_rea
     del order[:]
     run(it, [(0, [1, 2], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))])
     assert order == ["forward", "draw", *["forward", "draw", "collect"] * 2, "collect"]
+
+
+def test_a_request_that_has_ended_writes_into_no_slot():
+    """Its row in the step that was queued meanwhile is still drawn, and another sequence's slot may be the last one."""
+    it, _ = bound_engine(seqs=2, lookahead=1)
+    it._runner._model = Noisy()
+    first = SamplingParams(max_tokens=1, temperature=0.0)
+    last_slot = SamplingParams(max_tokens=25, temperature=0.0, repetition_penalty=1.4, presence_penalty=0.9, ignore_eos=True)
+    ending = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=-1.0, logit_bias={EOS: 50.0}, **BOUND)
+    requests = [(0, [1, 2], first), (0, [3], last_slot), (2, [4, 7, 9], ending)]
+    tokens, _ = run(it, requests)
+    assert tokens[2][-1] == EOS
+    assert 1 < len(tokens[2]) < 20
+    assert [tokens[i] for i in range(3)] == [alone(prompt, own) for _, prompt, own in requests]
 
 
 def test_steps_without_constraints_compute_no_mask():

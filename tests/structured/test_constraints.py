@@ -102,24 +102,33 @@ def test_any_number_of_tokens_at_once():
     assert {TOKENIZER.decode([t]) for t in last.nonzero().flatten().tolist()} == set("0123456789")
 
 
-def test_sequences_of_one_grammar_share_no_state():
+def test_sequences_of_one_grammar_share_no_state(monkeypatch):
+    """Neither that of the parser, nor the lexer's, whose states are limited."""
     own = compiled(OWN, regex="a{3}b")
     first, second = own.start((EOS,), 0), own.start((EOS,), 0)
     after(first, "aaab")
     third = own.start((EOS,), 0)
     assert torch.equal(allowed(OWN, second), allowed(OWN, third))
     assert not allowed(OWN, third)[EOS]
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    limited = constraints()
+    growing, letters = compiled(limited, regex=".*a.{12}"), random.Random(0)
+    failing = growing.start((EOS,), 0)
+    failing.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
+    with pytest.raises(InputError):
+        allowed(limited, failing)
+    assert allowed(limited, growing.start((EOS,), 0)).any()
 
 
 def test_several_ends():
     """Two end-of-sequence tokens, and a stop token of the request: allowed where the text may end, and only there."""
     own, stop = constraints((EOS, 7)), 2040
-    constraint = own.compile(StructuredOutputsParams(regex="q+")).start((EOS, 7, stop), 0)
+    constraint = compiled(own, regex="q+").start((EOS, 7, stop), 0)
     assert not allowed(own, constraint)[[EOS, 7, stop]].any()
     constraint.accept(ids("q"))
     assert allowed(own, constraint)[[EOS, 7, stop]].all()
     assert not allowed(own, constraint)[[5, 6, 8, 2039]].any()
-    beyond = own.compile(StructuredOutputsParams(regex="q")).start((EOS, 7, VOCAB - 1), 0)
+    beyond = compiled(own, regex="q").start((EOS, 7, VOCAB - 1), 0)
     beyond.accept(ids("q"))
     assert allowed(own, beyond).nonzero().flatten().tolist() == [EOS, 7], "an end that the tokenizer lacks"
 
@@ -212,45 +221,47 @@ def test_a_grammar_that_grows_too_large_while_it_runs(monkeypatch):
 def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
     monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
     own = constraints()
-    bad = own.compile(StructuredOutputsParams(regex=".*a.{12}")).start((EOS,), 0)
-    good = own.compile(StructuredOutputsParams(regex="x+")).start((EOS,), 0)
+    bad = compiled(own, regex=".*a.{12}").start((EOS,), 0)
+    good = compiled(own, regex="x+").start((EOS,), 0)
     letters = random.Random(0)
     bad.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
     masks = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
     failed = own.fill(masks, [bad, good])
     assert set(failed) == {0}
     expected = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
-    own.fill(expected, [own.compile(StructuredOutputsParams(regex="x+")).start((EOS,), 0)])
+    own.fill(expected, [compiled(own, regex="x+").start((EOS,), 0)])
     assert torch.equal(masks[1:], expected)
 
 
-def test_grammars_are_compiled_once_and_the_last_are_kept(monkeypatch):
-    compiled_specs = []
-    inner = module.Grammar
-    monkeypatch.setattr(module, "Grammar", lambda spec, tools: compiled_specs.append(spec) or inner(spec, tools))
+def test_grammars_are_checked_once_and_the_last_are_kept(monkeypatch):
+    made, inner = [], module.Grammar
+    monkeypatch.setattr(module, "Grammar", lambda spec, tools: made.append(spec) or inner(spec, tools))
     monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
     own = constraints()
     specs = [StructuredOutputsParams(regex=letter) for letter in "abc"]
-    assert own.compile(specs[0]) is own.compile(StructuredOutputsParams(regex="a"))
+    for spec in (specs[0], StructuredOutputsParams(regex="a"), specs[1], specs[0], specs[2], specs[0]):
+        own.compile(spec)
+    assert made == specs
     own.compile(specs[1])
-    own.compile(specs[0])  # used last
-    own.compile(specs[2])
-    assert own.prepare(specs[0]).done()
-    assert compiled_specs == specs
-    own.compile(specs[1])
-    assert compiled_specs == [*specs, specs[1]]
+    assert made == [*specs, specs[1]], "the one that was used last long ago is dropped"
 
 
-def test_prepare_compiles_in_another_thread(monkeypatch):
-    threads, inner = [], module.Grammar
-    monkeypatch.setattr(module, "Grammar", lambda *args: threads.append(threading.current_thread()) or inner(*args))
-    own = constraints()
-    future = own.prepare(StructuredOutputsParams(regex="a"))
-    assert future.result(timeout=60) is own.compile(StructuredOutputsParams(regex="a"))
+def test_a_matcher_is_ready_or_another_thread_compiles_it(monkeypatch):
+    threads, inner = [], grammar.GrammarTokenizer.compile
+    monkeypatch.setattr(
+        grammar.GrammarTokenizer, "compile", lambda *args: threads.append(threading.current_thread()) or inner(*args)
+    )
+    own, spec = constraints(), StructuredOutputsParams(regex="a")
+    own.compile(spec)
+    assert own.prepare(spec, (EOS,), 0).done()
+    started = [own.prepare(spec, (EOS,), 0) for _ in range(5)]
+    matchers = {id(future.result(timeout=60).matcher) for future in started}
+    assert len(matchers) == 5, "each sequence has its own"
+    other = own.prepare(StructuredOutputsParams(regex="b"), (EOS,), 0)
+    assert allowed(own, other.result(timeout=60)).any()
     with pytest.raises(InputError, match="unclosed"):
-        own.prepare(StructuredOutputsParams(regex="(")).result(timeout=60)
-    assert len(threads) == 2
-    assert threading.current_thread() not in threads
+        own.prepare(StructuredOutputsParams(regex="("), (EOS,), 0).result(timeout=60)
+    assert threads.count(threading.current_thread()) == 1, "only `compile` runs here"
 
 
 def test_without_llguidance(monkeypatch):

@@ -19,8 +19,19 @@ def constraints(ends=(EOS,)):
     return Constraints(TOKENIZER, VOCAB, ends)
 
 
+class Compiled:
+    """A grammar that compiles. `start` gives a constraint for a new sequence."""
+
+    def __init__(self, own, spec):
+        self._own, self._spec = own, spec
+        own.compile(spec)
+
+    def start(self, ends, min_tokens):
+        return self._own.prepare(self._spec, ends, min_tokens).result(timeout=60)
+
+
 def compiled(own, **spec):
-    return own.compile(StructuredOutputsParams(**spec))
+    return Compiled(own, StructuredOutputsParams(**spec))
 
 
 def allowed(own, constraint):
