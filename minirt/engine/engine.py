@@ -218,8 +218,7 @@ class Engine:
                     raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
             if (spec := sampling.structured_outputs) is not None:
                 if self._constraints is None:
-                    where, hint = "structured_outputs", "use a model with a tokenizer"
-                    raise UnsupportedError("a grammar is about text, and there is no tokenizer", where=where, hint=hint)
+                    raise _no_constraints()
                 self._constraints.compile(spec)
         if rules is not None and (rules.bad_words or rules.end_ids):
             largest = max(map(max, rules.bad_words), default=-1)
@@ -244,11 +243,13 @@ class Engine:
         ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
         scores = None if sampling.prompt_logprobs is None else list[TokenLogprobs]()
         self._requests[request.id] = _RequestState(sequence, sampling, ends, request.rules, scores)
-        if sampling.structured_outputs is None or self._constraints is None:
+        if (spec := sampling.structured_outputs) is None:
             self._scheduler.add(sequence)
+        elif self._constraints is not None:
+            self._compiling[request.id] = self._constraints.prepare(spec, tuple(ends), sampling.min_tokens)
         else:
-            spec, min_tokens = sampling.structured_outputs, sampling.min_tokens
-            self._compiling[request.id] = self._constraints.prepare(spec, tuple(ends), min_tokens)
+            self._compiling[request.id] = Future()
+            self._compiling[request.id].set_exception(_no_constraints())
 
     def __contains__(self, request_id: int) -> bool:
         """Whether a request is open: added, and neither ended nor aborted."""
@@ -490,6 +491,11 @@ class Engine:
                     expected=f"an integer from 0 to {self._vocab_size - 1}",
                     found=repr(token),
                 )
+
+
+def _no_constraints() -> UnsupportedError:
+    where, hint = "structured_outputs", "use a model with a tokenizer"
+    return UnsupportedError("a grammar is about text, and there is no tokenizer", where=where, hint=hint)
 
 
 def _out_of_memory(what: str, problem: str) -> OutOfMemoryError:

@@ -21,7 +21,7 @@ ESCAPES = 'nrbtf\\"'
 # States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
 # below a second.
 MAX_LEXER_STATES = 50_000
-_MAX_PLACES = 200  # subschemas that are tried to find the place of an error
+_MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
 
 
 class Grammar:
@@ -46,7 +46,8 @@ class Grammar:
         self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
         self.marker = None if spec.reasoning_end is None else spec.reasoning_end.encode()
         self._where = f"structured_outputs.{spec.kind}"
-        self._tokenizer, self._source = tokenizer, _checked_source(spec, self._where)
+        self._tokenizer = tokenizer
+        self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
         try:
             self._ready = [self.compile()]
         except MinirtError as error:
@@ -121,13 +122,14 @@ class GrammarTokenizer:
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
     """", /pointer" of the smallest subschema that by itself has the same error, or of its pattern."""
     pointer, smallest, todo = "", schema, list(subschemas(schema)) if isinstance(schema, dict) else []
-    for _ in range(_MAX_PLACES):
-        if not todo:
-            break
+    work = _MAX_WORK * len(str(spec.json))
+    while todo and work > 0:
         name, part = todo.pop()
         if isinstance(part, dict) and part:
+            source = _json_source(part, spec)
+            work -= len(source)
             try:
-                tokenizer.compile(_json_source(part, spec), "")
+                tokenizer.compile(source, "")
             except MinirtError as own:
                 if own.found == error.found:
                     pointer, smallest = f"/{name}", part
@@ -181,6 +183,8 @@ def _call(
     """Call llguidance. It is written in Rust, whose panics derive from BaseException and cannot be imported."""
     try:
         return function()
+    except MinirtError:
+        raise
     except BaseException as cause:
         if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise  # Ctrl-C

@@ -6,6 +6,7 @@ everything that would not be enforced is refused first. Annotations, such as "ti
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ _BOUNDS = (  # (lower, upper, whether they may be equal)
 # Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\(x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|x\{|u\{|c[A-Za-z]|[ave0])")
-_NEGATED = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")  # a class of characters that it excludes
+_NEGATED = re.compile(r"\[\^(?:\\.|[^\[\]\\])*\]")  # a class of characters that it excludes
 
 
 def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
@@ -49,8 +50,7 @@ def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
             raise InputError("the schema repeats a key", where=where, found=shortened(repr(twice)))
         return value
 

@@ -300,6 +300,11 @@ def test_an_engine_without_constraints_refuses():
     it, _ = engine()
     with pytest.raises(UnsupportedError, match="structured_outputs: a grammar is about text, and there is no tokenizer"):
         it.check([1], resolve(SamplingParams(**BOUND), None))
+    request = Request(next(IDS), [1], resolve(SamplingParams(**BOUND), None), (EOS,))
+    it.add(request)  # of a caller that has not checked it
+    (output,) = it.step()
+    assert isinstance(output.error, UnsupportedError)
+    assert not it.has_work
 
 
 def test_memory_that_runs_out_in_the_sampler_changes_nothing():

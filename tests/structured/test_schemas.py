@@ -109,3 +109,15 @@ def test_no_white_space_at_all():
     for text, fits in (('[{"a b":[1,{}]},{}]', True), ('[ {"a":1}]', False), ('[{"a": 1}]', False), ("[{},\n{}]", False)):
         constraint, tokens = own.start((0,), 0), OWN._made_of[0].encode(text)
         assert (constraint.matcher.try_consume_tokens(tokens) == len(tokens)) == fits
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"const": "\\ud800"}', '{"minimum": 1e999}', '{"const": 1' + "0" * 400 + "}", '{"const": ' + "[" * 200 + "]" * 200 + "}",
+     '{"enum": [' + ",".join(f'"{i}"' for i in range(20_000)) + ', "\\u0001"]}', '{"pattern": "' + "[^" * 50_000 + '"}',
+     '{"properties": {' + ",".join(f'"{i}": {{"type": "string"}}' for i in range(5_000)) + ', "x": {"oneOf": [{}, {}]}}}'],
+    ids=["surrogate", "infinity", "large number", "deep", "many values", "brackets", "many properties"],
+)  # fmt: skip
+def test_extreme_schemas_are_refused(text):
+    with pytest.raises((InputError, UnsupportedError), match=r"^structured_outputs\.json"):
+        compiled(OWN, json=text)
