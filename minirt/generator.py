@@ -27,7 +27,7 @@ from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
 from minirt.errors import EngineError, InputError, TokenizerError, UnsupportedError, inside, printable
 from minirt.loading.load import load
-from minirt.loading.memory import page_count
+from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
 from minirt.outputs import Completion, CompletionStream, Piece, Samples
@@ -66,6 +66,7 @@ class Generator:
 
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
+        memory: what it takes of the memory, and the size of the KV cache.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
     """
@@ -81,6 +82,7 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
         max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
@@ -88,15 +90,15 @@ class Generator:
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
-            kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but
-                never more than `max_num_seqs` sequences of full length need.
-            max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
+            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, prefix_cache, cuda_graphs:
+                see `minirt.LoadOptions`.
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
             found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
+        limits = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -105,13 +107,13 @@ class Generator:
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
-        pages = page_count(model, kv_cache_memory, max_num_seqs)
+        self.memory = measured_plan(model, limits)
         self._cache: KVCache | None = KVCache(
-            model.cache_specs, pages, model.device, model.kv_dtype, num_slots=max_num_seqs
+            model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=max_num_seqs
         )
         engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=self.memory.max_num_batched_tokens, device=model.device,
             max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
@@ -134,8 +136,8 @@ class Generator:
                 "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
             progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
-                kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache,
-                threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
+                kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
+                max_waiting, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -143,16 +145,18 @@ class Generator:
         started = time.perf_counter()
         settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
         loaded = load(settings, progress)
-        generator = cls(
-            loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
-            eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens, max_waiting=settings.max_waiting,
-            prefix_cache=settings.prefix_cache, cuda_graphs=settings.cuda_graphs,
-        )
+        with out_of_memory_while("allocating KV pages", loaded.model.device):
+            generator = cls(
+                loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
+                eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens, gpu_memory_utilization=settings.gpu_memory_utilization,
+                max_waiting=settings.max_waiting, prefix_cache=settings.prefix_cache, cuda_graphs=settings.cuda_graphs,
+            )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
         if settings.warmup:
-            generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
+            with out_of_memory_while("warming up", generator.device):
+                generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)

@@ -136,6 +136,10 @@ memory_options = option_group(
         help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
     ),
     click.option("--kv-cache-memory", type=Size(), help="Memory for KV pages, e.g. 4GiB."),
+    click.option(
+        "--gpu-memory-utilization", type=float,
+        help="The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.",
+    ),
     click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
 )
 load_options = option_group(
@@ -324,8 +328,9 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
         raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
     from minirt.loading.options import LoadOptions
 
-    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
-            "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
+    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_model_len",
+            "max_num_seqs", "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights",
+            "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}

@@ -31,7 +31,7 @@ class _Outbox:
 
     put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
-    used: bool = False  # whether anything was submitted
+    unfinished: int = 0  # submitted requests of which the client has not received the last output; only the client uses this
     closed: bool = False
 
 
@@ -315,7 +315,7 @@ class EngineClient:
         Raises:
             MinirtError: the engine has ended.
         """
-        self._outbox.used = True
+        self._outbox.unfinished += len(requests)
         self._thread._put(_Submit(self._outbox, requests))
 
     def receive(self) -> list[TokenOutput]:
@@ -328,7 +328,9 @@ class EngineClient:
         """
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
-        return self._queue.get()
+        outputs = self._queue.get()
+        self._outbox.unfinished -= sum(output.finish_reason is not None for output in outputs)
+        return outputs
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests. Outputs that were delivered before may still be received."""
@@ -346,7 +348,7 @@ class EngineClient:
 
 
 def _close(thread: EngineThread, outbox: _Outbox) -> None:
-    if outbox.used:
+    if outbox.unfinished:  # else there is nothing to drop, and the caller need not wake the engine's thread
         with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
             thread._put(_Close(outbox))
 
