@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class Constraint:
         self._marker, self._tail = grammar.marker, b""
         self._count = 0  # of accepted tokens
 
+    @cached_property
+    def end_bits(self) -> Tensor:
+        """A row of a mask in which only `ends` are allowed."""
+        return self._tools.bits(self.ends)
+
     def accept(self, tokens: Sequence[int]) -> None:
         """The next tokens of the sequence. Those up to the end of the reasoning block are no part of the grammar."""
         self._count += len(tokens)
@@ -60,11 +66,10 @@ class Constraint:
     def adjust(self, mask: Tensor) -> None:
         """Unknown ids out; where the text may end, all of its ends in; ends out before `min_tokens`."""
         mask &= self._tools.known
-        ends = self._tools.bits(self.ends)
         if self.matcher.is_accepting():
-            mask |= ends
-        if self._count < self._min_tokens and bool((mask & ~ends).any()):
-            mask &= ~ends
+            mask |= self.end_bits
+        if self._count < self._min_tokens and bool((mask & ~self.end_bits).any()):
+            mask &= ~self.end_bits
 
     def error(self) -> InputError:
         """Why there is no mask."""
@@ -156,7 +161,7 @@ class Constraints:
         if len(free) + len(bound) < len(constraints):
             for row, own in enumerate(constraints):
                 if own is not None and own.reasons:
-                    torch.bitwise_and(tools.known, ~tools.bits(own.ends), out=masks[row])
+                    torch.bitwise_and(tools.known, ~own.end_bits, out=masks[row])
         start, size = masks.data_ptr(), 4 * masks.shape[1]
         if len(bound) < _FEW:
             for row, own in bound:

@@ -21,6 +21,8 @@ ESCAPES = 'nrbtf\\"'
 # States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
 # below a second.
 MAX_LEXER_STATES = 50_000
+# What llguidance says where a limit is reached.
+_TOO_COMPLEX = ("too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large")
 _MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
 
 
@@ -168,7 +170,7 @@ def _json_source(schema: dict[str, Any], spec: StructuredOutputsParams) -> str:
 def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
     text = " ".join(message.partition("<non-verbose/>")[0].split())
-    if any(words in text.lower() for words in ("too complex", "fuel", "too large", "too many", "limit")):
+    if any(words in text.lower() for words in _TOO_COMPLEX):
         return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
     if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):
         return UnsupportedError("not supported in a grammar", where=where, found=shortened(text))

@@ -182,6 +182,7 @@ def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
         ({"regex": "(a"}, InputError, r"\.regex: the grammar is wrong; .*unclosed group"),
         ({"regex": "(?=a)"}, UnsupportedError, r"\.regex: .*look-around"),
         ({"regex": r"(a)\1"}, UnsupportedError, "backreferences"),
+        ({"grammar": "start: limit"}, InputError, "the grammar is wrong; .*unknown name"),
         ({"grammar": "start: x"}, InputError, r'\.grammar: .*at 1\(8\).*unknown name: "x"'),
         ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found 2\(5\)"),
         ({"grammar": "start: <|nope|>"}, InputError, "unknown special token"),
