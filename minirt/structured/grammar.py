@@ -22,7 +22,9 @@ ESCAPES = 'nrbtf\\"'
 # below a second.
 MAX_LEXER_STATES = 50_000
 # What llguidance says where a limit is reached.
-_TOO_COMPLEX = ("too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large")
+_TOO_COMPLEX = (
+    "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
+)  # fmt: skip
 _MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
 
 
