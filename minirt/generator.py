@@ -2,60 +2,39 @@
 
 import gc
 import html
-import re
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from numbers import Integral, Number
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, TypeVar, overload
+from typing import Any, overload
 
 import torch
 
 from minirt import models
-from minirt.engine.engine import Engine, Request, TokenOutput
+from minirt.device import peak_memory
+from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
-from minirt.engine.logits_processors import Rules
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
-from minirt.errors import EngineError, InputError, TokenizerError, UnsupportedError, inside, printable
+from minirt.errors import EngineError, InputError, UnsupportedError, printable
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
-from minirt.outputs import Completion, CompletionStream, Piece, Samples
+from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
-from minirt.sampling_params import resolve as resolve_sampling
 from minirt.sizes import format_bytes
 from minirt.structured.constraints import Constraints
-from minirt.text.detokenizer import IncrementalDecoder
-from minirt.text.stop_strings import StopStrings
 from minirt.text.tokenizer import Tokenizer
-
-
-class TokenArray(Protocol):
-    """A NumPy array or a tensor of token ids: of one dimension, with an integer dtype."""
-
-    @property
-    def ndim(self) -> int: ...
-
-    @property
-    def dtype(self) -> Any: ...
-
-    def tolist(self) -> Any: ...
-
-
-Prompt = str | Sequence[int] | TokenArray
-AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)  # a list[str] is no list[Prompt], since it cannot take token ids
-Messages = Sequence[dict[str, str]]
 
 
 class Generator:
@@ -118,6 +97,9 @@ class Generator:
             constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
+        self._processor = Processor(
+            self._engine, name, tokenizer, generation_config, self.eos_token_ids, partial(peak_memory, model.device)
+        )
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
         self._thaw: weakref.finalize | None = None
 
@@ -198,7 +180,7 @@ class Generator:
         Raises:
             MinirtError: a request failed. Use `completions` to get the others.
         """
-        call = self._prepare(prompts, params, priority, single=is_single(prompts))
+        call = self._processor.prepare(prompts, params, priority, single=is_single(prompts))
         with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
             for stream, piece in pieces:
                 if piece.finish_reason is not None:
@@ -213,12 +195,12 @@ class Generator:
         priority: int | Sequence[int] = 0,
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
-        call = self._prepare(prompts, params, priority, single=False)
+        call = self._processor.prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self._limit(params)), params, priority=priority)
+        return self.generate(self.encode_chat(messages, self._processor.limit(params)), params, priority=priority)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
@@ -235,7 +217,7 @@ class Generator:
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
-        with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
+        with closing(self._run(self._processor.prepare(prompt, params, priority, single=True))) as pieces:
             for stream, piece in pieces:
                 if stream.completion.error is not None:
                     raise stream.completion.error
@@ -270,25 +252,11 @@ class Generator:
 
         `max_tokens`: raise, without tokenizing, if the number of characters shows that the text has more tokens.
         """
-        if _is_array(prompt):
-            return _array_tokens(prompt)
-        if isinstance(prompt, list | tuple):
-            # Checking a long prompt's tokens one by one would take as long as launching its kernels.
-            if set(map(type, prompt)) == {int}:
-                return list(prompt)
-            return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
-        if not isinstance(prompt, str):
-            found = type(prompt).__name__
-            raise InputError("not a prompt", expected="a text, or a list, tuple or array of token ids", found=found)
-        if not prompt:
-            raise InputError("the prompt is empty", hint="give at least one character")
-        return self._text().encode(prompt, max_tokens)
+        return self._processor.encode(prompt, max_tokens)
 
     def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
-        if not isinstance(messages, list | tuple):
-            raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
-        return self._text().encode_chat(list(messages), max_tokens)
+        return self._processor.encode_chat(messages, max_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise the error with which this request would be refused.
@@ -296,14 +264,11 @@ class Generator:
         Raises:
             InputError, ContextLengthError, ConfigError, TokenizerError.
         """
-        sampling = self.effective_sampling(params)
-        self._check(self._encode(token_ids, sampling), sampling)
+        self._processor.check(token_ids, params)
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
-        if params is not None and not isinstance(params, SamplingParams):
-            raise InputError("not SamplingParams", where="params", found=type(params).__name__)
-        return resolve_sampling(params, self.generation_config)
+        return self._processor.effective_sampling(params)
 
     @property
     def max_len(self) -> int:
@@ -390,60 +355,6 @@ class Generator:
         """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
 
-    def _text(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise TokenizerError("the model has no tokenizer", where=self.name, hint="give token ids instead of text")
-        return self.tokenizer
-
-    def _limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
-        """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
-        return self.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
-
-    def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
-        """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
-        tokens, kept = self.encode(prompt, self._limit(sampling)), sampling.truncate_prompt_tokens
-        return tokens if kept is None else tokens[-(self.max_len - 1 if kept < 0 else kept) :]
-
-    def _check(self, tokens: Sequence[int], sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
-        """Raise the error with which a request would be refused. Returns its bad words in token ids."""
-        for name, what in (("stop", "stop strings need"), ("bad_words", "bad words need")):
-            if getattr(sampling, name) and self.tokenizer is None:
-                raise TokenizerError(f"{what} a tokenizer", where=self.name, found=f"from {sampling.sources[name]}")
-        words = tuple(ids for word in sampling.bad_words for ids in self._text().spellings(word))
-        self._live.check(tokens, sampling, Rules.of(sampling, self.eos_token_ids, words))
-        return words
-
-    def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> "Call":
-        """Encode and check the requests of one call, without adding them to the engine. `single`: `prompts` is one prompt."""
-        prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
-        priorities = _priorities(priority, len(prompts))
-        call = Call([], [], [], single)
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
-                sampling = self.effective_sampling(own)
-                tokens = self._encode(prompt, sampling)
-                words = self._check(tokens, sampling)
-            count = 1 if own is None else own.n
-            ids = [self._engine.new_id() for _ in range(count)]
-            group = ids[0] if count > 1 else None
-            for sample, request_id in enumerate(ids):
-                seeded = sampling
-                if sample:  # the first sample scores the prompt
-                    seeded = replace(sampling, seed=(sampling.seed + sample) % 2**64, prompt_logprobs=None)
-                decoder = None
-                if self.tokenizer is not None and sampling.detokenize:
-                    decoder = IncrementalDecoder(self.tokenizer, sampling.skip_special_tokens)
-                completion = Completion(tokens, [], "", None, seeded, logprobs=None if sampling.logprobs is None else [])
-                stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
-                call.streams.append(CompletionStream(completion, decoder, stops, self.device, prompt=i, sample=sample))
-                request = Request(
-                    request_id, tokens, seeded, self.eos_token_ids, bad_words=words, priority=priorities[i], group=group
-                )
-                call.requests.append(request)
-            outputs = [stream.completion for stream in call.streams[-count:]]
-            call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
-        return call
-
     def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them."""
         with self._engine.connect() as client:
@@ -456,51 +367,6 @@ class Generator:
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece
-
-
-@dataclass
-class Call:
-    """The requests of one call of the API: the engine's outputs go in, pieces come out.
-
-    Attributes:
-        streams, requests: one of each for every sample of every prompt.
-        results: one for each prompt, as it stands.
-        single: whether the call is about one prompt, not a list.
-        open: the streams of the requests that run, by their ids.
-    """
-
-    streams: list[CompletionStream]
-    requests: list[Request]
-    results: list[Completion | Samples]
-    single: bool
-    open: dict[int, CompletionStream] = field(default_factory=dict)
-
-    def start(self) -> list[Request]:
-        """The requests, to be submitted now."""
-        started = time.perf_counter()
-        for stream in self.streams:
-            stream.started = started
-        self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
-        return self.requests
-
-    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
-        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
-        stream = self.open[output.request_id]
-        piece = stream.push(output)
-        if piece.finish_reason is not None:
-            del self.open[output.request_id]
-        return stream, piece
-
-    def result(self) -> Any:
-        """What `generate` returns, once all requests have ended.
-
-        Raises:
-            MinirtError: one of them failed.
-        """
-        for i, result in enumerate(self.results):
-            if (error := result.error) is not None:
-                raise error if self.single else error.within(f"prompts[{i}]")
-        return self.results[0] if self.single else self.results
 
 
 class Completions:
@@ -529,55 +395,3 @@ class Completions:
 
     def close(self) -> None:
         self._pieces.close()
-
-
-def is_single(prompts: Any) -> bool:
-    """Whether `prompts` is a single prompt: a text, an array, or a list that can only be token ids."""
-    if isinstance(prompts, str) or _is_array(prompts):
-        return True
-    types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()
-    return bool(types) and all(issubclass(t, Integral | float) for t in types)
-
-
-def _is_array(value: Any) -> TypeGuard[TokenArray]:
-    """Whether it is a NumPy array, a tensor, or the like. (NumPy is not imported here.) A NumPy integer is none."""
-    return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist")) and not isinstance(value, Number)
-
-
-def _array_tokens(array: TokenArray) -> list[int]:
-    dtype = getattr(array.dtype, "name", str(array.dtype).removeprefix("torch."))
-    if array.ndim != 1 or re.fullmatch(r"u?int[0-9]+", dtype) is None:
-        found = f"{dtype} with {array.ndim} dimensions"
-        hint = "list(array) makes one prompt of each row" if array.ndim == 2 else None
-        raise InputError("not an array of token ids", expected="integers in one dimension", found=found, hint=hint)
-    try:
-        return list(array.tolist())
-    except (RuntimeError, TypeError) as error:  # a tensor without values, on the meta device
-        raise InputError(f"not an array of token ids: {error}") from error
-
-
-def _one(params: Any) -> SamplingParams | None:
-    if params is None or isinstance(params, SamplingParams):
-        return params
-    raise InputError("one prompt takes one SamplingParams", where="params", found=type(params).__name__)
-
-
-def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The prompts, and as many SamplingParams."""
-    if not isinstance(prompts, list | tuple):
-        raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
-    if isinstance(params, SamplingParams) or params is None:
-        params = [params] * len(prompts)
-    if not isinstance(params, list | tuple) or len(params) != len(prompts):
-        what, found = "one SamplingParams for each prompt", repr(params)[:80]
-        raise InputError(what, where="params", expected=len(prompts), found=found)
-    return prompts, params
-
-
-def _priorities(priority: Any, count: int) -> list[int]:
-    """A priority for each of `count` prompts."""
-    own = list(priority) if isinstance(priority, list | tuple) else [priority] * count
-    if len(own) != count or any(type(value) is not int for value in own):
-        expected, found = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
-        raise InputError("not an acceptable value", where="priority", expected=expected, found=found)
-    return own

@@ -20,8 +20,8 @@ from torch import Tensor
 from minirt.device import is_device_failure, is_out_of_memory
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.logits_processors import Rules
-from minirt.engine.logprobs import TokenLogprobs
 from minirt.engine.prefix_cache import PrefixCacheStats
+from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from minirt.engine.runner import ProgressCallback, Runner, Step
 from minirt.engine.sampling_stages import Row
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
@@ -42,54 +42,6 @@ from minirt.sampling_params import EffectiveSampling
 
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
 _COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for completion. It has plain values only, so it can be sent to another thread or process.
-
-    Args:
-        id: unique among the open requests of an engine.
-        prompt_token_ids: the prompt, at least one token.
-        sampling: the sampling parameters, including the maximum number of tokens.
-        eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
-        cache_salt: requests with different salts share no cached prefix.
-        bad_words: `sampling.bad_words` in token ids.
-        priority: requests with lower values run first.
-        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
-    """
-
-    id: int
-    prompt_token_ids: Seq[int]
-    sampling: EffectiveSampling
-    eos_token_ids: tuple[int, ...] = ()
-    cache_salt: str | None = None
-    priority: int = 0
-    group: int | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def rules(self) -> Rules | None:
-        """What it asks of its logits; None if nothing."""
-        return Rules.of(self.sampling, self.eos_token_ids, self.bad_words)
-
-
-class TokenOutput(NamedTuple):
-    """The new tokens of one request, one or more.
-
-    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
-    `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
-    if the request asks. `prompt_logprobs`: of each token of the prompt but the first, with the first output of a request that
-    asks; else None.
-    """
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    error: MinirtError | None = None
-    num_cached: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -182,6 +134,16 @@ class Engine:
         return None if cache is None else cache.stats
 
     @property
+    def stats(self) -> EngineStats:
+        """What is running now, and counters."""
+        scheduler, allocator, cached = self._scheduler, self._cache.allocator, self.prefix_cache_stats
+        running = len(scheduler.running)
+        return EngineStats(
+            running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
+            cached.queries if cached else 0, cached.hits if cached else 0,
+        )  # fmt: skip
+
+    @property
     def failed(self) -> bool:
         """Whether the GPU has failed. If so, the engine cannot be used any more."""
         return self._failure is not None
@@ -199,8 +161,13 @@ class Engine:
         with self._device_errors():
             return self._runner.replay_times(batch_size, context_len, repeats)
 
-    def check(self, prompt_token_ids: Seq[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None) -> None:
+    def check(
+        self, prompt_token_ids: Seq[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None,
+        compiles: bool = True,
+    ) -> None:  # fmt: skip
         """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
+
+        `compiles`: check `structured_outputs`, too, which may take long. Otherwise an error in it comes as the request's output.
 
         Raises:
             InputError: the prompt is empty; an id, of the prompt or of a setting, is outside the vocabulary; the settings leave
@@ -219,7 +186,8 @@ class Engine:
             if (spec := sampling.structured_outputs) is not None:
                 if self._constraints is None:
                     raise _no_constraints()
-                self._constraints.compile(spec)
+                if compiles:
+                    self._constraints.compile(spec)
         if rules is not None and (rules.bad_words or rules.end_ids):
             largest = max(map(max, rules.bad_words), default=-1)
             if largest >= self._vocab_size:
@@ -416,9 +384,10 @@ class Engine:
         if request.constraint is not None and ends is None:
             request.constraint.accept(tokens[:count])
         scores, request.prompt_logprobs = request.prompt_logprobs, None
+        queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
         return TokenOutput(
             sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached, logprobs=tuple(logprobs[:count]),
-            prompt_logprobs=None if scores is None else tuple(scores),
+            prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s,
         )  # fmt: skip
 
     def _queue_full(self) -> QueueFullError:

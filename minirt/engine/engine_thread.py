@@ -18,7 +18,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
 
-from minirt.engine.engine import Engine, Request, TokenOutput
+from minirt.engine.engine import Engine
+from minirt.engine.request import Request, TokenOutput
 from minirt.errors import DeviceFailedError, EngineError, MinirtError
 
 T = TypeVar("T")
@@ -103,6 +104,15 @@ class EngineThread:
         """Whether the GPU has failed."""
         return isinstance(self._ended, DeviceFailedError) or (self._engine is not None and self._engine.failed)
 
+    @property
+    def max_len(self) -> int:
+        """Maximum number of tokens of a request, prompt and completion together."""
+        return self.engine.max_len
+
+    def check(self, request: Request, compiles: bool = True) -> None:
+        """Raise the error with which a request would be refused. Any thread may call it. `compiles`: see `Engine.check`."""
+        self.engine.check(request.prompt_token_ids, request.sampling, request.rules, compiles)
+
     def new_id(self) -> int:
         """An id for a request. Any thread may ask for one."""
         return next(self._ids)
@@ -127,6 +137,17 @@ class EngineThread:
             return result.result()
         finally:
             result.cancel()  # if an exception, such as KeyboardInterrupt, ended the wait
+
+    def ask(self, function: Callable[[Engine], T], answer: Callable[[T], None]) -> None:
+        """As `call`, without waiting: the engine's thread calls `answer(result)`, unless an exception is raised."""
+
+        def deliver(result: Future) -> None:
+            if not result.cancelled() and result.exception() is None:
+                answer(result.result())
+
+        result: Future = Future()
+        result.add_done_callback(deliver)
+        self._put(_Call(function, lambda _: True, result))
 
     def stop(self) -> None:
         """End the thread after the current step. Open requests end with an error. Returns when the thread has ended."""
