@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
-from minirt.kernels.launch import Workspace, capability, fit_stages, shared_limit
+from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
 from minirt.kernels.linear import gemm_sm90, gemm_small, gemv
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
@@ -47,7 +46,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
         rule = gemm_small.choose_gemm_small_config(block_t, shape.N, shape.K, itemsize, shape.gated, cc, _sm_count(device))
         around = []
         # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
-        parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
+        parts = (1,) if shape.gated or cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
         for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, 256), parts):
             row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
             stages = fit_stages(row * block_k, shared_limit(cc) // programs - 2048, 8)
@@ -100,7 +99,7 @@ def _prepare(
         return torch.randn(size, device=device, dtype=shape.dtype, generator=random)
 
     x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
-    copies = max(2, triton.cdiv(_COLD, rows * shape.K * (1 if shape.fp8 else shape.dtype.itemsize)))
+    copies = max(2, cdiv(_COLD, rows * shape.K * (1 if shape.fp8 else shape.dtype.itemsize)))
     weights: list[tuple[Tensor, Tensor | None]] = []
     for _ in range(copies):
         weight = normal(rows, shape.K) / shape.K**0.5
