@@ -34,6 +34,7 @@ from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_si
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sizes import format_bytes
+from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
 
@@ -94,6 +95,7 @@ class Generator:
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=self.memory.max_num_batched_tokens, device=model.device,
             max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
+            constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
         self._processor = Processor(

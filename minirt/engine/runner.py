@@ -28,6 +28,7 @@ from minirt.sampling_params import SamplingParams, resolve
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[int, int], None]  # (done, total)
+FillMasks = Callable[[Tensor], None]
 
 
 class Scores(NamedTuple):
@@ -133,24 +134,29 @@ class Runner:
         self._observer = observer
 
     @torch.inference_mode()
-    def start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
-        """Queue a step. `rows` has an entry for each chunk from which a token is drawn: one with `num_sampled` 1, not 0.
+    def start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None = None) -> Step:
+        """Queue a step.
 
+        Args:
+            rows: an entry for each chunk from which a token is drawn: one with `num_sampled` 1, not 0.
+            fill: writes the masks of the rows, [B, ceil(V / 32)] int32 on the CPU. Called once, after the forward pass is queued
+                and before the sampler is, so that it may wait for earlier steps. None: there are no masks.
         Raises:
             torch.OutOfMemoryError: no memory for the step's activations. In this case nothing has changed.
         """
         with on_device(self._device):
-            return self._start(chunks, rows)
+            return self._start(chunks, rows, fill)
 
-    def _start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
+    def _start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None) -> Step:
         scores = any(chunk.targets for chunk in chunks)
-        needed = scores or any(r.sampling.temperature > 0 or r.rules or r.num_top is not None for r in rows)
+        needed = scores or fill is not None or any(r.sampling.temperature > 0 or r.rules or r.num_top is not None for r in rows)
         logits, row_maxima = self._scores(chunks, needed)
         scored = list[Scored]()
         if scores:
             scored = self._stages.score(logits, chunks)
             logits, row_maxima = self._stages.sampled_rows(logits, chunks), None
-        drawn = self._stages.draw(logits, row_maxima, rows) if rows else Drawn(torch.empty(0, dtype=torch.int64))
+        mask = None if fill is None else self._stages.send_masks(len(rows), fill)
+        drawn = self._stages.draw(logits, row_maxima, rows, mask) if rows else Drawn(torch.empty(0, dtype=torch.int64))
         if not self._cuda:
             return Step(drawn, scored)
         ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
