@@ -95,7 +95,7 @@ def test_out_of_memory(run, folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     result = run("generate", "-m", "Qwen2.5-72B", "--random-weights", "--device", "cpu", "hello")
-    refused(result, "271.11GiB", "20GiB free", "smaller model")
+    refused(result, "271.15GiB", "20GiB free", "smaller model")
     pages = ("--kv-cache-memory", "900GiB", "--max-num-seqs", 1 << 20)
     refused(run("generate", "-m", folder, *pages, "hello"), "192.", "lower --kv-cache-memory")
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to …")):
