@@ -148,16 +148,16 @@ def _accumulate_blocks(
     acc_up = acc
     for start in range(0, K, BLOCK_K):
         block = start // 128
-        x_scale = tl.load(x_scale_ptr + block * T + t, mask=t < T, other=0.0)[:, None]
-        scale = block_scales(scale_ptr, 0, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0) * x_scale
+        token = tl.load(x_scale_ptr + block * T + t, mask=t < T, other=0.0)[:, None]
+        factor = token * block_scales(scale_ptr, 0, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
         if ACTIVATION is not None:
-            scale_up = block_scales(scale_ptr, N, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0) * x_scale
+            factor_up = token * block_scales(scale_ptr, N, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
         a = x.load([first_t, start]) if TMA else _load_tile(x_ptrs, start, k[None, :], K, BLOCK_K)
         b = weight.load([first_n, start]).T if TMA else _load_tile(w_ptrs, start, k[:, None], K, BLOCK_K)
-        acc += tl.dot(a, b) * scale
+        acc += tl.dot(a, b) * factor
         if ACTIVATION is not None:
             b = weight.load([N + first_n, start]).T if TMA else _load_tile(w_ptrs + up, start, k[:, None], K, BLOCK_K)
-            acc_up += tl.dot(a, b) * scale_up
+            acc_up += tl.dot(a, b) * factor_up
     return acc, acc_up
 
 

@@ -204,20 +204,20 @@ def _gemm_small_kernel(
         if SCALE_ROWS is not None:
             # Loaded first, so that they arrive while the tiles are awaited.
             block = start // 128
-            x_scale = tl.load(x_scale_ptr + block * T + t, mask=t < T, other=0.0)[None, :]
-            scale = block_scales(scale_ptr, 0, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1) * x_scale
+            token = tl.load(x_scale_ptr + block * T + t, mask=t < T, other=0.0)[None, :]
+            factor = token * block_scales(scale_ptr, 0, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)
             if ACTIVATION is not None:
-                scale_up = block_scales(scale_ptr, N, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1) * x_scale
+                factor_up = token * block_scales(scale_ptr, N, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)
         if TMA:
             a = x.load([0, start])
             w = weight.load([n0, start])
         else:
             a = _load(x_ptrs + start, j, K, BLOCK_K, "evict_last")
             w = _load(w_ptrs + start, j, K, BLOCK_K, "evict_first")
-        acc = _product(w, a, acc) if SCALE_ROWS is None else acc + tl.dot(w, a.T) * scale
+        acc = _product(w, a, acc) if SCALE_ROWS is None else acc + tl.dot(w, a.T) * factor
         if ACTIVATION is not None:
             w = weight.load([N + n0, start]) if TMA else _load(w_ptrs + up + start, j, K, BLOCK_K, "evict_first")
-            acc_up = _product(w, a, acc_up) if SCALE_ROWS is None else acc_up + tl.dot(w, a.T) * scale_up
+            acc_up = _product(w, a, acc_up) if SCALE_ROWS is None else acc_up + tl.dot(w, a.T) * factor_up
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
     if row_scale_ptr is not None:
