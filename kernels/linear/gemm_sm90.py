@@ -335,6 +335,7 @@ def _add_blocks(
     second = N if GATED else 0
     right_scales = _strip_scale(scale_ptr, second, n + SECOND, N, K, SCALE_ROWS) + first
     if MORE != 0:
+        NARROW: gl.constexpr = more.type.layout
         FOURTH: gl.constexpr = FIRST if GATED else FIRST + MORE // 2
         third_scales = _strip_scale(scale_ptr, 0, n + FIRST, N, K, SCALE_ROWS) + first
         fourth_scales = _strip_scale(scale_ptr, second, n + FOURTH, N, K, SCALE_ROWS) + first
@@ -349,7 +350,7 @@ def _add_blocks(
         products = gl.zeros(acc.shape, gl.float32, WIDE)
         products = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), products, use_acc=False, is_async=True)
         if MORE != 0:
-            more_products = gl.zeros(more.shape, gl.float32, more.type.layout)
+            more_products = gl.zeros(more.shape, gl.float32, NARROW)
             more_products = warpgroup_mma(
                 x, more_tiles.index(stage).permute((1, 0)), more_products, use_acc=False, is_async=True
             )
@@ -359,7 +360,7 @@ def _add_blocks(
         mbarrier.arrive(empty.index(stage))
         acc += products * _factors(x_scale, left, right, acc.shape[1], WIDE)
         if MORE != 0:
-            more += more_products * _factors(x_scale, third, fourth, more.shape[1], more.type.layout)
+            more += more_products * _factors(x_scale, third, fourth, more.shape[1], NARROW)
         step += 1
     return acc, more, step
 
