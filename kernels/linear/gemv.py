@@ -133,7 +133,7 @@ def _gemv_kernel(
     gate_scale, up_scale = None, None
     gate_scales, up_scales = (), ()
     if SCALE_ROWS is not None:
-        for i in tl.static_range(COUNT):
+        for i in tl.static_range(TILES):
             gate_scales += (_block_scales(scale_ptr, 0, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
             if ACTIVATION is not None:
                 up_scales += (_block_scales(scale_ptr, N, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
@@ -159,11 +159,15 @@ def _gemv_kernel(
         gate_sums += products if SCALE_ROWS is None else products * gate_scales[i]
         if i + TILES < COUNT:
             gate += (_load_tile(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+            if SCALE_ROWS is not None:
+                gate_scales += (_block_scales(scale_ptr, 0, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
         if ACTIVATION is not None:
             products = _products(up[i], x, CHUNK)
             up_sums += products if SCALE_ROWS is None else products * up_scales[i]
             if i + TILES < COUNT:
                 up += (_load_tile(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+                if SCALE_ROWS is not None:
+                    up_scales += (_block_scales(scale_ptr, N, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
     inverse_rms = 1.0
     if norm_ptr is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
