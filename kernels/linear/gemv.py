@@ -204,9 +204,9 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int)
 
 
 @cached_lookup
-def lookup_gemv_config(device: torch.device, N: int, K: int, itemsize: int, gated: bool) -> GemvConfig:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated))
+def lookup_gemv_config(device: torch.device, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> GemvConfig:
+    """The tuned configuration for a shape, or else the rule's. `blocks`: fp8 with scales of blocks."""
+    tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks))
     return tuned or choose_gemv_config(N, K, itemsize, gated, sm_count(device))
 
 
@@ -231,7 +231,8 @@ def gemv(
     if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     if config is None:
-        config = lookup_gemv_config(x.device, N, K, weight.element_size(), activation is not None)
+        facts = (weight.element_size(), activation is not None, product.scale_rows is not None)
+        config = lookup_gemv_config(x.device, N, K, *facts)
     chunk = chunk_size(weight.element_size())
     block_k = chunk * WARP * config.num_warps
     if K % chunk or weight.data_ptr() % 16:
