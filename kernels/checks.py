@@ -107,7 +107,7 @@ def check_operands(
     if scale is None or x_scale is None:
         raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
     check_tensor("x", x, (None, None), x.dtype, x.device)
-    shape = (x.shape[0],) if scale.ndim == 1 else (-(-x.shape[1] // FP8_BLOCK), x.shape[0])
+    shape = (x.shape[0],) if scale.ndim == 1 else (x.shape[0], -(-x.shape[1] // FP8_BLOCK))
     check_tensor("x_scale", x_scale, shape, torch.float32, x.device)
     # The remaining checks are those of 16-bit activations with fp8 weights: bias and residual have the same dtype as there.
     like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)

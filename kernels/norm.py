@@ -30,7 +30,7 @@ def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row of out [T, H], quantized if `scale_ptr` is given: with a scale [T] or, if GROUP, [⌈H / GROUP⌉, T]."""
+    """Compute one row of out [T, H], quantized if `scale_ptr` is given: with a scale [T] or, if GROUP, [T, ⌈H / GROUP⌉]."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
@@ -43,7 +43,8 @@ def _rms_norm_kernel(
     # Round the normalized value to the activation dtype before it is multiplied by the weight, as transformers does.
     y = (wide * inverse_rms).to(x.dtype) * weight
     if GROUP is not None:
-        y = quantize_groups(y, scale_ptr, t, 0, H, GROUP)
+        groups = (H + GROUP - 1) // GROUP
+        y = quantize_groups(y, scale_ptr + t * groups, 0, groups, GROUP)
     elif scale_ptr is not None:
         y = y.to(tl.float32)
         scale = fp8_scale(tl.max(finite_magnitude(y), 0))
@@ -91,7 +92,7 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """`quantize(rms_norm(x, weight, eps))` in one kernel: x [T, H] → values [T, H] e4m3 and scale [T] fp32.
 
-    With `blocks`, the scale is [⌈H / 128⌉, T], as that of `quantize`.
+    With `blocks`, the scale is [T, ⌈H / 128⌉], as that of `quantize`.
     """
     if check:
         _check(x, weight)

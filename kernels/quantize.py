@@ -63,16 +63,16 @@ def _quantize_kernel(
 
 
 @triton.jit
-def quantize_groups(x, scale_ptr, t, first, K, GROUP: tl.constexpr):
-    """Quantize x [n · GROUP] of row t, a scale for each GROUP values. Returns e4m3 values; stores the scales of groups before K.
+def quantize_groups(x, scale_ptr, first, groups, GROUP: tl.constexpr):
+    """Quantize x [n · GROUP] of a row, a scale for each GROUP values. Returns e4m3 values and stores the scales.
 
-    `first`: the group of x[0]. The scales are [groups, rows]; the grid's first axis counts the rows.
+    `first`: the group of x[0]. `groups`: those of a whole row, whose scales begin at `scale_ptr`.
     """
     GROUPS: tl.constexpr = x.shape[0] // GROUP
     x = tl.reshape(x, [GROUPS, GROUP])
     scale = fp8_scale(tl.max(finite_magnitude(x), 1))
     group = first + tl.arange(0, GROUPS)
-    tl.store(scale_ptr + group.to(tl.int64) * tl.num_programs(0) + t, scale, mask=group * GROUP < K)
+    tl.store(scale_ptr + group, scale, mask=group < groups)
     return tl.reshape(to_fp8(x, scale[:, None]).to(tl.float8e4nv, bitcast=True), [GROUPS * GROUP])
 
 
@@ -82,21 +82,22 @@ def _quantize_groups_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantize GROUPS groups of a row."""
+    ALL: tl.constexpr = (K + GROUP - 1) // GROUP
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * (GROUPS * GROUP) + tl.arange(0, GROUPS * GROUP)
     if PDL:
         wait_for_input(EARLY)
     x = tl.load(x_ptr + t * K + k, mask=k < K, other=0.0)
-    y = quantize_groups(x, scale_ptr, t, tl.program_id(1) * GROUPS, K, GROUP)
+    y = quantize_groups(x, scale_ptr + t * ALL, tl.program_id(1) * GROUPS, ALL, GROUP)
     tl.store(out_ptr + t * K + k, y, mask=k < K)
 
 
 def quantized_buffers(
     x: Tensor, out: Tensor | None, scale: Tensor | None, check: bool, blocks: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The outputs for x [T, K], allocated unless given: values [T, K] e4m3 and scales [T] or, with `blocks`, [⌈K / 128⌉, T]."""
+    """The outputs for x [T, K], allocated unless given: values [T, K] e4m3 and scales [T] or, with `blocks`, [T, ⌈K / 128⌉]."""
     T, K = x.shape
-    shape = (cdiv(K, FP8_BLOCK), T) if blocks else (T,)
+    shape = (T, cdiv(K, FP8_BLOCK)) if blocks else (T,)
     if out is None:
         out = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
     elif check:
@@ -121,8 +122,8 @@ def quantize(
     """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x (compute capability 8.9 and later).
 
     The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN. With
-    `blocks`, each 128 columns of a row have a scale of their own, and `scale` is [⌈K / 128⌉, T]: those of all rows beside each
-    other, as the products read them. `out` and `scale` are optional output tensors. With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and
+    `blocks`, each 128 columns of a row have a scale of their own, and `scale` is [T, ⌈K / 128⌉]. `out` and `scale` are optional
+    output tensors. With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and
     later). With `early` as well, the next kernel may start before this one has its input.
     """
     if check:
@@ -131,9 +132,9 @@ def quantize(
     out, scale = quantized_buffers(x, out, scale, check, blocks)
     T, K = x.shape
     if T and K and blocks:
-        groups = min(_GROUPS, triton.next_power_of_2(scale.shape[0]))
+        groups = min(_GROUPS, triton.next_power_of_2(scale.shape[1]))
         options = launch_options(max(1, groups // 2), 1, pdl)
-        grid = (T, cdiv(scale.shape[0], groups))
+        grid = (T, cdiv(scale.shape[1], groups))
         _quantize_groups_kernel[grid](x, out, scale, K=K, GROUP=FP8_BLOCK, GROUPS=groups, EARLY=early, **options)
     elif T and K:
         block = min(_BLOCK, triton.next_power_of_2(K))

@@ -141,6 +141,7 @@ def _accumulate_blocks(
     t = first_t + tl.arange(0, BLOCK_T)
     n = first_n + tl.arange(0, BLOCK_N)
     up = N.to(tl.int64) * K
+    x_scales = x_scale_ptr + tl.minimum(t, T - 1) * ((K + 127) // 128)
     if not TMA:
         x_ptrs = x + tl.minimum(t, T - 1).to(tl.int64)[:, None] * K + k[None, :]
         w_ptrs = weight + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
@@ -148,7 +149,7 @@ def _accumulate_blocks(
     acc_up = acc
     for start in range(0, K, BLOCK_K):
         block = start // 128
-        token = tl.load(x_scale_ptr + block * T + t, mask=t < T, other=0.0)[:, None]
+        token = tl.load(x_scales + block)[:, None]
         factor = token * block_scales(scale_ptr, 0, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
         if ACTIVATION is not None:
             factor_up = token * block_scales(scale_ptr, N, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
@@ -227,7 +228,7 @@ def _gemm_kernel(
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
     With ACTIVATION, weight has 2N rows. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of
-    x [⌈K / 128⌉, T]. The first `whole` tiles are computed whole. The others are cut along their columns into
+    x [T, ⌈K / 128⌉]. The first `whole` tiles are computed whole. The others are cut along their columns into
     REST parts, which have their own descriptors of weight, residual and out.
     """
     pid = tl.program_id(0)

@@ -327,7 +327,7 @@ def _add_blocks(
     STAGES: gl.constexpr = w_tiles.shape[0]
     WIDE: gl.constexpr = acc.type.layout
     row = t + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    x_scales = x_scale_ptr + first * T + gl.minimum(row, T - 1)
+    x_scales = x_scale_ptr + gl.minimum(row, T - 1) * ((K + 127) // 128) + first
     # The right strip of a pair: the neighbour or, with an activation, the strip of up.
     GATED: gl.constexpr = ACTIVATION is not None
     left_scales = _strip_scale(scale_ptr, 0, n, N, K, SCALE_ROWS) + first
@@ -340,8 +340,8 @@ def _add_blocks(
         third_scales = _strip_scale(scale_ptr, 0, n + FIRST, N, K, SCALE_ROWS) + first
         fourth_scales = _strip_scale(scale_ptr, second, n + FOURTH, N, K, SCALE_ROWS) + first
     for i in range(0, steps):
-        # Loaded before the tiles are awaited.
-        x_scale, left, right = gl.load(x_scales + i * T), gl.load(left_scales + i), gl.load(right_scales + i)
+        # Loaded before the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
+        x_scale, left, right = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
         if MORE != 0:
             third, fourth = gl.load(third_scales + i), gl.load(fourth_scales + i)
         stage = step % STAGES

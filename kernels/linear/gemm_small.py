@@ -163,7 +163,7 @@ def _gemm_small_kernel(
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
     With TMA, x and weight are descriptors, else pointers. With ACTIVATION, the weight has 2N rows. With SCALE_ROWS, the scales are
-    those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [⌈K / 128⌉, T].
+    those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
     """
     PART: tl.constexpr = ((K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)) * BLOCK_K
     tile = tl.program_id(0) // SPLIT
@@ -199,12 +199,13 @@ def _gemm_small_kernel(
         w_ptrs = rows[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     acc_up = acc
+    x_scales = x_scale_ptr + tl.minimum(t, T - 1) * ((K + 127) // 128) if SCALE_ROWS is not None else None
     for start in range(first, last, BLOCK_K):
         j = (start + k)[None, :]
         if SCALE_ROWS is not None:
-            # Loaded first, so that they arrive while the tiles are awaited.
+            # Loaded first, so that they arrive while the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
             block = start // 128
-            token = tl.load(x_scale_ptr + block * T + t, mask=t < T, other=0.0)[None, :]
+            token = tl.load(x_scales + block)[None, :]
             factor = token * block_scales(scale_ptr, 0, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)
             if ACTIVATION is not None:
                 factor_up = token * block_scales(scale_ptr, N, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)

@@ -30,7 +30,7 @@ class Product(NamedTuple):
         residual: [T, N], or None.
         activation: "silu", "gelu" or "gelu_tanh", or None.
         scale: fp32, of an fp8 weight: one for each row, or [⌈rows / g⌉, ⌈K / 128⌉] for blocks of g rows and 128 columns.
-        x_scale: fp32, of an fp8 x: one for each token; for a weight in blocks [⌈K / 128⌉, T], see `quantize`.
+        x_scale: fp32, of an fp8 x: one for each token; for a weight in blocks [T, ⌈K / 128⌉].
         workspace: without one, K is not split.
         row_maxima: receives the largest value of each row in each tile, from the kernels that store them.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).

@@ -65,7 +65,7 @@ def test_quantized_in_groups(T, H, dtype, make, nan):
     x[0, :80] = 0
     weight *= torch.exp2(torch.arange(H, device=x.device) // 128).to(dtype)
     out = torch.full((T, H), 0x7F, dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)
-    groups = nan(-(-H // 128), T, dtype=torch.float32)
+    groups = nan(T, -(-H // 128), dtype=torch.float32)
     values, scale = kernel.rms_norm_quantize(x, weight, 1e-6, out, groups, blocks=True)
     expected, expected_scale = quantize(kernel.rms_norm(x, weight, 1e-6), blocks=True)
     torch.testing.assert_close(scale, expected_scale, rtol=4 * torch.finfo(dtype).eps, atol=0)

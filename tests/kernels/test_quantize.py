@@ -35,13 +35,13 @@ def check_groups(x, nan):
     """Each 128 columns of a row are quantized like a row of their own."""
     T, K = x.shape
     out = torch.full((T, K), 0x7F, dtype=torch.uint8, device=x.device).view(FP8)
-    values, scale = kernel.quantize(x, out, nan(-(-K // 128), T, dtype=torch.float32), blocks=True)
+    values, scale = kernel.quantize(x, out, nan(T, -(-K // 128), dtype=torch.float32), blocks=True)
     for group, first in enumerate(range(0, K, 128)):
         own = slice(first, first + 128)
-        check_nearest(x[:, own], values[:, own], scale[group])
+        check_nearest(x[:, own], values[:, own], scale[:, group])
     expected, expected_scale = reference.quantize_fp8_blocks(x, T)
     assert torch.equal(values.view(torch.uint8), expected.contiguous().view(torch.uint8))
-    assert torch.equal(scale, expected_scale.t())
+    assert torch.equal(scale, expected_scale)
 
 
 @pytest.mark.parametrize(("T", "K"), [(1, 16), (3, 97), (17, 576), (2, 1290)])
@@ -108,8 +108,8 @@ def test_wrong_arguments_are_named(make):
         kernel.quantize(x, torch.empty(2, 8))
     with pytest.raises(InputError, match="scale: wrong shape"):
         kernel.quantize(x, None, torch.empty(3))
-    with pytest.raises(InputError, match=r"scale: wrong shape; expected \[1, 2\]"):
-        kernel.quantize(x, None, torch.empty(2, 1), blocks=True)
+    with pytest.raises(InputError, match=r"scale: wrong shape; expected \[2, 1\]"):
+        kernel.quantize(x, None, torch.empty(1, 2), blocks=True)
     with pytest.raises(InputError, match="x: unsupported dtype"):
         kernel.quantize(x.double())
 

@@ -182,7 +182,7 @@ def in_blocks(empty: Callable[..., torch.Tensor], workspace: launch.Workspace, p
     if cc == 90 and empty(1).itemsize == 2:
         for groups, widths in ((2, (64, 32)), (2, (64, 0)), (3, (128, 0)), (3, (64, 32))):
             config = gemm_sm90.derive_config(*widths, HIDDEN, 1, False, 132, groups=groups, blocks=True)
-            x, x_scale = empty(300, HIDDEN, like=eight), empty(HIDDEN // 128, 300, like=torch.float32)
+            x, x_scale = empty(300, HIDDEN, like=eight), empty(300, HIDDEN // 128, like=torch.float32)
             product = Product(x, **weight(4608, HIDDEN), out=empty(300, 4608), x_scale=x_scale, pdl=True)
             gemm_sm90.gemm_sm90(product, config)
 
