@@ -574,6 +574,7 @@ WIDTHS_OF_THREE = ((128, 128), *WIDTHS[1:])  # for three groups, whose registers
 # beside the sums. With three groups, registers suffice for 128 columns.
 WIDTHS_OF_BLOCKS = ((128, 64), (128, 0), (64, 32), (64, 0))
 GATED_WIDTHS_OF_BLOCKS = ((128, 0), (64, 0))
+_MOST_COLUMNS_OF_THREE = 128
 _FEWEST_SCALE_ROWS = 64
 
 
@@ -655,8 +656,9 @@ def candidates(
 ) -> list[GemmSm90Config]:  # fmt: skip
     """The configurations worth considering for a shape and a token regime T. N: number of outputs. `splits`: K may be split.
 
-    Three groups of warps are considered only if T is a multiple of their tile's rows and three tiles in flight fit in shared
-    memory. They need 16-bit values: the sums of fp8 products that are set aside leave no registers for a third group.
+    Three groups of warps are considered only if three tiles in flight fit in shared memory. 16-bit values: if T is a multiple of
+    their tile's rows. fp8 with scales of blocks: if tiles are at most as wide as registers hold sums and products. Not for other
+    fp8: the sums that are set aside leave no registers for a third group.
     """
     def config(widths: tuple[int, int], split: int, groups: int) -> GemmSm90Config:
         return derive_config(*widths, K, itemsize, residual, num_sms, out_itemsize, split, groups, blocks)
@@ -666,25 +668,32 @@ def candidates(
     if splits:
         able = [widths for widths in all_widths if may_split(T, *widths, N, K, itemsize, gated, num_sms)]
         found += [config(widths, 2, 2) for widths in able]
-    if T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
-        of_three = [config(widths, 1, 3) for widths in WIDTHS_OF_THREE]
-        found += [c for c in of_three if c.num_stages >= 3]
+    of_three: list[tuple[int, int]] = []
+    if blocks:
+        of_three = [widths for widths in all_widths if sum(widths) <= _MOST_COLUMNS_OF_THREE]
+    elif T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
+        of_three = list(WIDTHS_OF_THREE)
+    found += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
     return found
 
 
-def predicted(c: GemmSm90Config, T: int, N: int, K: int, itemsize: int, gated: bool) -> float:
+def predicted(c: GemmSm90Config, T: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool = False) -> float:
     """Predicted microseconds. The model has a time for a step in K, a round of tiles and a split, fitted to measurements on an
     H200 (docs/decisions/linear-prefill.md).
 
     Measured gains and losses of splits put the cost of a split at 5.5 to 8 µs. The step of three groups is fitted as a linear
-    function of that of two.
+    function of that of two. With scales of `blocks`, a step also waits for its products and adds them
+    (docs/decisions/linear-fp8-blocks.md).
     """
     columns = c.width + c.more
     tiles = cdiv(T, 64 * c.groups) * cdiv(N, columns // (2 if gated else 1))
     step = 0.08 + 0.002 * c.width + (0.065 + 0.0013 * c.more if c.more else 0.0)
-    step = step if c.groups == 2 else 1.7 * step - 0.055
+    if blocks:
+        step = (step + 0.2) * (1.0 if c.groups == 2 else 1.2)
+    elif c.groups == 3:
+        step = 1.7 * step - 0.055
     steps, rounds = cdiv(K * itemsize, _ROW_BYTES), cdiv(tiles * c.split, c.programs)
-    round_price, split_price = 1.5 if columns <= 192 else 3.0, 0.0 if c.split == 1 else 7.0
+    round_price, split_price = 1.5 if columns <= 192 else 3.0, 0.0 if c.split == 1 else 5.5 if blocks else 7.0
     return rounds * (cdiv(steps, c.split) * step + round_price) + split_price
 
 
@@ -695,7 +704,7 @@ def choose_gemm_sm90_config(
     """The candidate with the least predicted time. It depends on T only through `token_regime`."""
     T = token_regime(T)
     found = candidates(T, N, K, itemsize, gated, residual, num_sms, out_itemsize, splits, blocks)
-    return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated))
+    return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated, blocks))
 
 
 @cached_lookup

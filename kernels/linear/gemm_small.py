@@ -283,13 +283,18 @@ def choose_gemm_small_config(
         block_n, step, programs = 64, 128, 2
     if gated and block_t <= 32 and 4 * tiles < 3 * num_sms:
         block_n = 32
-    block_k = min(step // itemsize, FP8_BLOCK) if blocks else step // itemsize
+    block_k = step // itemsize
+    if blocks:
+        # A step waits for its products. So more programs share an SM, if each keeps three tiles in flight.
+        block_k = min(block_k, FP8_BLOCK)
+        if large:
+            block_n, programs = min(block_n, 64), 4 if block_t <= (16 if gated else 32) else 3 if gated and block_t <= 64 else 2
     budget = min(shared_limit(cc) // programs - 2048, _LARGE)
     row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
     # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
-    enough = min(2.5, programs) * num_sms
+    enough = min(2 if blocks and block_t > 16 else 2.5, programs) * num_sms
     shortest = block_k * (12 if block_t == 128 else 2)  # a shorter part of K costs more for its sums than it gains
     split = 1 if gated else max(1, min(int(enough / triton.cdiv(N, block_n)), _MOST_PARTS, K // shortest))
     # With 128 tokens, eight warps have the registers for the sums; fp8 needs them for its second, fp32 sums.

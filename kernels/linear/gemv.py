@@ -177,10 +177,10 @@ def _gemv_kernel(
     tl.store(out_ptr + n, (result + residual).to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> GemvConfig:
+def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int, blocks: bool = False) -> GemvConfig:
     """The configuration for a shape, by a rule from sweeps over the layers of five models (docs/decisions/linear-one-token.md).
 
-    A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
+    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md). A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """
     fp8 = itemsize == 1
     chunks = triton.cdiv(K, WARP * chunk_size(itemsize))
@@ -196,6 +196,8 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int)
         loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
         return GemvConfig(rows, 8, min(triton.cdiv(count, 2), loads), 64)
     if at_once:
+        if blocks:
+            return GemvConfig(2, num_warps, 4)
         few = fp8 or 24 * num_sms > N
         return GemvConfig(4, num_warps, 4) if few else GemvConfig(8, num_warps, 2)
     if fp8:
@@ -207,7 +209,7 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int)
 def lookup_gemv_config(device: torch.device, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> GemvConfig:
     """The tuned configuration for a shape, or else the rule's. `blocks`: fp8 with scales of blocks."""
     tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks))
-    return tuned or choose_gemv_config(N, K, itemsize, gated, sm_count(device))
+    return tuned or choose_gemv_config(N, K, itemsize, gated, sm_count(device), blocks)
 
 
 def _nearest_power_of_two(x: float) -> int:

@@ -30,7 +30,7 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
     for shape in shapes if 1 in tokens else ():
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated, blocks=shape.blocks)
-        rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device))
+        rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device), shape.blocks)
         around = [
             gemv.GemvConfig(n, warps, tiles, registers)
             for n in _around(rule.block_n, 8) for warps in _around(rule.num_warps, 8) for tiles in _around(rule.tiles, 16)
