@@ -1,4 +1,4 @@
-"""FP8 inside kernels: a row's scale and its e4m3 values, as `reference.quantize_fp8` defines them; scales of blocks of weights."""
+"""FP8 inside kernels: scale and e4m3 values of a row, as `reference.quantize_fp8` defines them; scales of blocks of weights."""
 
 import triton
 import triton.language as tl

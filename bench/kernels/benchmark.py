@@ -94,7 +94,7 @@ def _operations() -> dict[str, Operation]:
             partial(ops.fused_linear, name=name, fp8=True), f"{what}; FP8 weights, tokens quantized on the way", points
         )
         table[f"{name}.fp8_blocks"] = Operation(
-            partial(ops.fused_linear, name=name, fp8=True, blocks=True), f"{what}; the same with FP8 in blocks of 128 x 128", points
+            partial(ops.fused_linear, name=name, fp8=True, blocks=True), f"{what}; FP8 weights in blocks of 128 x 128", points
         )
         if name != "lm_head":
             table[f"gemm_{name}"] = Operation(partial(ops.gemm, name=name, fp8=False), f"product of {name} alone", _MANY)

@@ -361,11 +361,12 @@ def gemm(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
         raise UnsupportedError("a single token is not quantized", where=f"gemm_{name}.fp8", expected="2 tokens or more")
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
     o, workspace = Operands(step, plain, fp8, blocks), Workspace(step.device)
+    values, x_scale = o.x, None
     if blocks:
         values, x_scale = reference.quantize_fp8_blocks(o.x, step.tokens)
         values = values.contiguous()
-    else:
-        values, x_scale = reference.quantize_fp8(o.x) if fp8 else (o.x, None)
+    elif fp8:
+        values, x_scale = reference.quantize_fp8(o.x)
     product = Product(
         values, o.weight, o.out, activation=plain.activation, scale=o.scale, x_scale=x_scale, workspace=workspace
     )

@@ -160,8 +160,9 @@ def gemm(
     """x · weightᵀ + bias + residual by the kernel for many tokens, for any T: x [T, K], weight [N, K], bias [N] → [T, N].
 
     `out` may be `residual`. With an `activation`, weight [2I, K] and bias [2I] have gate rows first, and the result [T, I] is
-    act(gate) · up. If x and weight are float8_e4m3fn, x_scale [T] and scale [N] fp32, or those of blocks (see `Product`), multiply
-    the result, which is bf16 unless `out` is given. With a workspace, K may be split. `pdl` has an effect only on `gemm_sm90`.
+    act(gate) · up. If x and weight are float8_e4m3fn, x_scale [T] and scale [N] fp32 multiply the result, or the scales of blocks
+    do (see `Product`). The result is then bf16 unless `out` is given. With a workspace, K may be split. `pdl` has an effect only
+    on `gemm_sm90`.
 
     Raises:
         InputError: the arguments do not fit each other.
@@ -232,11 +233,11 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
     else:
-        options = {"blocks": product.scale.ndim == 2, "early": early, "pdl": product.pdl, "check": False}
+        blocks, pdl = product.scale.ndim == 2, product.pdl
         if norm_weight is None:
-            x, x_scale = quantize(x, **options)
+            x, x_scale = quantize(x, blocks=blocks, early=early, pdl=pdl, check=False)
         else:
-            x, x_scale = rms_norm_quantize(x, norm_weight, eps, **options)
+            x, x_scale = rms_norm_quantize(x, norm_weight, eps, blocks=blocks, early=early, pdl=pdl, check=False)
         product = product._replace(x=x, x_scale=x_scale)
     launch(product)
     return out

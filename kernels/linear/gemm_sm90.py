@@ -339,7 +339,7 @@ def _add_blocks(
         FOURTH: gl.constexpr = FIRST if GATED else FIRST + MORE // 2
         third_scales = _strip_scale(scale_ptr, 0, n + FIRST, N, K, SCALE_ROWS) + first
         fourth_scales = _strip_scale(scale_ptr, second, n + FOURTH, N, K, SCALE_ROWS) + first
-    for i in range(0, steps):
+    for i in range(steps):
         # Loaded before the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
         x_scale, left, right = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
         if MORE != 0:
@@ -497,9 +497,12 @@ def _multiply_tiles(
 def _gemm_sm90_kernel(
     x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr,
     row_maxima_ptr, needed_ptr, stride, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
+    GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] with ACTIVATION). Each pair of strips has its own descriptors.
+
+    With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
 
     With PDL, the kernel reads only weights, and writes nothing, before all earlier kernels of the stream have ended: each program
     waits for the kernel before, which itself ended only after its own wait. So no memory is reused too early.

@@ -162,8 +162,8 @@ def _gemm_small_kernel(
 ):
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
-    With TMA, x and weight are descriptors, else pointers. With ACTIVATION, the weight has 2N rows. With SCALE_ROWS, the scales are
-    those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
+    With TMA, x and weight are descriptors, else pointers. With ACTIVATION, the weight has 2N rows. With SCALE_ROWS, the scales
+    are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
     """
     PART: tl.constexpr = ((K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)) * BLOCK_K
     tile = tl.program_id(0) // SPLIT
@@ -273,7 +273,10 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
 def choose_gemm_small_config(
     T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int, blocks: bool = False
 ) -> GemmSmallConfig:
-    """The configuration for a shape, by the rule. It depends on T only through `token_block`. `blocks`: FP8 with scales of blocks."""
+    """The configuration for a shape, by the rule. It depends on T only through `token_block`.
+
+    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md).
+    """
     block_t, tiles, large = token_block(T), triton.cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2

@@ -65,8 +65,10 @@ def _block_scales(
     scale_ptr, first, n0, N, i: tl.constexpr, K: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The scale of each chunk of tile i, for BLOCK_N weight rows from first + n0 on: [1, chunks] if they lie in one block of rows,
-    else [BLOCK_N, chunks]."""
+    """The scale of each chunk of tile i, for BLOCK_N weight rows from first + n0 on.
+
+    It is [1, chunks] if they lie in one block of rows, else [BLOCK_N, chunks].
+    """
     k = i * BLOCK_K + tl.arange(0, BLOCK_K // CHUNK)[None, :] * CHUNK
     if SCALE_ROWS % BLOCK_N == 0:
         row = (first + n0) // SCALE_ROWS
@@ -180,7 +182,9 @@ def _gemv_kernel(
 def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int, blocks: bool = False) -> GemvConfig:
     """The configuration for a shape, by a rule from sweeps over the layers of five models (docs/decisions/linear-one-token.md).
 
-    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md). A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
+    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md).
+
+    A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """
     fp8 = itemsize == 1
     chunks = triton.cdiv(K, WARP * chunk_size(itemsize))
@@ -241,6 +245,7 @@ def gemv(
         chunk = 1  # unaligned rows: each thread loads and sums single values
     _gemv_kernel[(triton.cdiv(N, config.block_n),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, ACTIVATION=activation,
-        SCALE_ROWS=product.scale_rows, BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk, TILES=min(config.tiles, triton.cdiv(K, block_k)),
-        maxnreg=config.registers, **launch_options(config.num_warps, 1, product.pdl),
+        SCALE_ROWS=product.scale_rows, BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk,
+        TILES=min(config.tiles, triton.cdiv(K, block_k)), maxnreg=config.registers,
+        **launch_options(config.num_warps, 1, product.pdl),
     )  # fmt: skip

@@ -51,7 +51,8 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
         around = []
         # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
         parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
-        for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, FP8_BLOCK if shape.blocks else 256), parts):
+        steps = _around(rule.block_k, FP8_BLOCK if shape.blocks else 256)
+        for programs, block_k, split in itertools.product((1, 2, 3, 4) if shape.blocks else (1, 2, 3), steps, parts):
             row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
             stages = fit_stages(row * block_k, shared_limit(cc) // programs - 2048, 8)
             if stages > 1:

@@ -18,6 +18,7 @@ from minirt.kernels.linear import dispatch as kernel
 from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90
 from minirt.kernels.linear.gemm_small import GemmSmallConfig, choose_gemm_small_config
+from minirt.kernels.linear.gemm_small import gemm_small as launch_small
 from minirt.kernels.linear.gemv import GemvConfig
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm_quantize
@@ -144,7 +145,8 @@ def test_few_tokens_with_any_configuration(split, block_k, block_n, tma, make, n
 )
 def test_tiles_with_any_configuration(config, make, nan, agrees):
     """Also tiles of the last round that are cut, and gate and up."""
-    x, (weight, scale, wide), bias = make(50, 336, dtype=torch.float16), blocks(make, 192, 336, 32), make(192, dtype=torch.float16)
+    x, bias = make(50, 336, dtype=torch.float16), make(192, dtype=torch.float16)
+    weight, scale, wide = blocks(make, 192, 336, 32)
     (values, x_scale), (expected, truth) = quantize(x, blocks=True), products(x, None, wide, bias, torch.float16)
     options = {"scale": scale, "x_scale": x_scale, "config": config}
     residual = make(50, 192, dtype=torch.float16)
@@ -193,13 +195,10 @@ def test_tables_of_scales_that_fit_no_weight_are_named(make):
     (values, x_scale), (weight, scale, _) = quantize(x, blocks=True), blocks(make, 96, 200, 32)
     with pytest.raises(InputError, match=r"x_scale: wrong shape; expected \[2, 2\]"):
         gemm(values, weight, scale=scale, x_scale=x_scale[:, 0].contiguous())
-    out = x.new_empty(2, 96)
-    for config, run in ((GemmSmallConfig(16, 256), gemm_small), (tiled.GemmConfig(16, 32, 256, 4, 2), None)):
+    product = Product(values, weight, x.new_empty(2, 96), scale=scale, x_scale=x_scale)
+    for run, config in ((launch_small, GemmSmallConfig(16, 256)), (tiled.gemm, tiled.GemmConfig(16, 32, 256, 4, 2))):
         with pytest.raises(InputError, match=r"config.block_k: a step in K has one scale; expected a divisor of 128; found 256"):
-            if run is None:
-                tiled.gemm(Product(values, weight, out, scale=scale, x_scale=x_scale), config)
-            else:
-                run(values, weight, None, None, out, scale=scale, x_scale=x_scale, config=config)
+            run(product, config)
 
 
 @pytest.mark.parametrize("T", [2, 24, 64, 128])
@@ -256,7 +255,9 @@ def test_hopper_small(widths, groups, split, activation, on_hopper, make, nan, a
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("widths", gemm_sm90.WIDTHS_OF_BLOCKS, ids=str)
-@pytest.mark.parametrize(("T", "N", "K", "g"), [(129, 640, 576, 128), (300, 384, 4112, 64), (2, 256, 64, 128), (1100, 1152, 1040, 64)])
+@pytest.mark.parametrize(
+    ("T", "N", "K", "g"), [(129, 640, 576, 128), (300, 384, 4112, 64), (2, 256, 64, 128), (1100, 1152, 1040, 64)]
+)
 def test_hopper(T, N, K, g, widths, groups, on_hopper, make, nan, agrees, device):
     """Many tiles for each program. With two groups of warps also in two parts, the same bits every time."""
     if groups == 3 and sum(widths) > 128:
@@ -291,7 +292,8 @@ def test_large(T, N, K, half_dtype, make, nan, agrees, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 2, 24, 64, 72, 128, 300])
 def test_large_gate_up(T, half_dtype, make, nan, agrees):
-    x, norm_weight, (weight, scale, wide) = make(T, 3584, dtype=half_dtype), make(3584, dtype=half_dtype), blocks(make, 37888, 3584, 128)
+    x, norm_weight = make(T, 3584, dtype=half_dtype), make(3584, dtype=half_dtype)
+    weight, scale, wide = blocks(make, 37888, 3584, 128)
     out = kernel.norm_gate_up(x, norm_weight, EPS, weight, "silu", nan(T, 18944, dtype=half_dtype), scale=scale)
     expected, truth = products(x, norm_weight, wide, None, half_dtype)
     agrees(out, reference.gated(expected, "silu"), reference.gated(truth, "silu"))
