@@ -358,7 +358,8 @@ def gemm(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
     from minirt.kernels.linear.product import Product
 
     if fp8 and step.tokens == 1:
-        raise UnsupportedError("a single token is not quantized", where=f"gemm_{name}.fp8", expected="2 tokens or more")
+        where = f"gemm_{name}.fp8{'_blocks' if blocks else ''}"
+        raise UnsupportedError("a single token is not quantized", where=where, expected="2 tokens or more")
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
     o, workspace = Operands(step, plain, fp8, blocks), Workspace(step.device)
     values, x_scale = o.x, None
