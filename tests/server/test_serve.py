@@ -128,7 +128,7 @@ def test_chat_templates_take_options(tiny, generator):
     assert prompt(add_generation_prompt=False) == "user: hi\n"
     assert prompt(chat_template_kwargs={"mood": "glad"}) == "user: hi\nassistant: (glad)"
     ends = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I "}]
-    assert prompt(messages=ends, continue_final_message=True) == "user: hi\nassistant: Well, I"
+    assert prompt(messages=ends, continue_final_message=True) == "user: hi\nassistant: Well, I "  # as in transformers
     status, found = tiny.post("/tokenize", {"messages": ends, "chat_template_kwargs": {"messages": []}})
     assert (status, found["error"]["param"]) == (400, "chat_template_kwargs")
     status, found = tiny.post("/tokenize", {"messages": ends[:1], "continue_final_message": True})
