@@ -11,8 +11,9 @@ from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import launch_options, require_fp8
+from minirt.kernels.launch import launch_options, next_power_of_2, require_fp8
 from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.prepared import prepared
 from minirt.kernels.quantize import quantize_groups, quantized_buffers
 from minirt.kernels.reference import FP8_BLOCK
 
@@ -25,6 +26,7 @@ CASES = [
 ]
 
 
+@prepared
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +115,7 @@ def _launch(
     T, H = x.shape
     if T:
         group = FP8_BLOCK if blocks else None
-        block = max(group or 1, triton.next_power_of_2(H))
+        block = max(group or 1, next_power_of_2(H))
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
         _rms_norm_kernel[(T,)](x, weight, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 

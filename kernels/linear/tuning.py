@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
-from minirt.kernels.launch import Workspace, capability, fit_stages, shared_limit
+from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
 from minirt.kernels.linear import gemm_sm90, gemm_small, gemv
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
@@ -50,7 +49,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
         rule = gemm_small.choose_gemm_small_config(block_t, shape.N, shape.K, *facts)
         around = []
         # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
-        parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
+        parts = (1,) if shape.gated or cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
         steps = _around(rule.block_k, FP8_BLOCK if shape.blocks else 256)
         for programs, block_k, split in itertools.product((1, 2, 3, 4) if shape.blocks else (1, 2, 3), steps, parts):
             row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
@@ -105,7 +104,7 @@ def _prepare(
         return torch.randn(size, device=device, dtype=shape.dtype, generator=random)
 
     x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
-    copies = max(2, triton.cdiv(_COLD, rows * shape.K * (1 if shape.fp8 else shape.dtype.itemsize)))
+    copies = max(2, cdiv(_COLD, rows * shape.K * (1 if shape.fp8 else shape.dtype.itemsize)))
     weights: list[tuple[Tensor, Tensor | None]] = []
     for _ in range(copies):
         weight = normal(rows, shape.K) / shape.K**0.5
@@ -148,7 +147,7 @@ def _quantized(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
     if not shape.blocks:
         return reference.quantize_fp8(weight)
     block_rows = math.gcd(FP8_BLOCK, shape.N) if shape.gated else FP8_BLOCK
-    values, scale = reference.quantize_fp8_blocks(weight, triton.cdiv(len(weight), block_rows))
+    values, scale = reference.quantize_fp8_blocks(weight, cdiv(len(weight), block_rows))
     return values.contiguous(), scale
 
 
