@@ -59,7 +59,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         if hasattr(kernel, "result"):
             kernel = kernel.result()
         ptx = kernel.asm["ptx"]
-        given = {name: arg for name, arg in zip(self.arg_names, args, strict=False) if arg is not None}
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
+        given = {name: arg for name, arg in given.items() if arg is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
         results.append(
@@ -79,8 +80,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "tiles_before_wait": "cp.async" in before_wait,
                 "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
-                "rows_before_loop": ("scale_ptr" in given and not kwargs.get("SCALE_ROWS")) or "bias_ptr" in given,
-                "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
+                "rows_before_loop": ("scale_ptr" in given and "SCALE_ROWS" not in given) or "bias_ptr" in given,
+                "options": {k: v for k, v in given.items() if isinstance(v, int | str)},
             }
         )
 
