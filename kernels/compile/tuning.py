@@ -124,6 +124,7 @@ class LinearShape:
         dtype: of the activations.
         fp8: whether the weights are fp8.
         logits: whether the outputs are fp32, as those of an LM head.
+        experts: (E, k) if there are E such layers, of which each token uses k; None: a single one.
         blocks: whether fp8 weights have a scale for each block, not for each row.
     """
 
@@ -134,6 +135,7 @@ class LinearShape:
     dtype: torch.dtype
     fp8: bool
     logits: bool = False
+    experts: tuple[int, int] | None = None
     blocks: bool = False
 
 

@@ -26,7 +26,7 @@ _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of su
 
 def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of one token."""
-    for shape in shapes if 1 in tokens else ():
+    for shape in _single(shapes) if 1 in tokens else ():
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated, blocks=shape.blocks)
         rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device), shape.blocks)
@@ -41,7 +41,7 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps with the token counts of `gemm_small`, one case for each power of two that they are padded to."""
     blocks = sorted({gemm_small.token_block(T) for T in tokens if _kernel(T, device) == "gemm_small"})
-    for block_t, shape in itertools.product(blocks, shapes):
+    for block_t, shape in itertools.product(blocks, _single(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated, blocks=shape.blocks)
         cc = capability(device)
@@ -62,7 +62,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
 def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of more tokens on Hopper, one case for each regime. Leaves out the LM head, which uses no tuned configuration."""
     regimes = sorted({gemm_sm90.token_regime(T) for T in tokens if _kernel(T, device) == "gemm_sm90"})
-    for regime, shape in itertools.product(regimes, shapes):
+    for regime, shape in itertools.product(regimes, _single(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         if itemsize > 2 or shape.logits:
             continue
@@ -72,6 +72,11 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
         rule = gemm_sm90.choose_gemm_sm90_config(*sizes, splits=True, blocks=shape.blocks)
         around = gemm_sm90.candidates(*sizes, splits=True, blocks=shape.blocks)
         yield _case(gemm_sm90.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
+
+
+def _single(shapes: Sequence[LinearShape]) -> list[LinearShape]:
+    """The layers that are not those of experts, which `moe.tuning` tunes."""
+    return [shape for shape in shapes if shape.experts is None]
 
 
 def _kernel(tokens: int, device: torch.device) -> str:

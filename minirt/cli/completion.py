@@ -18,7 +18,10 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "--kv-cache-dtype": ("auto", "fp8"),
     "--layer": _LAYERS,
 }
-_FILES = ("--prompt-file", "--prompts", "--text", "--warm-prompt", "--baseline", "--picture", "--output-file")
+_FILES = (
+    "--prompt-file", "--prompts", "--text", "--warm-prompt", "--baseline", "--picture", "--output-file", "--json-schema",
+    "--grammar",
+)  # fmt: skip
 
 
 def attach(command: click.Command) -> None:

@@ -37,19 +37,12 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
     [
         (DECODE, CASES, 8),
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
+        (["moe/test_experts_sm90.py"], "test_products and ((False and (64 and 136 or 150)) or (True and (256 or 80 and 32)))", 4),
+        (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
     ],
-    ids=["decode", "prompts"],
+    ids=["decode", "prompts", "experts", "linear"],
 )
-def test_attention(files, selection, count):
-    check(files, selection, count)
-
-
-def test_linear_layers():
-    """Weights with a scale for each block; the fetching warp, tiles stored by TMA and a split K are those of all products."""
-    check(["linear/test_fp8_blocks.py"], "test_hopper_small", 4)
-
-
-def check(files, selection, count):
+def test_kernels(files, selection, count):
     said = emulated(files, selection)
     assert f"{count} passed" in said, said[-6000:]
     assert "failed" not in said, said[-6000:]
