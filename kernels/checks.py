@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
+from minirt.kernels.reference import FP8_BLOCK, block_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,15 +47,16 @@ def check_linear(
 ) -> None:
     """Raise InputError unless x [T, K], weight [N, K], bias [N], residual [T, N] and out [T, N] fit together.
 
-    With `activation`, the weight's N rows are gate and up, and residual and out are [T, N/2]. With `scale` [N] fp32, the weight
-    must be float8_e4m3fn; without it, the weight must have x's dtype.
+    With `activation`, the weight's N rows are gate and up, and residual and out are [T, N/2]. With `scale` fp32, [N] or
+    [⌈N / g⌉, ⌈K / 128⌉], the weight must be float8_e4m3fn; without it, the weight must have x's dtype.
     """
     check_activations("x", x)
     T, K = x.shape
     check_tensor("weight", weight, (None, K), x.dtype if scale is None else torch.float8_e4m3fn, x.device)
     N = rows = weight.shape[0]
     if scale is not None:
-        check_tensor("scale", scale, (rows,), torch.float32, x.device)
+        _check_scale(scale, rows, K, activation is not None)
+        check_tensor("scale", scale, tuple(scale.shape), torch.float32, x.device)
     if activation is not None:
         if activation not in ACTIVATIONS:
             expected = " or ".join(ACTIVATIONS)
@@ -70,6 +72,19 @@ def check_linear(
         if out.dtype not in DTYPES:
             raise InputError("unsupported dtype", where="out", expected="bfloat16, float16 or float32", found=out.dtype)
         check_tensor("out", out, (T, N), out.dtype, x.device)
+
+
+def _check_scale(scale: Tensor, rows: int, K: int, gated: bool) -> None:
+    """Raise InputError unless `scale` has one value for each row, or for each block. No block may have rows of gate and of up."""
+    if scale.ndim == 2 and rows and K:
+        g = block_rows(rows, scale.shape[0])
+        if tuple(scale.shape) == (-(-rows // g), -(-K // FP8_BLOCK)) and not (gated and rows // 2 % g):
+            return
+        what = "wrong shape for blocks" + (" that hold no rows of both gate and up" if gated else "")
+        expected = f"[{rows} / g rounded up, {-(-K // FP8_BLOCK)}], g a power of two up to {FP8_BLOCK}"
+        raise InputError(what, where="scale", expected=expected, found=list(scale.shape))
+    if tuple(scale.shape) != (rows,):
+        raise InputError("wrong shape", where="scale", expected=f"[{rows}]", found=list(scale.shape))
 
 
 def check_operands(
@@ -92,7 +107,8 @@ def check_operands(
     if scale is None or x_scale is None:
         raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
     check_tensor("x", x, (None, None), x.dtype, x.device)
-    check_tensor("x_scale", x_scale, (x.shape[0],), torch.float32, x.device)
+    shape = (x.shape[0],) if scale.ndim == 1 else (x.shape[0], -(-x.shape[1] // FP8_BLOCK))
+    check_tensor("x_scale", x_scale, shape, torch.float32, x.device)
     # The remaining checks are those of 16-bit activations with fp8 weights: bias and residual have the same dtype as there.
     like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)
     check_linear(torch.empty_like(x, dtype=like), weight, bias, residual, out, activation, scale)

@@ -1,4 +1,4 @@
-"""Quantization to fp8 inside kernels: a row's scale and its e4m3 values, as `reference.quantize_fp8` defines them."""
+"""FP8 inside kernels: scale and e4m3 values of a row, as `reference.quantize_fp8` defines them; scales of blocks of weights."""
 
 import triton
 import triton.language as tl
@@ -39,3 +39,24 @@ def to_fp8(x, scale):
         return tl.where(finite, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 0x7F)
     else:
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def block_scales(
+    ptr, first, n0, block, N, K: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, AXIS: tl.constexpr
+):  # fmt: skip
+    """The scales of COUNT weight rows from first + n0 on in the block of columns `block`.
+
+    One value if all rows lie in one block, else a vector that has an axis AXIS of length 1. Rows past N repeat the last one.
+
+    Args:
+        ptr: fp32 [⌈rows / ROWS⌉, ⌈K / 128⌉].
+        first: the first row of the weight (of gate: 0, of up: N), a multiple of ROWS. N: its number of rows.
+        n0: a multiple of COUNT, a power of two.
+    """
+    BLOCKS: tl.constexpr = (K + 127) // 128
+    if ROWS % COUNT == 0:
+        return tl.load(ptr + (first + n0) // ROWS * BLOCKS + block)
+    else:
+        n = first + tl.minimum(n0 + tl.arange(0, COUNT), N - 1)
+        return tl.expand_dims(tl.load(ptr + n // ROWS * BLOCKS + block), AXIS)

@@ -1,6 +1,7 @@
 """RMSNorm (Zhang & Sennrich 2019) as a separate kernel, before the linear layers of two or more tokens.
 
-Before a linear layer with fp8 weights, it also quantizes its output to e4m3 with a scale for each row.
+Before a linear layer with fp8 weights, it also quantizes its output to e4m3, with a scale for each row or for each row and 128
+columns.
 """
 
 import torch
@@ -13,7 +14,8 @@ from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import launch_options, next_power_of_2, require_fp8
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
-from minirt.kernels.quantize import quantized_buffers
+from minirt.kernels.quantize import quantize_groups, quantized_buffers
+from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
     {"T": 1, "H": 16},
@@ -27,9 +29,10 @@ CASES = [
 @prepared
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
-):
-    """Compute one row of out [T, H], quantized if `scale_ptr` is given."""
+    x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute one row of out [T, H], quantized if `scale_ptr` is given: with a scale [T] or, if GROUP, [T, ⌈H / GROUP⌉]."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
@@ -41,7 +44,10 @@ def _rms_norm_kernel(
     inverse_rms = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
     # Round the normalized value to the activation dtype before it is multiplied by the weight, as transformers does.
     y = (wide * inverse_rms).to(x.dtype) * weight
-    if scale_ptr is not None:
+    if GROUP is not None:
+        groups = (H + GROUP - 1) // GROUP
+        y = quantize_groups(y, scale_ptr + t * groups, 0, groups, GROUP)
+    elif scale_ptr is not None:
         y = y.to(tl.float32)
         scale = fp8_scale(tl.max(finite_magnitude(y), 0))
         tl.store(scale_ptr + t, scale)
@@ -70,7 +76,7 @@ def rms_norm(
         out = torch.empty_like(x)
     elif check:
         check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
-    _launch(x, weight, eps, out, None, early, pdl)
+    _launch(x, weight, eps, out, None, False, early, pdl)
     return out
 
 
@@ -81,16 +87,20 @@ def rms_norm_quantize(
     out: Tensor | None = None,
     scale: Tensor | None = None,
     *,
+    blocks: bool = False,
     early: bool = False,
     pdl: bool = False,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`quantize(rms_norm(x, weight, eps))` in one kernel: x [T, H] → values [T, H] e4m3 and scale [T] fp32."""
+    """`quantize(rms_norm(x, weight, eps))` in one kernel: x [T, H] → values [T, H] e4m3 and scale [T] fp32.
+
+    With `blocks`, the scale is [T, ⌈H / 128⌉], as that of `quantize`.
+    """
     if check:
         _check(x, weight)
     require_fp8(x.device)
-    out, scale = quantized_buffers(x, out, scale, check)
-    _launch(x, weight, eps, out, scale, early, pdl)
+    out, scale = quantized_buffers(x, out, scale, check, blocks)
+    _launch(x, weight, eps, out, scale, blocks, early, pdl)
     return out, scale
 
 
@@ -99,12 +109,15 @@ def _check(x: Tensor, weight: Tensor) -> None:
     check_tensor("weight", weight, (x.shape[1],), x.dtype, x.device)
 
 
-def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None, early: bool, pdl: bool) -> None:
+def _launch(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None, blocks: bool, early: bool, pdl: bool
+) -> None:
     T, H = x.shape
     if T:
-        block = next_power_of_2(H)
+        group = FP8_BLOCK if blocks else None
+        block = max(group or 1, next_power_of_2(H))
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
-        _rms_norm_kernel[(T,)](x, weight, out, scale, H, eps, BLOCK_H=block, EARLY=early, **options)
+        _rms_norm_kernel[(T,)](x, weight, out, scale, H, eps, BLOCK_H=block, GROUP=group, EARLY=early, **options)
 
 
 def cost(T: int, H: int, itemsize: int, out_itemsize: int | None = None) -> tuple[int, int]:

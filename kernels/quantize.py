@@ -1,4 +1,5 @@
-"""Quantizes activations to FP8 (e4m3, with one fp32 scale for each row), before linear layers with fp8 weights."""
+"""Quantizes activations to FP8, before linear layers with fp8 weights: e4m3, with an fp32 scale for each row or, before weights
+with a scale for each block, for each row and 128 columns."""
 
 import torch
 import triton
@@ -10,6 +11,7 @@ from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, require_fp8, sm_count
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
+from minirt.kernels.reference import FP8_BLOCK
 from minirt.kernels.regimes import Regime
 
 CASES = [
@@ -21,6 +23,7 @@ CASES = [
 ]
 
 _BLOCK = 4096  # values in one load
+_GROUPS = 8  # of 128 columns, which one program quantizes
 
 
 def _token_block(T: int) -> int:
@@ -61,17 +64,51 @@ def _quantize_kernel(
         tl.store(scale_ptr + t, scale)
 
 
-def quantized_buffers(x: Tensor, out: Tensor | None, scale: Tensor | None, check: bool) -> tuple[Tensor, Tensor]:
-    """The outputs for x [T, K]: values [T, K] e4m3 and scales [T] fp32, allocated unless given."""
+@triton.jit
+def quantize_groups(x, scale_ptr, first, groups, GROUP: tl.constexpr):
+    """Quantize x [n · GROUP] of a row, a scale for each GROUP values. Returns e4m3 values and stores the scales.
+
+    `first`: the group of x[0]. `groups`: those of a whole row, whose scales begin at `scale_ptr`.
+    """
+    GROUPS: tl.constexpr = x.shape[0] // GROUP
+    x = tl.reshape(x, [GROUPS, GROUP])
+    scale = fp8_scale(tl.max(finite_magnitude(x), 1))
+    group = first + tl.arange(0, GROUPS)
+    tl.store(scale_ptr + group, scale, mask=group < groups)
+    return tl.reshape(to_fp8(x, scale[:, None]).to(tl.float8e4nv, bitcast=True), [GROUPS * GROUP])
+
+
+@prepared
+@triton.jit
+def _quantize_groups_kernel(
+    x_ptr, out_ptr, scale_ptr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Quantize GROUPS groups of a row."""
+    ALL: tl.constexpr = (K + GROUP - 1) // GROUP
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * (GROUPS * GROUP) + tl.arange(0, GROUPS * GROUP)
+    if PDL:
+        wait_for_input(EARLY)
+    x = tl.load(x_ptr + t * K + k, mask=k < K, other=0.0)
+    y = quantize_groups(x, scale_ptr + t * ALL, tl.program_id(1) * GROUPS, ALL, GROUP)
+    tl.store(out_ptr + t * K + k, y, mask=k < K)
+
+
+def quantized_buffers(
+    x: Tensor, out: Tensor | None, scale: Tensor | None, check: bool, blocks: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The outputs for x [T, K], allocated unless given: values [T, K] e4m3 and scales [T] or, with `blocks`, [T, ⌈K / 128⌉]."""
     T, K = x.shape
+    shape = (T, cdiv(K, FP8_BLOCK)) if blocks else (T,)
     if out is None:
         out = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
     elif check:
         check_tensor("out", out, (T, K), torch.float8_e4m3fn, x.device)
     if scale is None:
-        scale = torch.empty(T, dtype=torch.float32, device=x.device)
+        scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     elif check:
-        check_tensor("scale", scale, (T,), torch.float32, x.device)
+        check_tensor("scale", scale, shape, torch.float32, x.device)
     return out, scale
 
 
@@ -80,22 +117,29 @@ def quantize(
     out: Tensor | None = None,
     scale: Tensor | None = None,
     *,
+    blocks: bool = False,
     early: bool = False,
     pdl: bool = False,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """x [T, K] → values [T, K] e4m3 and scale [T] fp32, so that values · scale ≈ x (compute capability 8.9 and later).
 
-    The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN. `out` and
-    `scale` are optional output tensors. With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and
+    The scale maps a row's largest finite magnitude to 448. It is 1 for a row of zeros. NaN and infinities become NaN. With
+    `blocks`, each 128 columns of a row have a scale of their own, and `scale` is [T, ⌈K / 128⌉]. `out` and `scale` are optional
+    output tensors. With `pdl`, the kernel overlaps with the kernel before it in the stream (sm_90 and
     later). With `early` as well, the next kernel may start before this one has its input.
     """
     if check:
         check_activations("x", x)
     require_fp8(x.device)
-    out, scale = quantized_buffers(x, out, scale, check)
+    out, scale = quantized_buffers(x, out, scale, check, blocks)
     T, K = x.shape
-    if T and K:
+    if T and K and blocks:
+        groups = min(_GROUPS, next_power_of_2(scale.shape[1]))
+        options = launch_options(max(1, groups // 2), 1, pdl)
+        grid = (T, cdiv(scale.shape[1], groups))
+        _quantize_groups_kernel[grid](x, out, scale, K=K, GROUP=FP8_BLOCK, GROUPS=groups, EARLY=early, **options)
+    elif T and K:
         block = min(_BLOCK, next_power_of_2(K))
         # With few tokens, there are enough SMs for several programs per row.
         parts = max(1, min(cdiv(K, block), sm_count(x.device) // _token_block(T)))

@@ -101,10 +101,16 @@ def _operations() -> dict[str, Operation]:
         table[f"{name}.fp8"] = Operation(
             partial(ops.fused_linear, name=name, fp8=True), f"{what}; FP8 weights, tokens quantized on the way", points
         )
+        table[f"{name}.fp8_blocks"] = Operation(
+            partial(ops.fused_linear, name=name, fp8=True, blocks=True), f"{what}; FP8 weights in blocks of 128 x 128", points
+        )
         if name != "lm_head":
             table[f"gemm_{name}"] = Operation(partial(ops.gemm, name=name, fp8=False), f"product of {name} alone", _MANY)
             table[f"gemm_{name}.fp8"] = Operation(
                 partial(ops.gemm, name=name, fp8=True), f"FP8 product of {name}, tokens quantized before", _MANY
+            )
+            table[f"gemm_{name}.fp8_blocks"] = Operation(
+                partial(ops.gemm, name=name, fp8=True, blocks=True), f"the same of {name} in blocks of 128 x 128", _MANY
             )
     return table
 

@@ -6,6 +6,7 @@ kernel that a layer uses. The truth is the eager code in fp64. Bytes and operati
 kernel. Attention is in `attention_operations`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -252,9 +253,10 @@ def linears(config: ModelConfig) -> dict[str, Linear]:
 
 
 class Operands:
-    """The tensors of a linear layer, and its formula."""
+    """The tensors of a linear layer, and its formula. The weight is of 16 or 32 bits, FP8 with a scale for each row, or FP8 in
+    `blocks` with a scale each."""
 
-    def __init__(self, step: Step, linear: Linear, fp8: bool, seed: int = 1) -> None:
+    def __init__(self, step: Step, linear: Linear, fp8: bool, blocks: bool = False, seed: int = 1) -> None:
         inputs, self.linear, self.eps = Inputs(step, seed), linear, step.config.rms_norm_eps
         T, N, K = step.tokens, linear.N, linear.K
         rows = 2 * N if linear.activation else N
@@ -263,7 +265,11 @@ class Operands:
         self.bias = inputs.normal(rows) if linear.bias else None
         self.residual = inputs.normal(T, N) if linear.residual else None
         self.weight, self.scale = inputs.normal(rows, K, scale=K**-0.5), None
-        if fp8:
+        if blocks:
+            block_rows = math.gcd(reference.FP8_BLOCK, N if linear.activation else reference.FP8_BLOCK)
+            self.weight, self.scale = reference.quantize_fp8_blocks(self.weight, -(-rows // block_rows))
+            self.weight = self.weight.contiguous()
+        elif fp8:
             self.weight, self.scale = reference.quantize_fp8(self.weight)
         self.out = inputs.nan(T, N, dtype=linear.out_dtype)
 
@@ -292,10 +298,13 @@ class Operands:
     def products(self, quantized: bool) -> dict[str, Form]:
         """Return PyTorch's products: of 16-bit values, or of FP8 values, with precise and with fast accumulation.
 
-        FP8 activations are quantized outside the timed product. `quantized` says whether the operation excludes that too.
+        FP8 activations are quantized outside the timed product. `quantized` says whether the operation excludes that too. For
+        weights in blocks there is none.
         """
         if self.scale is None:
             return {"library": Form(lambda: F.linear(self.x, self.weight, self.bias), self.lacks)}
+        if self.scale.ndim == 2:
+            return {}
         values, x_scale = reference.quantize_fp8(self.x)
         scales: dict[str, Any] = {"scale_a": x_scale.unsqueeze(1), "scale_b": self.scale.unsqueeze(0)}
         left = ", ".join(filter(None, (self.lacks, "" if quantized else "quantization", "bias" if self.linear.bias else "")))
@@ -319,12 +328,12 @@ class Operands:
         )
 
 
-def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
+def fused_linear(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
     """Compute a linear layer as the layers call it: norm, quantization, product, activation, residual."""
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear import dispatch as kernels
 
-    o, workspace = Operands(step, linears(step.config)[name], fp8), Workspace(step.device)
+    o, workspace = Operands(step, linears(step.config)[name], fp8, blocks), Workspace(step.device)
     options: dict[str, Any] = {"scale": o.scale, "check": False}
 
     def triton() -> Tensor:
@@ -338,7 +347,7 @@ def fused_linear(step: Step, name: str, fp8: bool) -> Problem:
     return _linear_problem(step, o, forms, fp8)
 
 
-def gemm(step: Step, name: str, fp8: bool) -> Problem:
+def gemm(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
     """Compute the product alone, with the activation in its epilogue. FP8 activations are quantized before the timing.
 
     Raises:
@@ -349,10 +358,16 @@ def gemm(step: Step, name: str, fp8: bool) -> Problem:
     from minirt.kernels.linear.product import Product
 
     if fp8 and step.tokens == 1:
-        raise UnsupportedError("a single token is not quantized", where=f"gemm_{name}.fp8", expected="2 tokens or more")
+        where = f"gemm_{name}.fp8{'_blocks' if blocks else ''}"
+        raise UnsupportedError("a single token is not quantized", where=where, expected="2 tokens or more")
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
-    o, workspace = Operands(step, plain, fp8), Workspace(step.device)
-    values, x_scale = reference.quantize_fp8(o.x) if fp8 else (o.x, None)
+    o, workspace = Operands(step, plain, fp8, blocks), Workspace(step.device)
+    values, x_scale = o.x, None
+    if blocks:
+        values, x_scale = reference.quantize_fp8_blocks(o.x, step.tokens)
+        values = values.contiguous()
+    elif fp8:
+        values, x_scale = reference.quantize_fp8(o.x)
     product = Product(
         values, o.weight, o.out, activation=plain.activation, scale=o.scale, x_scale=x_scale, workspace=workspace
     )

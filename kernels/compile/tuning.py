@@ -125,6 +125,7 @@ class LinearShape:
         fp8: whether the weights are fp8.
         logits: whether the outputs are fp32, as those of an LM head.
         experts: (E, k) if there are E such layers, of which each token uses k; None: a single one.
+        blocks: whether fp8 weights have a scale for each block, not for each row.
     """
 
     N: int
@@ -135,6 +136,7 @@ class LinearShape:
     fp8: bool
     logits: bool = False
     experts: tuple[int, int] | None = None
+    blocks: bool = False
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]

@@ -4,10 +4,11 @@
 the weights takes most of the time: `gemm_small`. More tokens, where arithmetic does: `gemm`. On Hopper, `gemm_sm90` takes over
 from 65 tokens on. With two or more tokens, the norm is a separate kernel before the product.
 
-Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32, one for each row (compute capability
-8.9 and later). With such weights, the activations of two or more tokens are quantized too, with a scale for each token: by the
-norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8`
-does the same.)
+Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` fp32 (compute capability 8.9 and later): [N], one
+for each row, or [⌈N / g⌉, ⌈K / 128⌉], one for each block of g rows and 128 columns. With such weights, the activations of two or
+more tokens are quantized too, with a scale for each token or, if the weight has blocks, for each token and 128 channels: by the
+norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8` and
+`linear_fp8_blocks` do the same.) Every kernel takes either form of scale.
 """
 
 from collections.abc import Callable
@@ -159,8 +160,9 @@ def gemm(
     """x · weightᵀ + bias + residual by the kernel for many tokens, for any T: x [T, K], weight [N, K], bias [N] → [T, N].
 
     `out` may be `residual`. With an `activation`, weight [2I, K] and bias [2I] have gate rows first, and the result [T, I] is
-    act(gate) · up. If x and weight are float8_e4m3fn, x_scale [T] and scale [N] fp32 multiply the result, which is bf16 unless
-    `out` is given. With a workspace, K may be split. `pdl` has an effect only on `gemm_sm90`.
+    act(gate) · up. If x and weight are float8_e4m3fn, x_scale [T] and scale [N] fp32 multiply the result, or the scales of blocks
+    do (see `Product`). The result is then bf16 unless `out` is given. With a workspace, K may be split. `pdl` has an effect only
+    on `gemm_sm90`.
 
     Raises:
         InputError: the arguments do not fit each other.
@@ -188,18 +190,19 @@ def launch(product: Product) -> None:
     regime(product).launch(product)
 
 
-def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
+def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> int:
     """The width of `RowMaxima.values`: how many row maxima an LM head stores for each of `rows` rows of fp32 logits. 0: none.
 
     Args:
         weight: the LM head's weight [V, H], of `dtype` or fp8.
         dtype: dtype of the activations.
+        scale: that of an fp8 weight.
     """
     if rows == 0:
         return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
-    product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"))
+    product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"), scale=scale)
     return regime(product).row_maxima_tiles(product)
 
 
@@ -230,10 +233,11 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
     else:
+        blocks, pdl = product.scale.ndim == 2, product.pdl
         if norm_weight is None:
-            x, x_scale = quantize(x, early=early, pdl=product.pdl, check=False)
+            x, x_scale = quantize(x, blocks=blocks, early=early, pdl=pdl, check=False)
         else:
-            x, x_scale = rms_norm_quantize(x, norm_weight, eps, early=early, pdl=product.pdl, check=False)
+            x, x_scale = rms_norm_quantize(x, norm_weight, eps, blocks=blocks, early=early, pdl=pdl, check=False)
         product = product._replace(x=x, x_scale=x_scale)
     launch(product)
     return out
@@ -245,7 +249,7 @@ def _check(product: Product, norm_weight: Tensor | None) -> None:
     if norm_weight is not None:
         check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
     if row_maxima is not None:
-        tiles = row_maxima_tiles(x.shape[0], product.weight, x.dtype)
+        tiles = row_maxima_tiles(x.shape[0], product.weight, x.dtype, product.scale)
         if not tiles:
             what, found = "no kernel stores row maxima of this product", f"{x.shape[0]} rows of {x.dtype}"
             raise InputError(what, where="row_maxima", expected="None", found=found)

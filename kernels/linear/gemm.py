@@ -15,11 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.errors import InputError
+from minirt.kernels.fp8 import block_scales
 from minirt.kernels.launch import capability, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
 from minirt.kernels.prepared import prepared, tiled
+from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
     {"T": 129, "N": 96, "K": 576},
@@ -122,15 +125,59 @@ def _accumulate_part(
 
 
 @triton.jit
-def _compute_tile(
-    x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr, TMA_OUT: tl.constexpr, PROMOTE: tl.constexpr,
+def _load_tile(ptrs, start, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    if K % BLOCK_K == 0:
+        return tl.load(ptrs + start)
+    else:
+        return tl.load(ptrs + start, mask=start + k < K, other=0.0)
+
+
+@triton.jit
+def _accumulate_blocks(
+    x, weight, x_scale_ptr, scale_ptr, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    acc, acc_up = accumulate(x, weight, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA, PROMOTE)
+    """`accumulate` with scales of blocks, which multiply the products of each step before they are added."""
+    k = tl.arange(0, BLOCK_K)
     t = first_t + tl.arange(0, BLOCK_T)
     n = first_n + tl.arange(0, BLOCK_N)
-    if scale_ptr is not None:
+    up = N.to(tl.int64) * K
+    x_scales = x_scale_ptr + tl.minimum(t, T - 1) * ((K + 127) // 128)
+    if not TMA:
+        x_ptrs = x + tl.minimum(t, T - 1).to(tl.int64)[:, None] * K + k[None, :]
+        w_ptrs = weight + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    acc_up = acc
+    for start in range(0, K, BLOCK_K):
+        block = start // 128
+        token = tl.load(x_scales + block)[:, None]
+        factor = token * block_scales(scale_ptr, 0, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
+        if ACTIVATION is not None:
+            factor_up = token * block_scales(scale_ptr, N, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
+        a = x.load([first_t, start]) if TMA else _load_tile(x_ptrs, start, k[None, :], K, BLOCK_K)
+        b = weight.load([first_n, start]).T if TMA else _load_tile(w_ptrs, start, k[:, None], K, BLOCK_K)
+        acc += tl.dot(a, b) * factor
+        if ACTIVATION is not None:
+            b = weight.load([N + first_n, start]).T if TMA else _load_tile(w_ptrs + up, start, k[:, None], K, BLOCK_K)
+            acc_up += tl.dot(a, b) * factor_up
+    return acc, acc_up
+
+
+@triton.jit
+def _compute_tile(
+    x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K: tl.constexpr,
+    ACTIVATION: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, TMA_OUT: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    if SCALE_ROWS is None:
+        acc, acc_up = accumulate(x, weight, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA, PROMOTE)
+    else:
+        acc, acc_up = _accumulate_blocks(
+            x, weight, x_scale_ptr, scale_ptr, first_t, first_n, T, N, K, ACTIVATION, SCALE_ROWS, BLOCK_T, BLOCK_N, BLOCK_K, TMA
+        )
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
+    if scale_ptr is not None and SCALE_ROWS is None:
         x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[:, None]
         acc *= x_scale * tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
         if ACTIVATION is not None:
@@ -171,6 +218,7 @@ def _gemm_kernel(
     whole,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -181,15 +229,16 @@ def _gemm_kernel(
 ):
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
-    With ACTIVATION, weight has 2N rows. The first `whole` tiles are computed whole. The others are cut along their columns into
+    With ACTIVATION, weight has 2N rows. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of
+    x [T, ⌈K / 128⌉]. The first `whole` tiles are computed whole. The others are cut along their columns into
     REST parts, which have their own descriptors of weight, residual and out.
     """
     pid = tl.program_id(0)
     if REST == 1 or pid < whole:
         first_t, first_n = place_tile(pid, T, tl.cdiv(N, BLOCK_N), BLOCK_T, BLOCK_N)
         _compute_tile(
-            x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T,
-            BLOCK_N, BLOCK_K, TMA, TMA_OUT, PROMOTE,
+            x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION,
+            SCALE_ROWS, BLOCK_T, BLOCK_N, BLOCK_K, TMA, TMA_OUT, PROMOTE,
         )  # fmt: skip
     else:
         PART: tl.constexpr = BLOCK_N // REST
@@ -197,7 +246,7 @@ def _gemm_kernel(
         first_n += (pid - whole) % REST * PART
         _compute_tile(
             x, rest_weight, x_scale_ptr, scale_ptr, bias_ptr, rest_residual, rest_out, first_t, first_n, T, N, K,
-            ACTIVATION, BLOCK_T, PART, BLOCK_K, TMA, TMA_OUT, PROMOTE,
+            ACTIVATION, SCALE_ROWS, BLOCK_T, PART, BLOCK_K, TMA, TMA_OUT, PROMOTE,
         )  # fmt: skip
 
 
@@ -278,6 +327,8 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     if eight:
         require_fp8(x.device)
     c = config or choose_gemm_config(T, N, K, x.element_size(), gated, capability(x.device), sm_count(x.device))
+    if product.scale_rows is not None and FP8_BLOCK % c.block_k:
+        raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles = cdiv(T, c.block_t) * cdiv(N, c.block_n)
     whole = whole_tiles(tiles, c)
     tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
@@ -293,8 +344,8 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
         )
     ]  # fmt: skip
     _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
-        rows, *operands, x_scale, scale, bias, T, N, whole, K=K, ACTIVATION=activation, BLOCK_T=c.block_t,
-        BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, TMA=tma, TMA_OUT=tma_out,
+        rows, *operands, x_scale, scale, bias, T, N, whole, K=K, ACTIVATION=activation, SCALE_ROWS=product.scale_rows,
+        BLOCK_T=c.block_t, BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, TMA=tma, TMA_OUT=tma_out,
         PROMOTE=_PROMOTE // c.block_k if eight else 0, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip
 

@@ -14,6 +14,10 @@ its own.
 
 Hopper's tensor cores add fp8 products with about 14 bits. So after every 1024 or 2048 elements of K the sums are set aside: in
 fp32 or, if registers do not suffice, in fp16, scaled so that the largest possible sum is finite.
+
+If the weight has a scale for each block, a step in K is one block of columns. After each step, a scale for each token and one for
+each strip multiply the products, and fp32 sums take them. (DeepGEMM does the same, Zhao et al. 2025.) No strip reaches into a
+second block of rows. While one group of warps adds, another one multiplies.
 """
 
 import math
@@ -302,6 +306,68 @@ def _add_products(
 
 
 @gluon.jit
+def _strip_scale(scale_ptr, first, n, N, K: gl.constexpr, SCALE_ROWS: gl.constexpr):
+    """The first of the scales of a strip: of weight row first + n, or of the last row if n is past N."""
+    return scale_ptr + (first + min(n, N - 1)) // SCALE_ROWS * ((K + 127) // 128)
+
+
+@gluon.jit
+def _factors(x_scale, left, right, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scales [64, WIDTH] of a pair of strips. The compiler keeps two values for each row."""
+    n = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    x_scale = gl.convert_layout(x_scale, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    return gl.where(n < WIDTH // 2, x_scale * left, x_scale * right)
+
+
+@gluon.jit
+def _add_blocks(
+    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, steps, x_scale_ptr, scale_ptr, t, n, T, N,
+    K: gl.constexpr, ACTIVATION: gl.constexpr, SCALE_ROWS: gl.constexpr, MORE: gl.constexpr, FIRST: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """`_add_products` with scales of blocks, for steps `first` … `first` + `steps` - 1 of a tile. Adds to fp32 sums."""
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    WIDE: gl.constexpr = acc.type.layout
+    row = t + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+    x_scales = x_scale_ptr + gl.minimum(row, T - 1) * ((K + 127) // 128) + first
+    # The right strip of a pair: the neighbour or, with an activation, the strip of up.
+    GATED: gl.constexpr = ACTIVATION is not None
+    left_scales = _strip_scale(scale_ptr, 0, n, N, K, SCALE_ROWS) + first
+    SECOND: gl.constexpr = 0 if GATED else acc.shape[1] // 2
+    second = N if GATED else 0
+    right_scales = _strip_scale(scale_ptr, second, n + SECOND, N, K, SCALE_ROWS) + first
+    if MORE != 0:
+        NARROW: gl.constexpr = more.type.layout
+        FOURTH: gl.constexpr = FIRST if GATED else FIRST + MORE // 2
+        third_scales = _strip_scale(scale_ptr, 0, n + FIRST, N, K, SCALE_ROWS) + first
+        fourth_scales = _strip_scale(scale_ptr, second, n + FOURTH, N, K, SCALE_ROWS) + first
+    for i in range(steps):
+        # Loaded before the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
+        x_scale, left, right = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
+        if MORE != 0:
+            third, fourth = gl.load(third_scales + i), gl.load(fourth_scales + i)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        x = _group_rows(x_tiles, stage, GROUP, GROUPS)
+        products = gl.zeros(acc.shape, gl.float32, WIDE)
+        products = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), products, use_acc=False, is_async=True)
+        if MORE != 0:
+            more_products = gl.zeros(more.shape, gl.float32, NARROW)
+            more_products = warpgroup_mma(
+                x, more_tiles.index(stage).permute((1, 0)), more_products, use_acc=False, is_async=True
+            )
+            products, more_products = warpgroup_mma_wait(0, deps=[products, more_products])
+        else:
+            products = warpgroup_mma_wait(0, deps=[products])
+        mbarrier.arrive(empty.index(stage))
+        acc += products * _factors(x_scale, left, right, acc.shape[1], WIDE)
+        if MORE != 0:
+            more += more_products * _factors(x_scale, third, fourth, more.shape[1], NARROW)
+        step += 1
+    return acc, more, step
+
+
+@gluon.jit
 def _offsets(acc):
     """Offsets in memory for sums acc [64, columns], such that a warp's stores are contiguous."""
     LAYOUT: gl.constexpr = acc.type.layout
@@ -334,14 +400,16 @@ def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.cons
 
 @gluon.jit
 def _multiply_tiles(
-    ring, epilogue, pointers, sizes, K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr,
-    SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
+    ring, epilogue, pointers, sizes, K: gl.constexpr, ACTIVATION: gl.constexpr, SCALE_ROWS: gl.constexpr, MORE: gl.constexpr,
+    COLUMNS: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
+    PDL: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Task of one group of four warps: 64 rows of each of the program's tiles. Arguments as in `_gemm_sm90_kernel`."""
     x_tiles, w_tiles, more_tiles, full, empty = ring
     residual, more_residual, residual_full, out, more_out, staging, more_staging = epilogue
     x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr = pointers
+    if SCALE_ROWS is not None:  # the sums are scaled already
+        x_scale_ptr, scale_ptr = None, None
     stride, T, N, tiles, tiles_n = sizes
     WIDTH: gl.constexpr = w_tiles.shape[1]
     FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
@@ -375,7 +443,12 @@ def _multiply_tiles(
                 tma_load(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
         acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
         more = gl.zeros([64, MORE], gl.float32, NARROW) if MORE != 0 else 0
-        if CHUNK < PART:
+        if SCALE_ROWS is not None:
+            acc, more, step = _add_blocks(
+                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, part % SPLIT * PART, steps, pointers[0], pointers[1],
+                t, n, T, N, K, ACTIVATION, SCALE_ROWS, MORE, FIRST, GROUP, GROUPS,
+            )  # fmt: skip
+        elif CHUNK < PART:
             aside = gl.zeros([64, WIDTH], ASIDE, WIDE)
             more_aside = aside
             if MORE != 0:
@@ -426,10 +499,13 @@ def _multiply_tiles(
 @gluon.jit(do_not_specialize=["T", "tiles"])
 def _gemm_sm90_kernel(
     x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr,
-    row_maxima_ptr, needed_ptr, stride, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr,
-    SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+    row_maxima_ptr, needed_ptr, stride, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
+    GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] with ACTIVATION). Each pair of strips has its own descriptors.
+
+    With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
 
     With PDL, the kernel reads only weights, and writes nothing, before all earlier kernels of the stream have ended: each program
     waits for the kernel before, which itself ended only after its own wait. So no memory is reused too early.
@@ -464,10 +540,10 @@ def _gemm_sm90_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
-                 SPLIT, PDL, GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
-                 SPLIT, PDL, GROUPS, 1)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
+                 SCALE, SPLIT, PDL, GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
+                 SCALE, SPLIT, PDL, GROUPS, 1)),
                 (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
                  ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
@@ -477,12 +553,12 @@ def _gemm_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
-                 SPLIT, PDL, GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
-                 SPLIT, PDL, GROUPS, 1)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, 2 * MORE, COLUMNS, SHIFT, PROMOTE, SCALE,
-                 SPLIT, PDL, GROUPS, 2)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
+                 SCALE, SPLIT, PDL, GROUPS, 0)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
+                 SCALE, SPLIT, PDL, GROUPS, 1)),
+                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
+                 SCALE, SPLIT, PDL, GROUPS, 2)),
                 (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
                  ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
             ],
@@ -500,6 +576,12 @@ _LONGEST_WHOLE = 24  # steps in K; with fewer, splitting K gains nothing
 # Columns of the two pairs of strips. With a gated activation, half of the columns are of gate.
 WIDTHS = ((256, 0), (128, 64), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0))
 WIDTHS_OF_THREE = ((128, 128), *WIDTHS[1:])  # for three groups, whose registers cannot hold the sums of a single pair of 256
+# For weights with a scale for each block: no strip reaches into a second block of 64 or 128 rows, and registers hold the products
+# beside the sums. With three groups, registers suffice for 128 columns.
+WIDTHS_OF_BLOCKS = ((128, 64), (128, 0), (64, 32), (64, 0))
+GATED_WIDTHS_OF_BLOCKS = ((128, 0), (64, 0))
+_MOST_COLUMNS_OF_THREE = 128
+_FEWEST_SCALE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -540,9 +622,12 @@ def _pieces(width: int, more: int, groups: int, itemsize: int, residual: bool) -
 
 def derive_config(
     width: int, more: int, K: int, itemsize: int, residual: bool, programs: int, out_itemsize: int = 2, split: int = 1,
-    groups: int = 2,
+    groups: int = 2, blocks: bool = False,
 ) -> GemmSm90Config:  # fmt: skip
-    """The configuration that follows from the columns of both pairs of strips, the parts of K and the groups of warps."""
+    """The configuration that follows from the columns of both pairs of strips, the parts of K and the groups of warps.
+
+    `blocks`: whether the weight has a scale for each block.
+    """
     columns = width + more
     pieces = sum(_pieces(width, more, groups, out_itemsize, residual))
     buffers = groups * 64 * out_itemsize * pieces * (2 if residual or out_itemsize == 4 else 1)
@@ -550,7 +635,7 @@ def derive_config(
     steps = cdiv(K * itemsize, _ROW_BYTES)
     split = min(split, steps)  # so that no part is empty
     steps, most = cdiv(steps, split), 8 if columns <= 192 else 16
-    promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most else 0
+    promote = cdiv(steps, cdiv(steps, most)) if itemsize == 1 and steps > most and not blocks else 0
     return GemmSm90Config(width, more, min(8, stages), promote, programs, split, groups)
 
 
@@ -573,68 +658,82 @@ def may_split(T: int, width: int, more: int, N: int, K: int, itemsize: int, gate
 
 def candidates(
     T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
-    splits: bool = False,
+    splits: bool = False, blocks: bool = False,
 ) -> list[GemmSm90Config]:  # fmt: skip
     """The configurations worth considering for a shape and a token regime T. N: number of outputs. `splits`: K may be split.
 
-    Three groups of warps are considered only if T is a multiple of their tile's rows and three tiles in flight fit in shared
-    memory. They need 16-bit values: the sums of fp8 products that are set aside leave no registers for a third group.
+    Three groups of warps are considered only if three tiles in flight fit in shared memory. 16-bit values: if T is a multiple of
+    their tile's rows. fp8 with scales of blocks: if tiles are at most as wide as registers hold sums and products. Not for other
+    fp8: the sums that are set aside leave no registers for a third group.
     """
     def config(widths: tuple[int, int], split: int, groups: int) -> GemmSm90Config:
-        return derive_config(*widths, K, itemsize, residual, num_sms, out_itemsize, split, groups)
+        return derive_config(*widths, K, itemsize, residual, num_sms, out_itemsize, split, groups, blocks)
 
-    found = [config(widths, 1, 2) for widths in WIDTHS]
+    all_widths = (GATED_WIDTHS_OF_BLOCKS if gated else WIDTHS_OF_BLOCKS) if blocks else WIDTHS
+    found = [config(widths, 1, 2) for widths in all_widths]
     if splits:
-        able = [widths for widths in WIDTHS if may_split(T, *widths, N, K, itemsize, gated, num_sms)]
+        able = [widths for widths in all_widths if may_split(T, *widths, N, K, itemsize, gated, num_sms)]
         found += [config(widths, 2, 2) for widths in able]
-    if T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
-        of_three = [config(widths, 1, 3) for widths in WIDTHS_OF_THREE]
-        found += [c for c in of_three if c.num_stages >= 3]
+    of_three: list[tuple[int, int]] = []
+    if blocks:
+        of_three = [widths for widths in all_widths if sum(widths) <= _MOST_COLUMNS_OF_THREE]
+    elif T % _ROWS_OF_THREE == 0 and itemsize == out_itemsize == 2:
+        of_three = list(WIDTHS_OF_THREE)
+    found += [c for c in (config(widths, 1, 3) for widths in of_three) if c.num_stages >= 3]
     return found
 
 
-def predicted(c: GemmSm90Config, T: int, N: int, K: int, itemsize: int, gated: bool) -> float:
+def predicted(c: GemmSm90Config, T: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool = False) -> float:
     """Predicted microseconds. The model has a time for a step in K, a round of tiles and a split, fitted to measurements on an
     H200 (docs/decisions/linear-prefill.md).
 
     Measured gains and losses of splits put the cost of a split at 5.5 to 8 µs. The step of three groups is fitted as a linear
-    function of that of two.
+    function of that of two. With scales of `blocks`, a step also waits for its products and adds them
+    (docs/decisions/linear-fp8-blocks.md).
     """
     columns = c.width + c.more
     tiles = cdiv(T, 64 * c.groups) * cdiv(N, columns // (2 if gated else 1))
     step = 0.08 + 0.002 * c.width + (0.065 + 0.0013 * c.more if c.more else 0.0)
-    step = step if c.groups == 2 else 1.7 * step - 0.055
+    if blocks:
+        step = (step + 0.2) * (1.0 if c.groups == 2 else 1.2)
+    elif c.groups == 3:
+        step = 1.7 * step - 0.055
     steps, rounds = cdiv(K * itemsize, _ROW_BYTES), cdiv(tiles * c.split, c.programs)
-    round_price, split_price = 1.5 if columns <= 192 else 3.0, 0.0 if c.split == 1 else 7.0
+    round_price, split_price = 1.5 if columns <= 192 else 3.0, 0.0 if c.split == 1 else 5.5 if blocks else 7.0
     return rounds * (cdiv(steps, c.split) * step + round_price) + split_price
 
 
 def choose_gemm_sm90_config(
     T: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, num_sms: int, out_itemsize: int = 2,
-    splits: bool = False,
+    splits: bool = False, blocks: bool = False,
 ) -> GemmSm90Config:  # fmt: skip
     """The candidate with the least predicted time. It depends on T only through `token_regime`."""
     T = token_regime(T)
-    found = candidates(T, N, K, itemsize, gated, residual, num_sms, out_itemsize, splits)
-    return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated))
+    found = candidates(T, N, K, itemsize, gated, residual, num_sms, out_itemsize, splits, blocks)
+    return min(found, key=lambda c: predicted(c, T, N, K, itemsize, gated, blocks))
 
 
 @cached_lookup
 def lookup_gemm_sm90_config(
     device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
-    splits: bool,
+    splits: bool, blocks: bool,
 ) -> GemmSm90Config:  # fmt: skip
     """The tuned configuration for a shape, or else the rule's. `tokens`: a token regime."""
-    facts = {"N": N, "K": K, "itemsize": itemsize, "gated": gated, "residual": residual}
+    facts = {"N": N, "K": K, "itemsize": itemsize, "gated": gated, "residual": residual, "blocks": blocks}
     tuned = TUNABLE.find(device, bucket(T=tokens, **facts)) if out_itemsize == 2 else None
     if tuned is not None and (splits or tuned.split == 1):
         return tuned
-    return choose_gemm_sm90_config(tokens, N, K, itemsize, gated, residual, sm_count(device), out_itemsize, splits)
+    return choose_gemm_sm90_config(tokens, N, K, itemsize, gated, residual, sm_count(device), out_itemsize, splits, blocks)
 
 
 def accepts(product: Product) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output."""
+    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output.
+
+    And whether blocks with a scale have enough rows.
+    """
     x, residual, out = product.x, product.residual, product.out
+    if (product.scale_rows or _FEWEST_SCALE_ROWS) < _FEWEST_SCALE_ROWS:
+        return False
     (_, N, K), itemsize, out_itemsize = product.shape, x.element_size(), out.element_size()
     addresses = x.data_ptr() | product.weight.data_ptr() | out.data_ptr()
     if residual is not None:
@@ -678,16 +777,20 @@ def _plan(c: GemmSm90Config, K: int, itemsize: int, gated: bool, residual: bool,
 
 @cached_lookup
 def _lookup_plan(
-    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int, splits: bool
-) -> _Plan:
-    config = lookup_gemm_sm90_config(device, tokens, N, K, itemsize, gated, residual, out_itemsize, splits)
+    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int,
+    splits: bool, blocks: bool,
+) -> _Plan:  # fmt: skip
+    config = lookup_gemm_sm90_config(device, tokens, N, K, itemsize, gated, residual, out_itemsize, splits, blocks)
     return _plan(config, K, itemsize, gated, residual, out_itemsize)
 
 
 def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row. K is not split then."""
     (T, N, K), x, out = product.shape, product.x, product.out
-    facts = (x.element_size(), product.activation is not None, product.residual is not None, out.element_size(), False)
+    facts = (
+        x.element_size(), product.activation is not None, product.residual is not None, out.element_size(), False,
+        product.scale_rows is not None,
+    )  # fmt: skip
     return cdiv(N, _lookup_plan(product.weight.device, token_regime(T), N, K, *facts).columns)
 
 
@@ -697,10 +800,11 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     Without a workspace, K is not split. Row maxima are stored only for products without a residual and an activation.
     """
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
-    (T, N, K), gated = product.shape, activation is not None
+    (T, N, K), gated, scale_rows = product.shape, activation is not None, product.scale_rows
     facts = (K, x.element_size(), gated, residual is not None, out.element_size())
     if config is None:
-        plan = _lookup_plan(weight.device, token_regime(T), N, *facts, workspace is not None and row_maxima is None)
+        splits = workspace is not None and row_maxima is None
+        plan = _lookup_plan(weight.device, token_regime(T), N, *facts, splits, scale_rows is not None)
     else:
         plan = _plan(config, *facts)
     c, columns, few_rows, rows, weights, ends, sums_scale = plan
@@ -724,6 +828,6 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
         Tiled(x, rows if T > _ROWS else few_rows), *operands, x_scale, scale, bias, sums, counters, values, needed,
         0 if values is None else values.stride(0), T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
-        STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=sums_scale, SPLIT=c.split, GROUPS=c.groups,
-        **launch_options(4, 1, pdl),
+        SCALE_ROWS=scale_rows, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=sums_scale,
+        SPLIT=c.split, GROUPS=c.groups, **launch_options(4, 1, pdl),
     )  # fmt: skip

@@ -5,6 +5,9 @@ t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both ope
 epilogue has scales, bias, residual and the gated activation. If N gives too few programs, K is split: the programs store
 partial sums in the workspace, and the last one to arrive adds them in a fixed order, so the same input gives the same bits.
 
+If the weight has a scale for each block, a step in K stays within 128 columns, so that one scale for each token and one for each
+row of blocks multiply its products before they are added to the fp32 sums.
+
 Two things are needed to read at full memory bandwidth: all programs are equal and run at once, so that none waits for a second
 round; and each has enough tiles in flight. (Programs with unequal shares, as in stream-K, were slower at every size.)
 """
@@ -17,6 +20,7 @@ import triton.language as tl
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.fp8 import block_scales
 from minirt.kernels.launch import (
     capability,
     cdiv,
@@ -30,6 +34,7 @@ from minirt.kernels.launch import (
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared, tiled
+from minirt.kernels.reference import FP8_BLOCK
 from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 MAX_TOKENS = 128
@@ -150,6 +155,7 @@ def _gemm_small_kernel(
     N,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -159,7 +165,8 @@ def _gemm_small_kernel(
 ):
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
-    With TMA, x and weight are descriptors, else pointers. With ACTIVATION, the weight has 2N rows.
+    With TMA, x and weight are descriptors, else pointers. With ACTIVATION, the weight has 2N rows. With SCALE_ROWS, the scales
+    are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
     """
     PART: tl.constexpr = ((K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)) * BLOCK_K
     tile = tl.program_id(0) // SPLIT
@@ -176,10 +183,11 @@ def _gemm_small_kernel(
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
     # Loaded before the loop, so that nothing waits for them after it.
-    scale, scale_up = _column(scale_ptr, n, N, 0), None
+    row_scale_ptr = scale_ptr if SCALE_ROWS is None else None
+    scale, scale_up = _column(row_scale_ptr, n, N, 0), None
     added, added_up = _column(bias_ptr, n, N, 0), None
     if ACTIVATION is not None:
-        scale_up, added_up = _column(scale_ptr, n, N, N), _column(bias_ptr, n, N, N)
+        scale_up, added_up = _column(row_scale_ptr, n, N, N), _column(bias_ptr, n, N, N)
     if PDL:
         # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
         _touch(rows + first)
@@ -187,28 +195,36 @@ def _gemm_small_kernel(
             _touch(rows + first + up)
         tl.extra.cuda.gdc_wait()
     x_scale = None
-    if x_scale_ptr is not None:
+    if row_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[None, :]
     if not TMA:
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * K + k[None, :]
         w_ptrs = rows[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     acc_up = acc
+    x_scales = x_scale_ptr + tl.minimum(t, T - 1) * ((K + 127) // 128) if SCALE_ROWS is not None else None
     for start in range(first, last, BLOCK_K):
         j = (start + k)[None, :]
+        if SCALE_ROWS is not None:
+            # Loaded first, so that they arrive while the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
+            block = start // 128
+            token = tl.load(x_scales + block)[None, :]
+            factor = token * block_scales(scale_ptr, 0, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)
+            if ACTIVATION is not None:
+                factor_up = token * block_scales(scale_ptr, N, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)
         if TMA:
             a = x.load([0, start])
             w = weight.load([n0, start])
         else:
             a = _load(x_ptrs + start, j, K, BLOCK_K, "evict_last")
             w = _load(w_ptrs + start, j, K, BLOCK_K, "evict_first")
-        acc = _product(w, a, acc)
+        acc = _product(w, a, acc) if SCALE_ROWS is None else acc + tl.dot(w, a.T) * factor
         if ACTIVATION is not None:
             w = weight.load([N + n0, start]) if TMA else _load(w_ptrs + up + start, j, K, BLOCK_K, "evict_first")
-            acc_up = _product(w, a, acc_up)
+            acc_up = _product(w, a, acc_up) if SCALE_ROWS is None else acc_up + tl.dot(w, a.T) * factor_up
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
-    if x_scale_ptr is not None:
+    if row_scale_ptr is not None:
         acc *= scale * x_scale
         if ACTIVATION is not None:
             acc_up *= scale_up * x_scale
@@ -257,8 +273,13 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
     return (128 if wide else 64), 128, 1
 
 
-def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmSmallConfig:
-    """The configuration for a shape, by the rule. It depends on T only through `token_block`."""
+def choose_gemm_small_config(
+    T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int, blocks: bool = False
+) -> GemmSmallConfig:
+    """The configuration for a shape, by the rule. It depends on T only through `token_block`.
+
+    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md).
+    """
     block_t, tiles, large = token_block(T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2
@@ -269,12 +290,17 @@ def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool,
     if gated and block_t <= 32 and 4 * tiles < 3 * num_sms:
         block_n = 32
     block_k = step // itemsize
+    if blocks:
+        # A step waits for its products. So more programs share an SM, if each keeps three tiles in flight.
+        block_k = min(block_k, FP8_BLOCK)
+        if large:
+            block_n, programs = min(block_n, 64), 4 if block_t <= (16 if gated else 32) else 3 if gated and block_t <= 64 else 2
     budget = min(shared_limit(cc) // programs - 2048, _LARGE)
     row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
     # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
-    enough = min(2.5, programs) * num_sms
+    enough = min(2 if blocks and block_t > 16 else 2.5, programs) * num_sms
     shortest = block_k * (12 if block_t == 128 else 2)  # a shorter part of K costs more for its sums than it gains
     split = 1 if gated else max(1, min(int(enough / cdiv(N, block_n)), _MOST_PARTS, K // shortest))
     # With 128 tokens, eight warps have the registers for the sums; fp8 needs them for its second, fp32 sums.
@@ -285,16 +311,19 @@ def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool,
 
 
 @cached_lookup
-def lookup_gemm_small_config(device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool) -> GemmSmallConfig:
+def lookup_gemm_small_config(
+    device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool
+) -> GemmSmallConfig:
     """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated))
-    return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device))
+    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks))
+    return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device), blocks)
 
 
 def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row."""
     (T, N, K), x = product.shape, product.x
-    c = lookup_gemm_small_config(product.weight.device, token_block(T), N, K, x.element_size(), False)
+    blocks = product.scale_rows is not None
+    c = lookup_gemm_small_config(product.weight.device, token_block(T), N, K, x.element_size(), False, blocks)
     return cdiv(N, c.block_n)
 
 
@@ -304,8 +333,11 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     T, N, K = product.shape
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
-    block_t = token_block(T)
-    c = config or lookup_gemm_small_config(x.device, block_t, N, K, x.element_size(), activation is not None)
+    block_t, scale_rows = token_block(T), product.scale_rows
+    facts = (x.element_size(), activation is not None, scale_rows is not None)
+    c = config or lookup_gemm_small_config(x.device, block_t, N, K, *facts)
+    if scale_rows is not None and FP8_BLOCK % c.block_k:
+        raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
@@ -324,6 +356,6 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
         operands = (tiled(x, block_t, c.block_k), tiled(weight, c.block_n, c.block_k))
     _gemm_small_kernel[(tiles * split,)](
         *operands, weight, scale, x_scale, bias, residual, out, sums, counters, values, needed, stride, T, N, K=K,
-        ACTIVATION=activation, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
+        ACTIVATION=activation, SCALE_ROWS=scale_rows, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
         maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, pdl),
     )  # fmt: skip

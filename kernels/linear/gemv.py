@@ -62,6 +62,27 @@ def _products(w, x, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _block_scales(
+    scale_ptr, first, n0, N, i: tl.constexpr, K: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The scale of each chunk of tile i, for BLOCK_N weight rows from first + n0 on.
+
+    It is [1, chunks] if they lie in one block of rows, else [BLOCK_N, chunks].
+    """
+    k = i * BLOCK_K + tl.arange(0, BLOCK_K // CHUNK)[None, :] * CHUNK
+    if SCALE_ROWS % BLOCK_N == 0:
+        row = (first + n0) // SCALE_ROWS
+    else:
+        row = (first + tl.minimum(n0 + tl.arange(0, BLOCK_N), N - 1))[:, None] // SCALE_ROWS
+    ptrs = scale_ptr + row * ((K + 127) // 128) + k // 128
+    if (i + 1) * BLOCK_K <= K:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=k < K, other=0.0)
+
+
+@triton.jit
 def _row_results(sums, inverse_rms, scale, bias_ptr, row, valid):
     result = tl.sum(sums, 1) * inverse_rms
     if scale is not None:
@@ -85,17 +106,23 @@ def _gemv_kernel(
     eps,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes BLOCK_N values of one token's out [N]. With ACTIVATION the weight has 2N rows: gate, then up."""
+    """Computes BLOCK_N values of one token's out [N]. With ACTIVATION the weight has 2N rows: gate, then up.
+
+    The scales are one for each row or, if SCALE_ROWS, one for each block of SCALE_ROWS rows and 128 columns. Those of blocks
+    multiply the sum of each chunk of products.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
     COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n0 = tl.program_id(0) * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
     valid = n < N
     # One warp reads neighbouring chunks of one row. x is loaded in the same order, so no value moves between threads.
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
@@ -108,7 +135,13 @@ def _gemv_kernel(
         if ACTIVATION is not None:
             up += (_load_tile(up_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
     gate_scale, up_scale = None, None
-    if scale_ptr is not None:
+    gate_scales, up_scales = (), ()
+    if SCALE_ROWS is not None:
+        for i in tl.static_range(TILES):
+            gate_scales += (_block_scales(scale_ptr, 0, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+            if ACTIVATION is not None:
+                up_scales += (_block_scales(scale_ptr, N, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+    elif scale_ptr is not None:
         gate_scale = tl.load(scale_ptr + n, mask=valid, other=0.0)
         if ACTIVATION is not None:
             up_scale = tl.load(scale_ptr + N + n, mask=valid, other=0.0)
@@ -126,13 +159,19 @@ def _gemv_kernel(
             # The root mean square divides the finished sums, so it is not needed before the loop ends.
             squares += x * x
             x *= _load_tile(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
-        gate_sums += _products(gate[i], x, CHUNK)
+        products = _products(gate[i], x, CHUNK)
+        gate_sums += products if SCALE_ROWS is None else products * gate_scales[i]
         if i + TILES < COUNT:
             gate += (_load_tile(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+            if SCALE_ROWS is not None:
+                gate_scales += (_block_scales(scale_ptr, 0, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
         if ACTIVATION is not None:
-            up_sums += _products(up[i], x, CHUNK)
+            products = _products(up[i], x, CHUNK)
+            up_sums += products if SCALE_ROWS is None else products * up_scales[i]
             if i + TILES < COUNT:
                 up += (_load_tile(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+                if SCALE_ROWS is not None:
+                    up_scales += (_block_scales(scale_ptr, N, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
     inverse_rms = 1.0
     if norm_ptr is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -142,8 +181,10 @@ def _gemv_kernel(
     tl.store(out_ptr + n, (result + residual).to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> GemvConfig:
+def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int, blocks: bool = False) -> GemvConfig:
     """The configuration for a shape, by a rule from sweeps over the layers of five models (docs/decisions/linear-one-token.md).
+
+    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md).
 
     A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """
@@ -161,6 +202,8 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int)
         loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
         return GemvConfig(rows, 8, min(cdiv(count, 2), loads), 64)
     if at_once:
+        if blocks:
+            return GemvConfig(2, num_warps, 4)
         few = fp8 or 24 * num_sms > N
         return GemvConfig(4, num_warps, 4) if few else GemvConfig(8, num_warps, 2)
     if fp8:
@@ -169,10 +212,10 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int)
 
 
 @cached_lookup
-def lookup_gemv_config(device: torch.device, N: int, K: int, itemsize: int, gated: bool) -> GemvConfig:
-    """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated))
-    return tuned or choose_gemv_config(N, K, itemsize, gated, sm_count(device))
+def lookup_gemv_config(device: torch.device, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> GemvConfig:
+    """The tuned configuration for a shape, or else the rule's. `blocks`: fp8 with scales of blocks."""
+    tuned = TUNABLE.find(device, bucket(N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks))
+    return tuned or choose_gemv_config(N, K, itemsize, gated, sm_count(device), blocks)
 
 
 def _nearest_power_of_two(x: float) -> int:
@@ -196,13 +239,15 @@ def gemv(
     if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     if config is None:
-        config = lookup_gemv_config(x.device, N, K, weight.element_size(), activation is not None)
+        facts = (weight.element_size(), activation is not None, product.scale_rows is not None)
+        config = lookup_gemv_config(x.device, N, K, *facts)
     chunk = chunk_size(weight.element_size())
     block_k = chunk * WARP * config.num_warps
     if K % chunk or weight.data_ptr() % 16:
         chunk = 1  # unaligned rows: each thread loads and sums single values
     _gemv_kernel[(cdiv(N, config.block_n),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, ACTIVATION=activation,
-        BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk, TILES=min(config.tiles, cdiv(K, block_k)),
-        maxnreg=config.registers, **launch_options(config.num_warps, 1, product.pdl),
+        SCALE_ROWS=product.scale_rows, BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk,
+        TILES=min(config.tiles, cdiv(K, block_k)), maxnreg=config.registers,
+        **launch_options(config.num_warps, 1, product.pdl),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minirt.kernels.launch import Workspace
+from minirt.kernels.reference import block_rows
 
 
 class RowMaxima(NamedTuple):
@@ -28,8 +29,8 @@ class Product(NamedTuple):
         bias: one for each row of the weight, or None.
         residual: [T, N], or None.
         activation: "silu", "gelu" or "gelu_tanh", or None.
-        scale: fp32, one for each row of an fp8 weight.
-        x_scale: [T] fp32, one for each token of an fp8 x.
+        scale: fp32, of an fp8 weight: one for each row, or [⌈rows / g⌉, ⌈K / 128⌉] for blocks of g rows and 128 columns.
+        x_scale: fp32, of an fp8 x: one for each token; for a weight in blocks [T, ⌈K / 128⌉].
         workspace: without one, K is not split.
         row_maxima: receives the largest value of each row in each tile, from the kernels that store them.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
@@ -51,3 +52,9 @@ class Product(NamedTuple):
     def shape(self) -> tuple[int, int, int]:
         """(T, N, K). N is the number of output columns."""
         return self.x.shape[0], self.out.shape[1], self.x.shape[1]
+
+    @property
+    def scale_rows(self) -> int | None:
+        """g, the rows of the weight's blocks: a power of two up to 128; None: no scale, or one for each row."""
+        scale = self.scale
+        return None if scale is None or scale.ndim == 1 else block_rows(self.weight.shape[0], scale.shape[0])

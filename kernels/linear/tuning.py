@@ -1,6 +1,7 @@
 """What `minirt tune` tries for the linear layers: each family's own rule and configurations around it."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from minirt.kernels.linear import gemm_sm90, gemm_small, gemv
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
+from minirt.kernels.reference import FP8_BLOCK
 
 TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE)
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
@@ -26,8 +28,8 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
     """Steps of one token."""
     for shape in _single(shapes) if 1 in tokens else ():
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
-        key = bucket(N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
-        rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device))
+        key = bucket(N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated, blocks=shape.blocks)
+        rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device), shape.blocks)
         around = [
             gemv.GemvConfig(n, warps, tiles, registers)
             for n in _around(rule.block_n, 8) for warps in _around(rule.num_warps, 8) for tiles in _around(rule.tiles, 16)
@@ -41,13 +43,15 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
     blocks = sorted({gemm_small.token_block(T) for T in tokens if _kernel(T, device) == "gemm_small"})
     for block_t, shape in itertools.product(blocks, _single(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
-        key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
+        key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated, blocks=shape.blocks)
         cc = capability(device)
-        rule = gemm_small.choose_gemm_small_config(block_t, shape.N, shape.K, itemsize, shape.gated, cc, _sm_count(device))
+        facts = (itemsize, shape.gated, cc, _sm_count(device), shape.blocks)
+        rule = gemm_small.choose_gemm_small_config(block_t, shape.N, shape.K, *facts)
         around = []
         # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
         parts = (1,) if shape.gated or cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
-        for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, 256), parts):
+        steps = _around(rule.block_k, FP8_BLOCK if shape.blocks else 256)
+        for programs, block_k, split in itertools.product((1, 2, 3, 4) if shape.blocks else (1, 2, 3), steps, parts):
             row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
             stages = fit_stages(row * block_k, shared_limit(cc) // programs - 2048, 8)
             if stages > 1:
@@ -63,9 +67,10 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
         if itemsize > 2 or shape.logits:
             continue
         facts = {"N": shape.N, "K": shape.K, "itemsize": itemsize, "gated": shape.gated, "residual": shape.residual}
+        facts |= {"blocks": shape.blocks}
         sizes = (regime, shape.N, shape.K, itemsize, shape.gated, shape.residual, _sm_count(device))
-        rule = gemm_sm90.choose_gemm_sm90_config(*sizes, splits=True)
-        around = gemm_sm90.candidates(*sizes, splits=True)
+        rule = gemm_sm90.choose_gemm_sm90_config(*sizes, splits=True, blocks=shape.blocks)
+        around = gemm_sm90.candidates(*sizes, splits=True, blocks=shape.blocks)
         yield _case(gemm_sm90.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
 
 
@@ -108,9 +113,9 @@ def _prepare(
     weights: list[tuple[Tensor, Tensor | None]] = []
     for _ in range(copies):
         weight = normal(rows, shape.K) / shape.K**0.5
-        weights.append(reference.quantize_fp8(weight) if shape.fp8 else (weight, None))
+        weights.append(_quantized(weight, shape) if shape.fp8 else (weight, None))
     activation = "silu" if shape.gated else None
-    h, x_scale = quantize(x) if shape.fp8 and T > 1 else (x, None)
+    h, x_scale = quantize(x, blocks=shape.blocks) if shape.fp8 and T > 1 else (x, None)
     out_dtype = torch.float32 if shape.logits else shape.dtype
     out, workspace = torch.empty(T, shape.N, device=device, dtype=out_dtype), Workspace(device)
     turn, pdl = itertools.count(), capability(device) >= 90
@@ -141,6 +146,14 @@ def _prepare(
             raise NumericsError("a configuration computes something else", expected=f"below {_TOLERANCE}", found=f"{error:.1e}")
 
     return launch, check
+
+
+def _quantized(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
+    if not shape.blocks:
+        return reference.quantize_fp8(weight)
+    block_rows = math.gcd(FP8_BLOCK, shape.N) if shape.gated else FP8_BLOCK
+    values, scale = reference.quantize_fp8_blocks(weight, cdiv(len(weight), block_rows))
+    return values.contiguous(), scale
 
 
 register("gemv", gemv_cases)

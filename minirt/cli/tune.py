@@ -139,11 +139,12 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
     shapes = []
     for layer in model.unique_layers():
         for linear, gated, residual, logits, experts in layer.linear_ops():
-            if linear.format is not None and linear.format.no_triton is not None:
+            if linear.no_triton is not None:
                 continue
             rows = linear.out_features // (experts[0] if experts else 1) // (2 if gated else 1)
             fp8 = linear.format is not None
-            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts))
+            blocks = linear.format is not None and len(linear.format.scale_shape(linear.rows, linear.in_features)) == 2
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts, blocks))
     return list(dict.fromkeys(shapes))
 
 

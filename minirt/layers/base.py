@@ -305,8 +305,8 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     if not absent and not triton_installed():
         return "Triton is not installed (pip install triton)"
     for parameter in layer.parameters():
-        if parameter.format is not None and parameter.format.no_triton is not None:
-            return parameter.format.no_triton
+        if parameter.no_triton is not None:
+            return parameter.no_triton
     on_gpu = device.type == "cuda"
     if not absent and interpreting():
         return interpreter_unsupported(str(layer.context.dtype).removeprefix("torch."), on_gpu)

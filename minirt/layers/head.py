@@ -32,7 +32,7 @@ class Head(Layer):
             return 0
         from minirt.kernels.linear.dispatch import row_maxima_tiles
 
-        return row_maxima_tiles(rows, self.lm_head.weight, self.norm.weight.dtype)
+        return row_maxima_tiles(rows, self.lm_head.weight, self.norm.weight.dtype, self.lm_head.scale)
 
     def returns(self, x: Tensor, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
         return (x.shape[0], self.config.vocab_size), torch.float32

@@ -165,7 +165,6 @@ class StoredFp8Blocks(LinearFormat):
     """
 
     name = "fp8 128x128"
-    no_triton = "no Triton kernel computes fp8 weights in blocks of 128x128 yet"
     scale: str = "weight_scale_inv"  # in spite of its name, it multiplies
 
     def group_rows(self, rows: Sequence[int]) -> int:

@@ -39,6 +39,11 @@ class Parameter(ABC):
     modules: tuple[str, ...] = ()
 
     @property
+    def no_triton(self) -> str | None:
+        """Why no Triton kernel computes with these weights in their format; None: the kernels do."""
+        return None if self.format is None else self.format.no_triton
+
+    @property
     @abstractmethod
     def num_parameters(self) -> int:
         """Number of weights."""
@@ -178,6 +183,12 @@ class PackedExperts(PackedLinear):
             [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
         )
         self.num_experts, self.fused = num_experts, None if fused is None else f"{prefix}.{fused}"
+
+    @property
+    def no_triton(self) -> str | None:
+        if self.format is not None and len(self.format.scale_shape(self.rows, self.in_features)) == 2:
+            return f"no Triton kernel computes experts in {self.format.name}"
+        return super().no_triton
 
     @property
     def stacked(self) -> tuple[Tensor, Tensor | None]:

@@ -122,12 +122,17 @@ static bool outside(u32 address, u32 n, int line) {
   find("outside shared memory", address, line);
   return true;
 }
-static void read(u32 column, u32 reader, u32 clock, const Clocks& before, u32 address, u32 n, int line) {
-  if (outside(address, n, line)) return;
+static void check_written(u32 reader, const Clocks& before, u32 address, u32 n, int line) {
   for (u32 g = address / 2; g <= (address + n - 1) / 2; g++) {
     Word& word = words[g];
     if (word.writer != reader && word.clock > before[word.writer])
       conflict("read after write", reader, "reads", word.writer, word.line, g * 2, line);
+  }
+}
+static void read(u32 column, u32 reader, u32 clock, const Clocks& before, u32 address, u32 n, int line) {
+  if (outside(address, n, line)) return;
+  check_written(reader, before, address, n, line);
+  for (u32 g = address / 2; g <= (address + n - 1) / 2; g++) {
     reads[(size_t)g * columns() + column] = clock;
     read_lines[g] = line;
   }
@@ -295,6 +300,21 @@ static void do_fetch(size_t i) {
   b.bytes -= d.box_rows * width;
   b.seen[who] = b.fenced[who] = std::max(b.seen[who], f.clock);
   complete(b);
+}
+
+// A TMA store reads its tile at once: fences and barriers before it are checked, the wait after it is not.
+static void store_tile(int t, u32 from, u64 descriptor, s32 column, s32 row, int line) {
+  const Descriptor& d = *(Descriptor*)descriptor;
+  u32 width = d.box_columns * d.itemsize;
+  if (outside(from, d.box_rows * width, line)) return;
+  check_written(TMA, fenced[t], from, d.box_rows * width, line);
+  for (s32 r = 0; r < d.box_rows; r++)
+    for (s32 c = 0; c < d.box_columns; c++) {
+      u8* value = shared + swizzled(from + r * width + c * d.itemsize, d.swizzle);
+      s64 at_row = row + r, at_column = column + c;
+      if (at_row < 0 || at_row >= d.rows || at_column < 0 || at_column >= d.columns) continue;
+      memcpy(global_at(d.base + (at_row * d.stride + at_column) * d.itemsize, d.itemsize, line), value, d.itemsize);
+    }
 }
 
 // Matrices. A Kind is the type of an operand's values.

@@ -19,7 +19,8 @@ OPERATIONS = {  # on operands of the instruction's type
     "rcp": "1.f / {0}", "ex2": "exp2f({0})", "lg2": "log2f({0})", "sqrt": "sqrtf({0})", "rsqrt": "1.f / sqrtf({0})",
     "popc": "__builtin_popcount({0})",
 }  # fmt: skip
-NOTHING = ("setmaxnreg", "griddepcontrol", "wgmma.fence", "mbarrier.inval", "cp.async.commit_group", ".pragma")
+NOTHING = ("setmaxnreg", "griddepcontrol", "wgmma.fence", "mbarrier.inval", "cp.async.commit_group", "cp.async.bulk.commit_group",
+           "cp.async.bulk.wait_group", ".pragma")  # fmt: skip
 SPECIAL = {"%tid.x": "thread(l)", "%laneid": "l", "%warpid": "warp->id", "%tid.y": "0", "%tid.z": "0"}
 for _i, _axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{_axis}": f"block[{_i}]", f"%nctaid.{_axis}": f"blocks[{_i}]"}
@@ -296,12 +297,12 @@ Registers_& r = *(Registers_*)warp->registers.data();
     def _memory(self, words: list[str], operands: list[str]) -> str:
         loads, kind = words[0] == "ld", words[-1]
         place, values = (operands[1], parts(operands[0])) if loads else (operands[0], parts(operands[1]))
-        n = SIZES[kind] * len(values)
+        n, shared = SIZES[kind] * len(values), any(word.partition("::")[0] == "shared" for word in words)
         if "param" in words:
             where = f"parameters + {self._offsets[place.strip('[] ').partition('+')[0]]}"
-        elif "shared" in words and place.startswith("[global_smem") and not loads:
+        elif shared and place.startswith("[global_smem") and not loads:
             where = f"shared + {self._address(place)}"  # the warps' partitions: all threads store the same values
-        elif "shared" in words:
+        elif shared:
             where = f"shared_at(l, {self._address(place)}, {n}, {str(not loads).lower()}, {self._line})"
         elif "global" in words:
             where = f"global_at({self._address(place)}, {n}, {self._line})"
@@ -312,6 +313,13 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if loads:
             return each + "".join(self._assign(x, self._read_as(f"at[{i}]", kind), kind) for i, x in enumerate(values))
         return each + " ".join(f"at[{i}] = {self._value(x, bits)};" for i, x in enumerate(values))
+
+    def _atomic(self, words: list[str], operands: list[str]) -> str:
+        """Blocks run one after the other, so an addition is atomic."""
+        if words[1] != "global" or words[-2:] != ["add", "u32"]:
+            raise UnknownPTXError("unknown atomic operation")
+        at = f"u32* at = (u32*)(global_at({self._address(operands[1])}, 4, {self._line})); "
+        return at + self._assign(operands[0], "at[0]", "u32") + f" at[0] += {self._value(operands[2], 'u32')};"
 
     def _across(self, words: list[str], operands: list[str]) -> str:
         """shfl and redux."""
@@ -357,12 +365,15 @@ Registers_& r = *(Registers_*)warp->registers.data();
         return f"copy(thread(l), {places}, {operands[2]}, {given}, {self._line});"
 
     def _fetch(self, words: list[str], operands: list[str]) -> str:
-        if "2d" not in words or words[-1] != "mbarrier::complete_tx::bytes":
+        stores = words[-1] == "bulk_group"
+        if "2d" not in words or not (stores or words[-1] == "mbarrier::complete_tx::bytes"):
             raise UnknownPTXError("unknown kind of TMA")
-        descriptor, place = re.fullmatch(r"\[(\S+), \{(.*)\}\]", operands[1]).groups()
+        descriptor, place = re.fullmatch(r"\[(\S+), \{(.*)\}\]", operands[0 if stores else 1]).groups()
+        at = ", ".join((self._value(descriptor, "u64"), *(self._value(x, "s32") for x in split(place))))
+        if stores:
+            return f"store_tile(thread(l), {self._address(operands[1])}, {at}, {self._line});"
         to, bar = self._address(operands[0]), self._address(operands[2])
-        at = ", ".join(self._value(x, "s32") for x in split(place))
-        return f"fetch(thread(l), {to}, {self._value(descriptor, 'u64')}, {at}, {bar}, {self._line});"
+        return f"fetch(thread(l), {to}, {at}, {bar}, {self._line});"
 
     def _matrices(self, words: list[str], operands: list[str]) -> str:
         registers, place = operands if words[0] == "ldmatrix" else reversed(operands)
@@ -397,8 +408,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
 
     _FAMILIES: tuple[tuple[tuple[str, ...], Callable[..., str]], ...] = (
         (("mov.", "cvta"), _move), (("selp",), _choose), (("setp",), _compare), (("cvt.",), _convert), (("prmt", "bfe"), _bits),
-        (("ld.", "st."), _memory), (("shfl.sync", "redux.sync"), _across), (("elect",), _elect), (("bar.", "barrier."), _barrier),
-        (("mbarrier.",), _mbarrier), (("cp.async.bulk.tensor",), _fetch),
+        (("ld.", "st."), _memory), (("atom.",), _atomic), (("shfl.sync", "redux.sync"), _across), (("elect",), _elect),
+        (("bar.", "barrier."), _barrier), (("mbarrier.",), _mbarrier), (("cp.async.bulk.tensor",), _fetch),
         (("cp.async.c", "cp.async.mbarrier", "cp.async.wait"), _copy), (("ldmatrix", "stmatrix"), _matrices),
         (("mma.sync",), _mma), (("wgmma.",), _wgmma), (("fence",), _fence),
     )  # fmt: skip

@@ -38,8 +38,9 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (DECODE, CASES, 8),
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
         (["moe/test_experts_sm90.py"], "test_products and ((False and (64 and 136 or 150)) or (True and (256 or 80 and 32)))", 4),
+        (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
     ],
-    ids=["decode", "prompts", "experts"],
+    ids=["decode", "prompts", "experts", "linear"],
 )
 def test_kernels(files, selection, count):
     said = emulated(files, selection)

@@ -58,6 +58,22 @@ def check_quantized(T, H, dtype, make, nan):
     assert (found != wanted).float().mean().item() < 2e-3
 
 
+@pytest.mark.parametrize(("T", "H"), [(1, 16), (3, 97), (5, 576)])
+def test_quantized_in_groups(T, H, dtype, make, nan):
+    """Each 128 columns have a scale of their own: equals norm, then quantization in groups."""
+    x, weight = make(T, H, dtype=dtype, scale=3.0), make(H, dtype=dtype)
+    x[0, :80] = 0
+    weight *= torch.exp2(torch.arange(H, device=x.device) // 128).to(dtype)
+    out = torch.full((T, H), 0x7F, dtype=torch.uint8, device=x.device).view(torch.float8_e4m3fn)
+    groups = nan(T, -(-H // 128), dtype=torch.float32)
+    values, scale = kernel.rms_norm_quantize(x, weight, 1e-6, out, groups, blocks=True)
+    expected, expected_scale = quantize(kernel.rms_norm(x, weight, 1e-6), blocks=True)
+    torch.testing.assert_close(scale, expected_scale, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    found, wanted = (t.view(torch.uint8).int() for t in (values, expected))
+    assert int((found - wanted).abs().max()) <= 1
+    assert (found != wanted).float().mean().item() < 5e-3
+
+
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_quantized(case, dtype, make, nan):
     check_quantized(case["T"], case["H"], dtype, make, nan)

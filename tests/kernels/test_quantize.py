@@ -31,6 +31,27 @@ def run(x, nan):
     return kernel.quantize(x, out, nan(len(x), dtype=torch.float32))
 
 
+def check_groups(x, nan):
+    """Each 128 columns of a row are quantized like a row of their own."""
+    T, K = x.shape
+    out = torch.full((T, K), 0x7F, dtype=torch.uint8, device=x.device).view(FP8)
+    values, scale = kernel.quantize(x, out, nan(T, -(-K // 128), dtype=torch.float32), blocks=True)
+    for group, first in enumerate(range(0, K, 128)):
+        own = slice(first, first + 128)
+        check_nearest(x[:, own], values[:, own], scale[:, group])
+    expected, expected_scale = reference.quantize_fp8_blocks(x, T)
+    assert torch.equal(values.view(torch.uint8), expected.contiguous().view(torch.uint8))
+    assert torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize(("T", "K"), [(1, 16), (3, 97), (17, 576), (2, 1290)])
+def test_groups_of_128_columns(T, K, dtype, make, nan):
+    """Sizes differ between groups: a scale of a neighbour would be wrong by far. The last group is shorter."""
+    x = make(T, K, dtype=dtype, scale=0.01)
+    x *= torch.exp2(torch.arange(K, device=x.device) // 128 % 5).to(dtype)
+    check_groups(x, nan)
+
+
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_every_value_takes_the_nearest_code(case, dtype, make, nan):
     x = make(case["T"], case["K"], dtype=dtype, scale=3.0)
@@ -87,6 +108,8 @@ def test_wrong_arguments_are_named(make):
         kernel.quantize(x, torch.empty(2, 8))
     with pytest.raises(InputError, match="scale: wrong shape"):
         kernel.quantize(x, None, torch.empty(3))
+    with pytest.raises(InputError, match=r"scale: wrong shape; expected \[2, 1\]"):
+        kernel.quantize(x, None, torch.empty(1, 2), blocks=True)
     with pytest.raises(InputError, match="x: unsupported dtype"):
         kernel.quantize(x.double())
 
@@ -105,3 +128,4 @@ def test_every_part_of_a_row_is_written(make, nan):
 def test_large(T, K, half_dtype, make, nan):
     x = make(T, K, dtype=half_dtype, scale=5.0)
     check_nearest(x, *run(x, nan))
+    check_groups(x, nan)

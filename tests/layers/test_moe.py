@@ -11,9 +11,10 @@ from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError
 from minirt.kernels import reference
 from minirt.layers import MoE, implementation, register
+from minirt.layers.base import triton_unsupported
 from minirt.layers.moe import expected_experts
 from minirt.loading import checkpoint
-from minirt.modeling.formats import Quantization
+from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
 
 SIZES = {
@@ -246,6 +247,26 @@ def test_triton_is_eager(T: int, quantization: Quantization | None) -> None:
     out, expected = forward(x, NO_BATCH, None), layer(x, NO_BATCH)
     assert out.shape == x.shape
     assert (out - expected).norm() <= (1e-2 if quantization and T > 1 else 2e-6) * (expected - x).norm()
+
+
+def test_experts_in_blocks_are_eager_and_the_plan_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels would take the scales of blocks for those of rows."""
+
+    class InBlocks(FormatChoice):
+        def format_of(self, modules: Any, *, head: bool, tied: bool) -> StoredFp8Blocks | None:
+            return None if head else StoredFp8Blocks()
+
+    monkeypatch.setattr("minirt.layers.base.interpreting", lambda: False)
+    monkeypatch.setattr("minirt.layers.base.is_nvidia", lambda device: True)
+    monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (9, 0))
+    reasons = {}
+    for name, quantization in (("blocks", InBlocks()), ("rows", Quantization("fp8"))):
+        config = models.parse_config(SIZES)
+        model = Model(config, models.build(config), quantization)
+        layer = next(layer for layer in model.layers if isinstance(layer, MoE))
+        layer.context = model.layers[0].context
+        reasons[name] = triton_unsupported(layer, torch.device("cuda", 0))
+    assert reasons == {"blocks": "no Triton kernel computes experts in fp8 128x128", "rows": None}
 
 
 def test_triton_is_in_the_plan_and_capturable() -> None:

@@ -13,7 +13,7 @@ from minirt.engine.kv_cache import KVCache
 from minirt.engine.step_input import Batch, Chunk, Layout, pack_chunks
 from minirt.kernels.block_tables import expand_block_tables
 from minirt.loading import checkpoint as weights
-from minirt.modeling.formats import FP8, Quantization
+from minirt.modeling.formats import FP8, FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
 
 pytestmark = pytest.mark.slow
@@ -120,6 +120,19 @@ def test_fp8_weights(family):
     always do: the measured error is 0.05. A missing bias gives 0.6.
     """
     assert error(family, "triton", quantization=Quantization("fp8")) < (0.1 if DEVICE.type == "cuda" else 0.03)
+
+
+class InBlocks(FormatChoice):
+    """Every linear of attention and MLP in FP8 with a scale for each 128 x 128 block."""
+
+    def format_of(self, modules, *, head, tied):
+        return None if head else StoredFp8Blocks()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 192, "hidden_size": 144}], ids=["odd", "aligned"])
+def test_fp8_weights_in_blocks(sizes):
+    """k and v begin at multiples of 64; up at row 131, so that each row has a scale, or at row 192. See `test_fp8_weights`."""
+    assert error("qwen2", "triton", quantization=InBlocks(), **sizes) < (0.1 if DEVICE.type == "cuda" else 0.03)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

@@ -238,18 +238,20 @@ def test_the_plan_of_a_hub_model(quantized, monkeypatch):
     assert "config.json states" in plan.notes[0]
 
 
-def test_the_plan_says_why_blocks_are_eager_on_a_gpu(quantized, monkeypatch):
-    written = quantized("fp8 block")
+@pytest.mark.parametrize("style", ["fp8 block", "modelopt block"])
+def test_blocks_run_on_triton_layers_on_a_gpu(style, quantized, monkeypatch):
+    written = quantized(style)
     monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (9, 0))
     monkeypatch.setattr("minirt.layers.base.interpreting", lambda: False)
     monkeypatch.setattr("minirt.layers.base.is_nvidia", lambda device: True)
     monkeypatch.setattr("minirt.loading.load.pick_device", lambda device: torch.device("cuda", 0))
     rows = {row.layer: row for row in plan_model(LoadOptions(model=written.folder)).plan.rows}
-    assert (rows["head"].implementation, rows["embedding"].implementation) == ("triton", "triton")
-    assert rows["layers.0.mlp"].implementation == "eager"
-    assert "no Triton kernel computes fp8 weights in blocks of 128x128 yet" in rows["layers.0.mlp"].reason
-    with pytest.raises(UnsupportedError, match=r"triton cannot run layers\.0\.mlp: .*blocks of 128x128"):
-        plan_model(LoadOptions(model=written.folder, impl="layers.*.mlp=triton"))
+    assert rows["layers.0.mlp"].implementation == rows["layers.2.mlp"].implementation == "triton"
+    assert rows["layers.0.mlp"].formats == ("fp8 128x128",)
+    monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (8, 6))
+    plan = plan_model(LoadOptions(model=written.folder)).plan
+    reason = {row.layer: row.reason for row in plan.rows}["layers.0.mlp"]
+    assert "compute capability 8.6 is below 8.9 for fp8 weights" in reason
 
 
 def test_memory_is_that_of_the_quantized_weights(quantized, monkeypatch):

@@ -53,7 +53,7 @@ def point(name: str, tokens: int = 5, context: int = 70, dtype: torch.dtype = to
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1), (5, 70)])
 def test_every_kernel_holds_its_bound(name, tokens, context):
     row = once(point(name, tokens, context))
-    if name.startswith("gemm_") and name.endswith(".fp8") and tokens == 1:
+    if name.startswith("gemm_") and ".fp8" in name and tokens == 1:
         assert "a single token is not quantized" in row["left_out"]["all"]
         assert not row["seconds"]
         return
@@ -64,7 +64,10 @@ def test_every_kernel_holds_its_bound(name, tokens, context):
     assert row["context"] == (context if name.startswith("attention") else None)
 
 
-@pytest.mark.parametrize("name", ["qkv", "gate_up.fp8", "gemm_down", "gemm_o.fp8", "attention_prefill", "qk_norm_rope_kv_write"])
+@pytest.mark.parametrize(
+    "name",
+    ["qkv", "gate_up.fp8", "down.fp8_blocks", "gemm_down", "gemm_o.fp8", "attention_prefill", "qk_norm_rope_kv_write"],
+)
 def test_many_tokens_of_which_some_are_compared(name):
     """More tokens than the kernels for few tokens take, and more rows than are compared with the truth."""
     row = once(point(name, 200, 3, torch.float16))

@@ -61,7 +61,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
         if hasattr(kernel, "result"):
             kernel = kernel.result()
         ptx = kernel.asm["ptx"]
-        given = {name: arg for name, arg in zip(self.arg_names, args, strict=False) if arg is not None}
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs  # prepared kernels get constexprs by position
+        given = {name: arg for name, arg in given.items() if arg is not None}
         before_wait = ptx.partition("griddepcontrol.wait")[0]
         roles = [part.rpartition("setmaxnreg")[2] for part in ptx.split("griddepcontrol.wait")[:-1]]  # up to their waits
         results.append(
@@ -81,8 +82,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "loads_before_wait": "ld.global" in before_wait or "cp.async" in before_wait,
                 "tiles_before_wait": "cp.async" in before_wait,
                 "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
-                "scales_or_bias": "scale_ptr" in given or "bias_ptr" in given,
-                "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
+                "rows_before_loop": ("scale_ptr" in given and "SCALE_ROWS" not in given) or "bias_ptr" in given,
+                "options": {k: v for k, v in given.items() if isinstance(v, int | str)},
             }
         )
 
@@ -122,6 +123,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             linear.norm_linear(x, norm_weight, 1e-6, qkv8, bias, scale=scales[0], workspace=workspace, pdl=pdl)
             linear.norm_gate_up(x, norm_weight, 1e-6, gate_up8, "silu", scale=scales[1], pdl=pdl)
             linear.linear_residual(empty(T, INTER), down8, x, scale=scales[2], workspace=workspace, pdl=pdl)
+        in_blocks(empty, workspace, pdl, cc)
     linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
     if cc == 90 and dtype.itemsize == 2:
         three_groups(empty)
@@ -164,6 +166,28 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
     if cc == 90:
         wide_items(empty, ints, workspace)
     experts(empty, cc)
+
+
+def in_blocks(empty: Callable[..., torch.Tensor], workspace: launch.Workspace, pdl: bool, cc: int) -> None:
+    """Weights with a scale for each block: the regimes of the linear layers, and blocks of fewer rows than a tile has."""
+    eight, bias = torch.float8_e4m3fn, empty(4608)
+
+    def weight(rows: int, K: int, g: int = 128) -> dict[str, torch.Tensor]:
+        scale = empty(-(-rows // g), -(-K // 128), like=torch.float32)
+        return {"weight": empty(rows, K, like=eight), "scale": scale}
+
+    for T in (1, 5, 64, 100, 500):
+        x = empty(T, HIDDEN)
+        linear.norm_linear(x, empty(HIDDEN), 1e-6, bias=bias, workspace=workspace, pdl=pdl, **weight(4608, HIDDEN))
+        linear.norm_gate_up(x, empty(HIDDEN), 1e-6, activation="silu", pdl=pdl, **weight(2 * INTER, HIDDEN))
+        linear.linear_residual(empty(T, INTER), residual=x, workspace=workspace, pdl=pdl, **weight(HIDDEN, INTER))
+        linear.linear_residual(empty(T, 576), residual=empty(T, 568), workspace=workspace, pdl=pdl, **weight(568, 576, 8))
+    if cc == 90 and empty(1).itemsize == 2:
+        for groups, widths in ((2, (64, 32)), (2, (64, 0)), (3, (128, 0)), (3, (64, 32))):
+            config = gemm_sm90.derive_config(*widths, HIDDEN, 1, False, 132, groups=groups, blocks=True)
+            x, x_scale = empty(300, HIDDEN, like=eight), empty(300, HIDDEN // 128, like=torch.float32)
+            product = Product(x, **weight(4608, HIDDEN), out=empty(300, 4608), x_scale=x_scale, pdl=True)
+            gemm_sm90.gemm_sm90(product, config)
 
 
 def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
