@@ -5,9 +5,13 @@ the weights takes most of the time: `gemm_small`. More tokens, where arithmetic 
 from 65 tokens on. With two or more tokens, the norm is a separate kernel before the product.
 
 Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [N] fp32, one for each row (compute capability
-8.9 and later). With such weights, the activations of two or more tokens are quantized too, with a scale for each token: by the
+8.9 and later). With fp8 weights, the activations of two or more tokens are quantized too, with a scale for each token: by the
 norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8`
 does the same.)
+
+4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, for any number of tokens, and activations are
+not quantized: `gemm_int4` multiplies unpacked weights as it reads them. For many tokens, a kernel unpacks the weight first, and
+the kernel for weights of the activations' dtype computes the product.
 """
 
 from collections.abc import Callable
@@ -23,6 +27,7 @@ from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
+from minirt.kernels.linear import int4
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -54,9 +59,18 @@ class LinearRegime(Regime):
     fetches_early: bool = False
 
 
+def _unpacked(product: Product) -> None:
+    int4.gemm_unpacked(product, launch)
+
+
 # The first regime that covers the tokens and accepts the product computes it.
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
+    LinearRegime(
+        "gemm_int4", "tokens", 1, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block, launch=int4.gemm_int4,
+        accepts=int4.accepts,
+    ),
+    LinearRegime("gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, accepts=int4.accepts),
     LinearRegime("gemv", "tokens", 1, 1, launch=vector.gemv),
     LinearRegime(
         "gemm_sm90", "tokens", _SM90, variant=sm90.token_regime, padded=sm90.padded_tokens, capability=90, launch=sm90.gemm_sm90,
@@ -197,6 +211,8 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
     """
     if rows == 0:
         return 0
+    if int4.is_int4(weight):
+        return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
     product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"))
@@ -220,13 +236,14 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
         _check(product, norm_weight)
     if T == 0:
         return out
-    if T == 1:
+    four_bits = int4.is_int4(product.weight)
+    if T == 1 and not four_bits:
         if product.row_maxima is not None:
             raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
         vector.gemv(product, norm_weight, eps)
         return out
     early = any(own.covers(T, capability(x.device)) for own in EARLY)
-    if product.scale is None:
+    if product.scale is None or four_bits:
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
     else:
