@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.device import interpreting
+from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import capability, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.activation import activate
@@ -408,7 +409,8 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     """Write the output of a product with 4-bit weights. `dispatch` checks it before."""
     x, weight, out, bias, residual, activation, scale, _, workspace, _, pdl = product
     T, N, K = product.shape
-    assert scale is not None
+    if scale is None:
+        raise InputError("missing", where="scale", expected="scale words")
     c = config or lookup_int4_config(x.device, token_block(T), N, K, x.element_size(), activation is not None)
     tiles, chunks = triton.cdiv(N, c.block_n) * triton.cdiv(T, c.block_t), triton.cdiv(K, CHUNK)
     split, sums, counters = 1, None, None
@@ -438,6 +440,7 @@ def unpack(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype, pdl: bool =
 def gemm_unpacked(product: Product, launch: Callable[[Product], None]) -> None:
     """Unpack the weight, and let `launch` write the output of the 16-bit product."""
     x, scale = product.x, product.scale
-    assert scale is not None
+    if scale is None:
+        raise InputError("missing", where="scale", expected="scale words")
     wide = unpack(product.weight, scale, x.shape[1], x.dtype, product.pdl)
     launch(product._replace(weight=wide, scale=None))

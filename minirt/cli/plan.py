@@ -63,7 +63,7 @@ def _memory_lines(memory: "MemoryPlan", gpu: AbsentGPU | None) -> list[str]:
     free += f", estimated for {format_size(gpu.memory)} in all" if gpu is not None else " now"
     parts = f"weights {format_size(memory.weights)}, rope tables and states {format_size(memory.other)}"
     if not memory.fits:
-        hint = "use --fp8, a 16-bit --dtype, a smaller model, or lower --max-model-len or --kv-cache-memory"
+        hint = "use --quantize fp8 or int4, a 16-bit --dtype, a smaller model, or lower --max-model-len or --kv-cache-memory"
         return [f"Does not fit: {parts}, {free} ({hint})"]
     if not memory.page:
         return [f"Fits: {parts}; {free}"]

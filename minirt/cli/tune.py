@@ -14,6 +14,7 @@ from minirt.cli.options import (
     model_name,
     model_options,
     output_file_option,
+    quantization,
     quiet_option,
     report_format_option,
     require_triton,
@@ -108,7 +109,7 @@ def tune(
         note(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")
     correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
     shared = machine("tune", device, ["minirt", *(ctx.find_root().obj or [])], None)
-    shared |= {"model": name, "quantization": "fp8" if options["fp8"] else None, "correctness": correctness}
+    shared |= {"model": name, "quantization": quantization(options), "correctness": correctness}
     emit(TuneReport(shared, rows).render(options["output_format"]), options["output_file"], options["quiet"])
 
 

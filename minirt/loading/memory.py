@@ -22,8 +22,8 @@ def check_memory(
     """
     needed = model.weight_bytes(dtype) + _other_bytes(model, length, device, max_num_seqs)
     what = f"{model.num_parameters / 1e9:.2f} G weights and the rope tables of {length} positions"
-    fp8 = "" if model.formats else "--fp8, "
-    require_memory(needed, device, what, f"use {fp8}a smaller model, a 16-bit --dtype or a lower --max-model-len")
+    quantize = "" if model.formats else "--quantize fp8 or int4, "
+    require_memory(needed, device, what, f"use {quantize}a smaller model, a 16-bit --dtype or a lower --max-model-len")
     if kv_cache_memory is not None:
         one = page_bytes(model.cache_specs, kv_dtype)
         pages = min(_pages_in(kv_cache_memory, one), max_num_seqs * -(-length // PAGE_SIZE)) * one
