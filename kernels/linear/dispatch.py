@@ -9,9 +9,9 @@ Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [
 norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8`
 does the same.)
 
-4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, for any number of tokens, and activations are
-not quantized: `gemm_int4` multiplies unpacked weights as it reads them. For many tokens, a kernel unpacks the weight first, and
-the kernel for weights of the activations' dtype computes the product.
+4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One token:
+`gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More tokens: a kernel
+unpacks the weight first, and the kernel for weights of the activations' dtype computes the product.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
-from minirt.kernels.linear import int4
+from minirt.kernels.linear import gemv_int4, int4
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -66,8 +66,9 @@ def _unpacked(product: Product) -> None:
 # The first regime that covers the tokens and accepts the product computes it.
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
+    LinearRegime("gemv_int4", "tokens", 1, 1, launch=gemv_int4.gemv_int4, accepts=int4.accepts),
     LinearRegime(
-        "gemm_int4", "tokens", 1, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block, launch=int4.gemm_int4,
+        "gemm_int4", "tokens", 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block, launch=int4.gemm_int4,
         accepts=int4.accepts,
     ),
     LinearRegime("gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, accepts=int4.accepts),
@@ -237,10 +238,10 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
     if T == 0:
         return out
     four_bits = int4.is_int4(product.weight)
-    if T == 1 and not four_bits:
+    if T == 1:
         if product.row_maxima is not None:
             raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
-        vector.gemv(product, norm_weight, eps)
+        (gemv_int4.gemv_int4 if four_bits else vector.gemv)(product, norm_weight, eps)
         return out
     early = any(own.covers(T, capability(x.device)) for own in EARLY)
     if product.scale is None or four_bits:

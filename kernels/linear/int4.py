@@ -5,7 +5,7 @@ s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So
 tensor cores' left operand four times over, and unpacking moves no value between threads. A scale is an fp32 number with the
 group's zero point in its four lowest bits; see `reference.dequantize_int4`.
 
-Few tokens (`gemm_int4`): the weights are the tensor cores' left operand, as in `gemm_small`. The integers q − z are exact in 16
+One token: `gemv_int4`. Few tokens (`gemm_int4`): the weights are the tensor cores' left operand, as in `gemm_small`. The integers q − z are exact in 16
 bits, each group's sum is multiplied by its scale in fp32, so the weights are never rounded. With more tokens the scale is
 multiplied into the weights first, which rounds them to 16 bits, and many tokens share one pass over the weights. Prompts
 (`gemm_unpacked`): a kernel writes the weights as 16-bit numbers, and the 16-bit GEMM multiplies them.
@@ -32,9 +32,9 @@ from minirt.kernels.reference import INT4_CHUNK, int4_group
 
 CHUNK = INT4_CHUNK  # columns that a row's 32 words hold
 WORDS = 32
-MAX_TOKENS = 128  # of `gemm_int4`
+MAX_TOKENS = 256  # of `gemm_int4`
 _REGISTERS = 65536  # of an SM
-_MOST_PARTS = 8  # of K
+_MOST_PARTS = 9  # of K
 _EXACT = 64  # tokens up to which scales multiply sums
 
 CASES = [
@@ -382,20 +382,30 @@ def accepts(product: Product) -> bool:
 
 
 def choose_int4_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> Int4Config:
-    """The configuration for a shape, by the rule. It depends on T only through `token_block`."""
+    """The configuration for a shape, by the rule. It depends on T only through `token_block`.
+
+    The rule follows sweeps over the layers of Qwen2.5-7B on an H200 (docs/decisions/int4.md).
+    """
     block_t, chunks = token_block(T), triton.cdiv(K, CHUNK)
     if itemsize == 4:
         return Int4Config(32, min(block_t, 32), 4, 1, 1 if gated else min(4, chunks))
-    tiles = triton.cdiv(N, 64)
-    large = shared_limit(cc) > 200 * 1024
-    programs = (3 if block_t <= 32 else 2) if large else 1
-    block_n = 64
+    # Rows, warps, stages, programs of an SM, programs of all SMs for each of them, and the fewest chunks of a part of K.
+    if block_t <= 16:
+        block_n, warps, stages, programs, enough, shortest = (64, 4, 3, 4, 1.0, 1) if gated else (128, 4, 4, 2, 1.91, 5)
+    elif block_t <= 32:
+        block_n, warps, stages, programs, enough, shortest = 64, 4, 4, 3, 2.55, 9
+    elif block_t <= 128 and not gated:
+        block_n, warps, stages, programs, enough, shortest = 128, 8, 4, 1, 1.0, 4
+    else:
+        block_n, warps, stages, programs, enough, shortest = 64, 4, 3, (3 if block_t <= 64 else 1), 2.0, 4
     block_t = min(block_t, 128)
-    row_bytes = block_n * 64 * (2 if gated else 1) + block_t * 256 + 4 * block_n * 4 * (2 if gated else 1)
-    budget = shared_limit(cc) // programs - 2048
-    stages = max(2, min(6, budget // row_bytes))
-    split = 1 if gated else max(1, min(int(min(2.5, programs) * num_sms / tiles), _MOST_PARTS, chunks // 4))
-    return Int4Config(block_n, block_t, 4, stages, split, programs, block_t <= _EXACT)
+    tiles = triton.cdiv(N, block_n) * triton.cdiv(token_block(T), block_t)
+    step = (block_n * 64 + 8 * block_n) * (2 if gated else 1) + block_t * 2 * CHUNK  # bytes of a stage: words, scales, tokens
+    while programs > 1 and 2 * step > shared_limit(cc) // programs - 2048:
+        programs -= 1
+    stages = max(2, min(stages, (shared_limit(cc) // programs - 2048) // step))
+    split = 1 if gated else max(1, min(int(enough * num_sms / tiles), _MOST_PARTS, chunks // shortest))
+    return Int4Config(block_n, block_t, warps, stages, split, programs, block_t <= _EXACT)
 
 
 @cached_lookup

@@ -20,7 +20,7 @@ from minirt.kernels.attention import decode, prefill
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
-from minirt.kernels.linear import gemm, gemm_sm90, gemm_small
+from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, int4
 from minirt.kernels.linear.product import Product
 from minirt.kernels.moe import dispatch as moe
 
@@ -86,7 +86,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
 
     jit.JITFunction.run = warm_up
     launch._INTERPRETER_SMS = 132  # an H200's
-    for module in (gemm_small, gemm, linear, attention, prefill, decode, moe):
+    for module in (gemm_small, gemm, int4, linear, attention, prefill, decode, moe):
         module.capability = lambda device: cc
 
 
@@ -120,6 +120,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             linear.norm_linear(x, norm_weight, 1e-6, qkv8, bias, scale=scales[0], workspace=workspace, pdl=pdl)
             linear.norm_gate_up(x, norm_weight, 1e-6, gate_up8, "silu", scale=scales[1], pdl=pdl)
             linear.linear_residual(empty(T, INTER), down8, x, scale=scales[2], workspace=workspace, pdl=pdl)
+    four_bits(empty, ints, workspace, pdl)
     linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
     if cc == 90 and dtype.itemsize == 2:
         three_groups(empty)
@@ -162,6 +163,22 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
     if cc == 90:
         wide_items(empty, ints, workspace)
     experts(empty, cc)
+
+
+def four_bits(
+    empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace, pdl: bool
+) -> None:
+    """4-bit weights, in groups of each size."""
+    for T, group in ((1, 128), (24, 64), (64, 128), (100, 32), (100, 128), (300, 128)):
+        for N, K, gated in ((4608, HIDDEN, False), (2 * INTER, HIDDEN, True), (HIDDEN, INTER, False)):
+            x, words, scale = empty(T, K), ints(N, K // 4, like=torch.int16), ints(K // group, N)
+            if gated:
+                linear.norm_gate_up(x, empty(K), 1e-6, words, "silu", scale=scale, pdl=pdl)
+            else:
+                residual = empty(T, N)
+                linear.linear_residual(x, words, residual, empty(N), scale=scale, workspace=workspace, pdl=pdl)
+    words, scale = ints(131, 160, like=torch.int16), ints(5, 131)
+    linear.norm_linear(empty(3, 577), empty(577), 1e-6, words, scale=scale, pdl=pdl)  # columns that no chunk fills
 
 
 def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:

@@ -9,6 +9,7 @@ from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.launch import Workspace
 from minirt.kernels.linear import dispatch, int4
+from minirt.kernels.linear.gemv_int4 import GemvInt4Config, choose_gemv_int4_config, gemv_int4
 from minirt.kernels.linear.int4 import Int4Config, choose_int4_config
 from minirt.kernels.linear.product import Product
 
@@ -87,6 +88,48 @@ def test_packing_and_what_it_stands_for(device):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_configurations(case, dtype, make, nan, agrees, device):
     check(*case, dtype, make, nan, agrees, device)
+
+
+ONE_TOKEN = [  # N, K, group, activation, configuration
+    (5, 97, 128, None, GemvInt4Config(2, 1, 2)),  # columns in pairs that no word fills: single loads
+    (9, 1096, 64, None, GemvInt4Config(4, 1, 1)),
+    (3, 1096, 128, "silu", GemvInt4Config(2, 1, 2)),
+    (2, 1100, 32, "gelu", GemvInt4Config(1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("case", ONE_TOKEN, ids=str)
+def test_one_token(case, dtype, make, nan, agrees, device):
+    """With the norm in the product or before it; each row without feeling its neighbours."""
+    N, K, group, activation, config = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, norm, bias = make(1, K, dtype=dtype, scale=3.0), make(K, dtype=dtype), make(rows, dtype=dtype)
+    residual, out = make(1, N, dtype=dtype) if activation is None else None, nan(1, N, dtype=dtype)
+    product = Product(x, words, out, bias, residual, activation, scale)
+    gemv_int4(product, None, 0.0, config)
+    agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
+    gemv_int4(product, norm, EPS, config)
+    wide = x.double()
+    h = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
+    approximate, _ = expected(reference.rms_norm(x, norm, EPS), words, scale, exact, bias, residual, activation)
+    truth = h @ exact.T + bias.double()
+    truth = truth + residual.double() if activation is None else reference.gated(truth, activation)
+    agrees(out, approximate, truth)
+    if activation is None:
+        alone = nan(1, 1, dtype=dtype)
+        gemv_int4(Product(x, words[-1:].contiguous(), alone, bias[-1:], residual[:, -1:], None, scale[:, -1:].contiguous()), norm, EPS, config)
+        assert torch.equal(alone, out[:, -1:])
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1e6])
+def test_one_token_of_small_and_large_values(magnitude, make, nan, agrees, device):
+    """Nibbles are denormal numbers there: products must neither vanish nor overflow. Zero points count in full."""
+    words, scale, exact = four_bits(12, 260, 128, device)
+    x, out = make(1, 260, dtype=torch.float32) * magnitude, nan(1, 12, dtype=torch.float32)
+    bias = torch.zeros(12, device=device)
+    gemv_int4(Product(x, words, out, None, None, None, scale))
+    agrees(out, *expected(x, words, scale, exact, bias, None, None))
 
 
 @pytest.mark.parametrize("case", [(1, 12, 200), (3, 21, 97), (16, 18, 256), (130, 16, 130)], ids=str)
@@ -183,6 +226,17 @@ def test_quantization_is_near_the_best(group):
     found = (back - weight).square().sum().item()
     assert found < 1.02 * best
     assert found < 0.9 * nearest
+
+
+@pytest.mark.parametrize("sms", [132, 20])
+def test_configurations_of_one_token(sms):
+    """A thread's loads in flight fit in its registers: a third of them at most."""
+    for hidden, heads, inter in ((576, 960, 1536), (896, 1152, 4864), (3584, 4608, 18944), (8192, 10240, 29568)):
+        for N, K, gated in ((heads, hidden, False), (inter, hidden, True), (hidden, inter, False), (150_000, hidden, False)):
+            c = choose_gemv_int4_config(N, K, gated, sms)
+            tiles = -(-K // 128) * 16 / (128 * c.num_warps)
+            assert c.num_warps == 1 or tiles >= 1
+            assert 4 * c.rows * (1 + gated) * min(c.tiles, -(-int(tiles) // 1) or 1) <= (c.registers or 255) // 3
 
 
 @pytest.mark.parametrize("sms", [132, 20])
