@@ -39,8 +39,8 @@ def linear(
 ) -> Tensor:
     """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N].
 
-    With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`. With `scale`
-    int32 it has 4 bits, see `dequantize_int4`, and activations are never quantized.
+    With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`. With
+    `scale` int32 it has 4 bits, see `dequantize_int4`, and activations are never quantized.
     """
     if scale is None:
         return F.linear(x, weight, bias)
@@ -139,8 +139,8 @@ def unpack_int4(words: Tensor, K: int) -> Tensor:
 def pack_int4_scale(scale: Tensor, zero: Tensor | int = INT4_ZERO) -> Tensor:
     """Scales [N, groups] and zero points from 0 to 15 of the same shape → scale words [groups, N] int32.
 
-    A word is the fp32 scale with the zero point in its four lowest bits. Scales that are numbers of 16 bits have zeros there. Other
-    scales are rounded, by a millionth at most.
+    A word is the fp32 scale with the zero point in its four lowest bits. Scales that are numbers of 16 bits have zeros there.
+    Other scales are rounded, by a millionth at most.
     """
     bits = (scale.float().view(torch.int32) + 8) & -16
     return (bits | zero).T.contiguous()
@@ -168,10 +168,10 @@ def dequantize_int4(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype = t
 def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [N, K] → codes [N, K] uint8 from 0 to 15 and scales [N, ⌈K / group⌉] fp32, with (codes − 8) · scale ≈ x.
 
-    The scale of a group is the best of several for the squared error, then the least-squares scale of its codes, twice. A negative
-    scale gives the group's largest value the code −8, which 4 bits have in addition to −7 to 7. It is 1 for a group of zeros.
+    The scale of a group is the best of several for the squared error, then the least-squares scale of its codes, twice. A
+    negative scale gives the group's largest value the code −8, which 4 bits have in addition to −7 to 7. It is 1 for a group of zeros.
     """
-    N, K = x.shape
+    K = x.shape[1]
     values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))
     largest = values.gather(2, values.abs().argmax(2, keepdim=True))
     largest = torch.where(largest == 0, -8.0, largest)

@@ -89,9 +89,12 @@ def _operations() -> dict[str, Operation]:
     }  # fmt: skip
     for name, what in fused.items():
         points = _FEW if name == "lm_head" else _LINEAR
-        table[name] = Operation(partial(ops.fused_linear, name=name, fp8=False), what, points)
+        table[name] = Operation(partial(ops.fused_linear, name=name, quantization=None), what, points)
         table[f"{name}.fp8"] = Operation(
-            partial(ops.fused_linear, name=name, fp8=True), f"{what}; FP8 weights, tokens quantized on the way", points
+            partial(ops.fused_linear, name=name, quantization="fp8"), f"{what}; FP8 weights, tokens quantized on the way", points
+        )
+        table[f"{name}.int4"] = Operation(
+            partial(ops.fused_linear, name=name, quantization="int4"), f"{what}; 4-bit weights", points
         )
         if name != "lm_head":
             table[f"gemm_{name}"] = Operation(partial(ops.gemm, name=name, fp8=False), f"product of {name} alone", _MANY)

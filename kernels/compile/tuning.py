@@ -124,6 +124,7 @@ class LinearShape:
         dtype: of the activations.
         fp8: whether the weights are fp8.
         logits: whether the outputs are fp32, as those of an LM head.
+        int4: whether the weights have 4 bits.
     """
 
     N: int
@@ -133,6 +134,7 @@ class LinearShape:
     dtype: torch.dtype
     fp8: bool
     logits: bool = False
+    int4: bool = False
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]

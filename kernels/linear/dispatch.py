@@ -9,9 +9,9 @@ Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` [
 norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8`
 does the same.)
 
-4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One token:
-`gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More tokens: a kernel
-unpacks the weight first, and the kernel for weights of the activations' dtype computes the product.
+4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
+token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
+tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product.
 """
 
 from collections.abc import Callable

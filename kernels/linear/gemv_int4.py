@@ -1,9 +1,10 @@
 """Linear layers of one token with 4-bit weights, as in `gemv`: fp32 FMAs, the norm fused, several loads of each thread in flight.
 
 The layout of the words is that of `int4`; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask
-alone: bits p to p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that all
-products are q · x · 2^−53, exact and far from the ends of fp32's range, and finished sums are multiplied by 2^53. Tensor cores are
-of no use for one token: they wait for shared memory and for each other.
+alone: bits p to p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that
+all products are q · x · 2^−53, exact and far from the ends of fp32's range. Finished sums are multiplied by 2^53. So this
+kernel must never be compiled with flushing of denormals, which Triton does not do. Tensor cores are slower for one token: in
+`gemm_int4` their operands wait for shared memory and for each other.
 
 A thread holds 8 neighbouring words of a row, which are in one chunk of 128 columns. Rows are separate one-dimensional tensors, so
 that scales are loaded by the threads that need them.
@@ -96,7 +97,7 @@ def _group_scales(ptr, row, word, i: tl.constexpr, stride, GROUPS: tl.constexpr,
 def _row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr):
     """acc + 2^−53 · the products of each thread's words of a tile.
 
-    low, high: four tiles of columns each, for the two words of a pair, times 2^(96 − 4j). totals: 2^−53 · sums of each group of x.
+    low, high: four tiles of columns each, for the two words of a pair, times 2^(96 − 4j). totals: 2^−53 · sums of groups of x.
     """
     other = w >> 16
     for g in tl.static_range(4 // GROUP):
@@ -137,7 +138,10 @@ def _gemv_int4_kernel(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time. With ACTIVATION the weight has 2N rows."""
+    """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time.
+
+    With ACTIVATION the weight has 2N rows: gate, then up.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
     WIDTH: tl.constexpr = (K + 127) // 128 * 16

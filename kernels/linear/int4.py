@@ -1,14 +1,14 @@
 """Linear layers with 4-bit weights: the packed layout, products of any number of tokens, and unpacking to 16 bits.
 
-A weight [N, K] is stored as words [N, ⌈K / 128⌉ · 32] of 16 bits and `scale` [groups, N] int32. In each chunk of 128 columns, word
-s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So two neighbouring words are one register of the
+A weight [N, K] is stored as words [N, ⌈K / 128⌉ · 32] of 16 bits and `scale` [groups, N] int32. In each chunk of 128 columns,
+word s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So two neighbouring words are one register of the
 tensor cores' left operand four times over, and unpacking moves no value between threads. A scale is an fp32 number with the
 group's zero point in its four lowest bits; see `reference.dequantize_int4`.
 
-One token: `gemv_int4`. Few tokens (`gemm_int4`): the weights are the tensor cores' left operand, as in `gemm_small`. The integers q − z are exact in 16
-bits, each group's sum is multiplied by its scale in fp32, so the weights are never rounded. With more tokens the scale is
-multiplied into the weights first, which rounds them to 16 bits, and many tokens share one pass over the weights. Prompts
-(`gemm_unpacked`): a kernel writes the weights as 16-bit numbers, and the 16-bit GEMM multiplies them.
+One token: `gemv_int4`. Few tokens (`gemm_int4`): the weights are the tensor cores' left operand, as in `gemm_small`. The
+integers q − z are exact in 16 bits, and each group's sum is multiplied by its scale in fp32, so the weights are never rounded.
+With more tokens, the scale is multiplied into the weights first, which rounds them to 16 bits. Prompts (`gemm_unpacked`): a
+kernel writes the weights as 16-bit numbers, and the 16-bit GEMM multiplies them.
 
 The method of unpacking is Kim et al. 2022 ("Who says elephants can't run") and Marlin (Frantar et al. 2024): a nibble in the low
 mantissa bits of a constant exponent is a floating-point number 128 + q (bf16) or 1024 + q (fp16).
@@ -79,9 +79,10 @@ TUNABLE = Tunable("gemm_int4", Int4Config, (__file__,))
 @triton.jit
 def _unpack(w, zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Words → the four tiles q − z of their nibbles, exact in DTYPE. `zero`: z as fp32, one for each row."""
+    bf16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
     if ASM:
-        offset = tl.broadcast_to((-(zero + (128.0 if DTYPE == tl.bfloat16 else 1024.0))).to(DTYPE)[:, None], w.shape)
-        if DTYPE == tl.bfloat16:
+        offset = tl.broadcast_to((-(zero + (128.0 if bf16 else 1024.0))).to(DTYPE)[:, None], w.shape)
+        if bf16:
             return tl.inline_asm_elementwise(
                 """{
                 .reg .b32 w1, w2, w3, n0, n1, n2, n3, one;
@@ -131,7 +132,7 @@ def _unpack(w, zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _scaled(q, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """q · scale, rounded once to DTYPE: `scale` fp32 is split into a high and a low part."""
-    if ASM and DTYPE == tl.bfloat16:
+    if ASM and DTYPE == tl.bfloat16:  # noqa: SIM300
         high = scale.to(DTYPE)
         low = (scale - high.to(tl.float32)).to(DTYPE)
         high, low = tl.broadcast_to(high[:, None], q.shape), tl.broadcast_to(low[:, None], q.shape)

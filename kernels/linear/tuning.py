@@ -13,19 +13,19 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, fit_stages, shared_limit
-from minirt.kernels.linear import gemm_sm90, gemm_small, gemv
+from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 
-TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE)
+TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE)
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
 
 
 def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of one token."""
-    for shape in shapes if 1 in tokens else ():
+    for shape in _wide(shapes) if 1 in tokens else ():
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
         rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device))
@@ -40,7 +40,7 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps with the token counts of `gemm_small`, one case for each power of two that they are padded to."""
     blocks = sorted({gemm_small.token_block(T) for T in tokens if _kernel(T, device) == "gemm_small"})
-    for block_t, shape in itertools.product(blocks, shapes):
+    for block_t, shape in itertools.product(blocks, _wide(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
         cc = capability(device)
@@ -59,7 +59,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
 def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of more tokens on Hopper, one case for each regime. Leaves out the LM head, which uses no tuned configuration."""
     regimes = sorted({gemm_sm90.token_regime(T) for T in tokens if _kernel(T, device) == "gemm_sm90"})
-    for regime, shape in itertools.product(regimes, shapes):
+    for regime, shape in itertools.product(regimes, _wide(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         if itemsize > 2 or shape.logits:
             continue
@@ -70,9 +70,45 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
         yield _case(gemm_sm90.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
 
 
-def _kernel(tokens: int, device: torch.device) -> str:
-    """The kernel for this number of tokens."""
-    return next(own.kernel for own in REGIMES if own.covers(tokens, capability(device)))
+def gemv_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of one token with 4-bit weights."""
+    for shape in shapes if 1 in tokens else ():
+        if shape.int4:
+            key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
+            rule = gemv_int4.choose_gemv_int4_config(shape.N, shape.K, shape.gated, _sm_count(device))
+            around = [
+                gemv_int4.GemvInt4Config(rows, warps, tiles, registers)
+                for rows in _around(rule.rows, 8) for warps in _around(rule.num_warps, 8) for tiles in _around(rule.tiles, 4)
+                for registers in {None, 128, rule.registers}
+            ]  # fmt: skip
+            yield _case(gemv_int4.TUNABLE, key, rule, around, shape, 1, device)
+
+
+def gemm_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of several tokens with 4-bit weights, one case for each power of two that they are padded to."""
+    blocks = sorted({int4.token_block(T) for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4"})
+    for block_t, shape in itertools.product(blocks, [shape for shape in shapes if shape.int4]):
+        key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=shape.dtype.itemsize, gated=shape.gated)
+        sizes = (block_t, shape.N, shape.K, shape.dtype.itemsize, shape.gated, capability(device), _sm_count(device))
+        rule = int4.choose_int4_config(*sizes)
+        parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6, 9)
+        around = [
+            replace(rule, block_n=block_n, num_warps=warps, num_stages=stages, programs=programs, split=split)
+            for block_n, warps in ((64, 4), (128, 4), (128, 8)) for stages in (3, 4) for programs in (1, 2, 3) for split in parts
+            if programs * warps <= 12
+        ]  # fmt: skip
+        yield _case(int4.TUNABLE, key, rule, around, shape, block_t, device)
+
+
+def _wide(shapes: Sequence[LinearShape]) -> list[LinearShape]:
+    """The shapes whose weights do not have 4 bits."""
+    return [shape for shape in shapes if not shape.int4]
+
+
+def _kernel(tokens: int, device: torch.device, four_bits: bool = False) -> str:
+    """The kernel for this number of tokens, for weights of 4 bits or for others."""
+    fitting = [own for own in REGIMES if own.covers(tokens, capability(device))]
+    return next(own.kernel for own in fitting if (own.accepts is int4.accepts) == four_bits)
 
 
 def _sm_count(device: torch.device) -> int:
@@ -100,11 +136,12 @@ def _prepare(
         return torch.randn(size, device=device, dtype=shape.dtype, generator=random)
 
     x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
-    copies = max(2, triton.cdiv(_COLD, rows * shape.K * (1 if shape.fp8 else shape.dtype.itemsize)))
+    itemsize = 0.5 if shape.int4 else 1 if shape.fp8 else shape.dtype.itemsize
+    copies = max(2, triton.cdiv(_COLD, int(rows * shape.K * itemsize)))
     weights: list[tuple[Tensor, Tensor | None]] = []
     for _ in range(copies):
         weight = normal(rows, shape.K) / shape.K**0.5
-        weights.append(reference.quantize_fp8(weight) if shape.fp8 else (weight, None))
+        weights.append(_int4(weight) if shape.int4 else reference.quantize_fp8(weight) if shape.fp8 else (weight, None))
     activation = "silu" if shape.gated else None
     h, x_scale = quantize(x) if shape.fp8 and T > 1 else (x, None)
     out_dtype = torch.float32 if shape.logits else shape.dtype
@@ -114,7 +151,7 @@ def _prepare(
     base = Product(h, weights[0][0], out, None, residual, activation, None, x_scale, workspace, pdl=pdl)
     kernels: dict[type, Callable[..., None]] = {
         gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
-        gemm_sm90.gemm_sm90,
+        gemm_sm90.gemm_sm90, gemv_int4.GemvInt4Config: gemv_int4.gemv_int4, int4.Int4Config: int4.gemm_int4,
     }  # fmt: skip
     kernel = kernels[config_type]
 
@@ -139,6 +176,17 @@ def _prepare(
     return launch, check
 
 
+def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Words and scale words of a weight, rounded to the nearest: how good the scales are does not change the time."""
+    groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % reference.INT4_CHUNK))
+    groups = groups.unflatten(1, (-1, reference.INT4_CHUNK))
+    scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-9) / 7.5
+    codes = ((groups / scale).round().clamp(-8, 7) + reference.INT4_ZERO).flatten(1)[:, : weight.shape[1]]
+    return reference.pack_int4(codes), reference.pack_int4_scale(scale.squeeze(2))
+
+
 register("gemv", gemv_cases)
+register("gemv_int4", gemv_int4_cases)
+register("gemm_int4", gemm_int4_cases)
 register("gemm_small", gemm_small_cases)
 register("gemm_sm90", gemm_cases)

@@ -142,8 +142,9 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
             if linear.format is not None and linear.format.no_triton is not None:
                 continue
             rows = linear.out_features // 2 if gated else linear.out_features
-            fp8 = linear.format is not None
-            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits))
+            int4 = linear.format is not None and linear.format.name == "int4"
+            fp8 = linear.format is not None and not int4
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits, int4))
     return list(dict.fromkeys(shapes))
 
 

@@ -201,7 +201,8 @@ class _Search:
         for name, *_ in expected:
             entry = (self.entries or {}).get(name)
             prefix = name.rpartition(".")[0]
-            if entry is not None and (entry.dtype == E4M3 or any(f"{prefix}.{s}" in (self.entries or {}) for s in (*_SCALES, "scales"))):
+            scaled = any(f"{prefix}.{scale}" in (self.entries or {}) for scale in (*_SCALES, "scales"))
+            if entry is not None and (entry.dtype == E4M3 or scaled):
                 what, where = "only linear layers can be quantized", f"{entry.file}: {name}"
                 raise UnsupportedError(what, where=where, expected=" or ".join(FLOATS), found=entry.dtype, hint=_HINT)
 

@@ -63,12 +63,14 @@ class LinearFormat(ABC):
         no_triton: why no Triton kernel computes it; None: the kernels do.
         capability: the lowest compute capability of its kernels.
         experts: whether the experts of a mixture may have it.
+        rounds_activations: whether steps of several tokens round activations to e4m3.
     """
 
     name: ClassVar[str]
     no_triton: ClassVar[str | None] = None
     capability: ClassVar[float] = 8.9
     experts: ClassVar[bool] = True
+    rounds_activations: ClassVar[bool] = True
 
     @abstractmethod
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -227,6 +229,7 @@ class _Int4(LinearFormat):
     name = "int4"
     capability = 8.0
     experts = False
+    rounds_activations = False
     group: int
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
@@ -293,8 +296,8 @@ class StoredInt4(_Int4):
         return 1 if self.stored_group is None else -(-K // self.stored_group)
 
     def _place_scale(self, stored: Tensor, scale: Tensor, own: slice) -> None:
-        """Write scales [n, stored groups] into the scale words. Each in-place operation changes only bits of its own, so threads may
-        load scales and zero points in any order."""
+        """Write scales [n, stored groups] into the scale words. Each in-place operation changes only bits of its own, so threads
+        may load scales and zero points in any order."""
         target = scale[:, own]
         target.bitwise_and_(15).bitwise_or_(pack_int4_scale(self._repeated(stored, scale), 0))
         if self.symmetric:
@@ -389,7 +392,7 @@ _AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds its j
 
 @dataclass(frozen=True)
 class StoredInt4Awq(StoredInt4):
-    """AWQ, version "gemm": words of eight neighbouring rows of the weight, which is stored transposed, in an order of their own."""
+    """AWQ, version "gemm": words of eight neighbouring rows of the weight, in an order of their own, stored transposed."""
 
     symmetric: bool = False
 
@@ -451,7 +454,7 @@ QUANTIZATIONS = tuple(_QUANTIZED)  # what `--quantize` takes
 class Quantization(FormatChoice):
     """Quantization while loading: every linear of the attention and MLP layers, and optionally the LM head.
 
-    `head` None: FP8 covers the head unless it is tied to the embedding; 4 bits never do, as in the checkpoints of other producers.
+    `head` None: FP8 covers the head unless it is tied to the embedding; 4 bits never do, as in other producers' checkpoints.
     Small models tie it, and rounding it harms SmolLM2-135M more than rounding all other linears
     (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory.
     """

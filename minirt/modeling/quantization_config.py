@@ -1,7 +1,8 @@
 """`QuantizationConfig`: what config.json and hf_quant_config.json say about quantized weights. Imports no torch.
 
 Three producers state FP8 in their own ways: Qwen's and DeepSeek's releases ("fp8"), llm-compressor ("compressed-tensors") and
-NVIDIA's ModelOpt ("modelopt"). 4-bit weights are stated by llm-compressor too, by GPTQModel ("gptq") and by AutoAWQ ("awq"). What minirt cannot compute is refused here by name. Whether a weight is quantized is decided by
+NVIDIA's ModelOpt ("modelopt"). 4-bit weights are stated by llm-compressor too, by GPTQModel ("gptq") and by AutoAWQ ("awq").
+What minirt cannot compute is refused here by name. Whether a weight is quantized is decided by
 its tensors, see `minirt.loading.stored_formats`.
 """
 

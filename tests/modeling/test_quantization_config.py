@@ -87,7 +87,7 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes is not planned"),
     ({"quantization_config": {"quant_method": "gguf"}}, "GGUF is not planned"),
     *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("mxfp4", "auto-round")),
-    ({"quantization_config": {"quant_method": "hqq"}}, "expected fp8 or compressed-tensors or modelopt or gptq or awq; found 'hqq'"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "expected fp8 or .* or modelopt or gptq or awq; found 'hqq'"),
     ({"quantization_config": {}}, "'unnamed'"),
     ({"compression_config": {"quant_method": "compressed-tensors"}}, "older name"),
     (changed("fp8 block", weight_block_size=[64, 128]), r"weight_block_size: only blocks of 128 by 128.*\[64, 128\]"),

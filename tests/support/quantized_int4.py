@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from support.quantized import Written, save
 from torch import Tensor
+
+from support.quantized import Written, save
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds the column AWQ_ORDER[i] of eight
 
@@ -68,9 +69,8 @@ def packed(q: Quantized, symmetric: bool) -> dict[str, Tensor]:
 def gptq(q: Quantized, symmetric: bool, offset: int = 1) -> dict[str, Tensor]:
     """GPTQ: transposed; the stored zero point is `offset` less."""
     index = torch.arange(q.codes.shape[1], dtype=torch.int32) // q.group
-    return {
-        "qweight": words(q.codes).T.contiguous(), "scales": q.scale.T.contiguous(), "qzeros": words(q.zero.T - offset), "g_idx": index,
-    }  # fmt: skip
+    zeros = words(q.zero.T - offset)
+    return {"qweight": words(q.codes).T.contiguous(), "scales": q.scale.T.contiguous(), "qzeros": zeros, "g_idx": index}
 
 
 def awq(q: Quantized, symmetric: bool) -> dict[str, Tensor]:
