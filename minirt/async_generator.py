@@ -15,12 +15,13 @@ from typing import Any, overload
 from weakref import WeakMethod
 
 from minirt import models
-from minirt.engine.engine import TokenOutput
 from minirt.engine.engine_thread import EngineThread
+from minirt.engine.request import TokenOutput
 from minirt.errors import InputError, MinirtError, SlowReaderError
-from minirt.generator import AnyPrompt, Call, Generator, Messages, Prompt, is_single
+from minirt.generator import Generator
 from minirt.loading.options import LoadOptions
 from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.processor import AnyPrompt, Call, Messages, Prompt, is_single
 from minirt.sampling_params import SamplingParams
 
 MAX_UNREAD = 4096  # the default of `AsyncGenerator`
@@ -93,7 +94,7 @@ class AsyncGenerator:
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, messages of {"role", "content"}, through the model's chat template."""
-        tokens = await asyncio.to_thread(self.generator.encode_chat, messages, self.generator._limit(params))
+        tokens = await asyncio.to_thread(self.generator.encode_chat, messages, self.generator._processor.limit(params))
         return await self.generate(tokens, params, priority=priority)
 
     async def stream(
@@ -136,8 +137,8 @@ class AsyncGenerator:
 
     async def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> Call:
         if _size([prompts] if single else prompts) < _LONG:
-            return self.generator._prepare(prompts, params, priority, single=single)
-        return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single=single)
+            return self.generator._processor.prepare(prompts, params, priority, single=single)
+        return await asyncio.to_thread(self.generator._processor.prepare, prompts, params, priority, single=single)
 
     async def _run(self, call: Call, limit: int | None = None) -> AsyncGeneration[tuple[CompletionStream, Piece], None]:
         """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts.

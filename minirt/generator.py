@@ -2,59 +2,38 @@
 
 import gc
 import html
-import re
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from numbers import Integral, Number
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, TypeVar, overload
+from typing import Any, overload
 
 import torch
 
 from minirt import models
-from minirt.engine.engine import Engine, Request, TokenOutput
+from minirt.device import peak_memory
+from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
-from minirt.engine.logits_processors import Rules
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
-from minirt.errors import EngineError, InputError, TokenizerError, UnsupportedError, inside, printable
+from minirt.errors import EngineError, InputError, UnsupportedError, printable
 from minirt.loading.load import load
-from minirt.loading.memory import page_count
+from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
 from minirt.modeling.model import Model
-from minirt.outputs import Completion, CompletionStream, Piece, Samples
+from minirt.outputs import Completion, CompletionStream, Piece
+from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_single
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
-from minirt.sampling_params import resolve as resolve_sampling
 from minirt.sizes import format_bytes
-from minirt.text.detokenizer import IncrementalDecoder
-from minirt.text.stop_strings import StopStrings
 from minirt.text.tokenizer import Tokenizer
-
-
-class TokenArray(Protocol):
-    """A NumPy array or a tensor of token ids: of one dimension, with an integer dtype."""
-
-    @property
-    def ndim(self) -> int: ...
-
-    @property
-    def dtype(self) -> Any: ...
-
-    def tolist(self) -> Any: ...
-
-
-Prompt = str | Sequence[int] | TokenArray
-AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)  # a list[str] is no list[Prompt], since it cannot take token ids
-Messages = Sequence[dict[str, str]]
 
 
 class Generator:
@@ -65,6 +44,7 @@ class Generator:
 
     Attributes:
         config, plan, tokenizer, eos_token_ids, device: what was loaded, and where.
+        memory: what it takes of the memory, and the size of the KV cache.
         load_time_s, warm_up_time_s, bytes_read: how long loading and warming up took, and how much was read.
         decode_read_bytes, kv_bytes_per_token: bytes of weights that a step of one token reads; bytes of KV per cached token.
     """
@@ -80,6 +60,7 @@ class Generator:
         kv_cache_memory: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
         max_waiting: int | None = None,
         prefix_cache: bool = True,
         cuda_graphs: bool = True,
@@ -87,15 +68,15 @@ class Generator:
         """Wrap a `Model` with weights and chosen implementations.
 
         Args:
-            kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but
-                never more than `max_num_seqs` sequences of full length need.
-            max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache, cuda_graphs: see `minirt.LoadOptions`.
+            kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, max_waiting, prefix_cache, cuda_graphs:
+                see `minirt.LoadOptions`.
         """
         if not hasattr(model, "cache_specs"):  # the part of a model that the KV cache needs
             hint = f"Generator.from_pretrained({model!r}) loads a model by its name" if isinstance(model, str | Path) else None
             found = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise InputError("a Generator wraps a loaded model", where="model", expected="a minirt Model", found=found, hint=hint)
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
+        limits = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self.eos_token_ids = tuple(eos_token_ids)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
@@ -104,16 +85,19 @@ class Generator:
         self.config, self.plan = model.config, model.plan
         self.decode_read_bytes, self.device = model.decode_read_bytes, model.device
         self.kv_bytes_per_token = page_bytes(model.cache_specs, model.kv_dtype, 1)
-        pages = page_count(model, kv_cache_memory, max_num_seqs)
+        self.memory = measured_plan(model, limits)
         self._cache: KVCache | None = KVCache(
-            model.cache_specs, pages, model.device, model.kv_dtype, num_slots=max_num_seqs
+            model.cache_specs, self.memory.pages, model.device, model.kv_dtype, num_slots=max_num_seqs
         )
         engine = Engine(
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=model.device,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=self.memory.max_num_batched_tokens, device=model.device,
             max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
         )
         self._engine = EngineThread(engine)
+        self._processor = Processor(
+            self._engine, name, tokenizer, generation_config, self.eos_token_ids, partial(peak_memory, model.device)
+        )
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
         self._thaw: weakref.finalize | None = None
 
@@ -132,8 +116,8 @@ class Generator:
                 "embedded", the small model that is part of the package. Or all options as `minirt.LoadOptions`.
             progress: called with ("weights", bytes read, total bytes), then with ("warm-up", steps done, total steps).
             options: the fields of `minirt.LoadOptions`, which documents them: device, dtype, impl, quantization, quantize_head,
-                kv_cache_dtype, kv_cache_memory, max_model_len, max_num_seqs, max_num_batched_tokens, max_waiting, prefix_cache,
-                threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
+                kv_cache_dtype, kv_cache_memory, gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens,
+                max_waiting, prefix_cache, threads, revision, random_weights, seed, check_weights, layers, warmup, cuda_graphs.
         Raises:
             ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError,
             OutOfMemoryError: each says what to do.
@@ -141,16 +125,18 @@ class Generator:
         started = time.perf_counter()
         settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
         loaded = load(settings, progress)
-        generator = cls(
-            loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
-            eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens, max_waiting=settings.max_waiting,
-            prefix_cache=settings.prefix_cache, cuda_graphs=settings.cuda_graphs,
-        )
+        with out_of_memory_while("allocating KV pages", loaded.model.device):
+            generator = cls(
+                loaded.model, loaded.tokenizer, name=str(settings.model), generation_config=loaded.generation_config,
+                eos_token_ids=loaded.eos_token_ids, kv_cache_memory=settings.kv_cache_memory, max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens, gpu_memory_utilization=settings.gpu_memory_utilization,
+                max_waiting=settings.max_waiting, prefix_cache=settings.prefix_cache, cuda_graphs=settings.cuda_graphs,
+            )
         generator.bytes_read, generator.unused_tensors = loaded.bytes_read, loaded.unused_tensors
         generator.load_time_s = time.perf_counter() - started
         if settings.warmup:
-            generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
+            with out_of_memory_while("warming up", generator.device):
+                generator._engine.engine.warm_up(progress and partial(progress, "warm-up"))
             generator.warm_up_time_s = time.perf_counter() - started - generator.load_time_s
         if generator.device.type == "cuda":  # a garbage collection would make the GPU wait
             generator._thaw = freeze_gc(generator)
@@ -192,7 +178,7 @@ class Generator:
         Raises:
             MinirtError: a request failed. Use `completions` to get the others.
         """
-        call = self._prepare(prompts, params, priority, single=is_single(prompts))
+        call = self._processor.prepare(prompts, params, priority, single=is_single(prompts))
         with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
             for stream, piece in pieces:
                 if piece.finish_reason is not None:
@@ -207,12 +193,12 @@ class Generator:
         priority: int | Sequence[int] = 0,
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
-        call = self._prepare(prompts, params, priority, single=False)
+        call = self._processor.prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
-        return self.generate(self.encode_chat(messages, self._limit(params)), params, priority=priority)
+        return self.generate(self.encode_chat(messages, self._processor.limit(params)), params, priority=priority)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Piece]:
         """Yield the completion piece by piece; the texts join to `Completion.text`. Closing the iterator aborts.
@@ -229,7 +215,7 @@ class Generator:
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
-        with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
+        with closing(self._run(self._processor.prepare(prompt, params, priority, single=True))) as pieces:
             for stream, piece in pieces:
                 if stream.completion.error is not None:
                     raise stream.completion.error
@@ -264,25 +250,11 @@ class Generator:
 
         `max_tokens`: raise, without tokenizing, if the number of characters shows that the text has more tokens.
         """
-        if _is_array(prompt):
-            return _array_tokens(prompt)
-        if isinstance(prompt, list | tuple):
-            # Checking a long prompt's tokens one by one would take as long as launching its kernels.
-            if set(map(type, prompt)) == {int}:
-                return list(prompt)
-            return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
-        if not isinstance(prompt, str):
-            found = type(prompt).__name__
-            raise InputError("not a prompt", expected="a text, or a list, tuple or array of token ids", found=found)
-        if not prompt:
-            raise InputError("the prompt is empty", hint="give at least one character")
-        return self._text().encode(prompt, max_tokens)
+        return self._processor.encode(prompt, max_tokens)
 
     def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
         """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
-        if not isinstance(messages, list | tuple):
-            raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
-        return self._text().encode_chat(list(messages), max_tokens)
+        return self._processor.encode_chat(messages, max_tokens)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """Raise the error with which this request would be refused.
@@ -290,14 +262,11 @@ class Generator:
         Raises:
             InputError, ContextLengthError, ConfigError, TokenizerError.
         """
-        sampling = self.effective_sampling(params)
-        self._check(self._encode(token_ids, sampling), sampling)
+        self._processor.check(token_ids, params)
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
-        if params is not None and not isinstance(params, SamplingParams):
-            raise InputError("not SamplingParams", where="params", found=type(params).__name__)
-        return resolve_sampling(params, self.generation_config)
+        return self._processor.effective_sampling(params)
 
     @property
     def max_len(self) -> int:
@@ -384,60 +353,6 @@ class Generator:
         """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
 
-    def _text(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise TokenizerError("the model has no tokenizer", where=self.name, hint="give token ids instead of text")
-        return self.tokenizer
-
-    def _limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
-        """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
-        return self.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
-
-    def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
-        """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
-        tokens, kept = self.encode(prompt, self._limit(sampling)), sampling.truncate_prompt_tokens
-        return tokens if kept is None else tokens[-(self.max_len - 1 if kept < 0 else kept) :]
-
-    def _check(self, tokens: Sequence[int], sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
-        """Raise the error with which a request would be refused. Returns its bad words in token ids."""
-        for name, what in (("stop", "stop strings need"), ("bad_words", "bad words need")):
-            if getattr(sampling, name) and self.tokenizer is None:
-                raise TokenizerError(f"{what} a tokenizer", where=self.name, found=f"from {sampling.sources[name]}")
-        words = tuple(ids for word in sampling.bad_words for ids in self._text().spellings(word))
-        self._live.check(tokens, sampling, Rules.of(sampling, self.eos_token_ids, words))
-        return words
-
-    def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> "Call":
-        """Encode and check the requests of one call, without adding them to the engine. `single`: `prompts` is one prompt."""
-        prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
-        priorities = _priorities(priority, len(prompts))
-        call = Call([], [], [], single)
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
-                sampling = self.effective_sampling(own)
-                tokens = self._encode(prompt, sampling)
-                words = self._check(tokens, sampling)
-            count = 1 if own is None else own.n
-            ids = [self._engine.new_id() for _ in range(count)]
-            group = ids[0] if count > 1 else None
-            for sample, request_id in enumerate(ids):
-                seeded = sampling
-                if sample:  # the first sample scores the prompt
-                    seeded = replace(sampling, seed=(sampling.seed + sample) % 2**64, prompt_logprobs=None)
-                decoder = None
-                if self.tokenizer is not None and sampling.detokenize:
-                    decoder = IncrementalDecoder(self.tokenizer, sampling.skip_special_tokens)
-                completion = Completion(tokens, [], "", None, seeded, logprobs=None if sampling.logprobs is None else [])
-                stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
-                call.streams.append(CompletionStream(completion, decoder, stops, self.device, prompt=i, sample=sample))
-                request = Request(
-                    request_id, tokens, seeded, self.eos_token_ids, bad_words=words, priority=priorities[i], group=group
-                )
-                call.requests.append(request)
-            outputs = [stream.completion for stream in call.streams[-count:]]
-            call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
-        return call
-
     def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them."""
         with self._engine.connect() as client:
@@ -450,51 +365,6 @@ class Generator:
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece
-
-
-@dataclass
-class Call:
-    """The requests of one call of the API: the engine's outputs go in, pieces come out.
-
-    Attributes:
-        streams, requests: one of each for every sample of every prompt.
-        results: one for each prompt, as it stands.
-        single: whether the call is about one prompt, not a list.
-        open: the streams of the requests that run, by their ids.
-    """
-
-    streams: list[CompletionStream]
-    requests: list[Request]
-    results: list[Completion | Samples]
-    single: bool
-    open: dict[int, CompletionStream] = field(default_factory=dict)
-
-    def start(self) -> list[Request]:
-        """The requests, to be submitted now."""
-        started = time.perf_counter()
-        for stream in self.streams:
-            stream.started = started
-        self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
-        return self.requests
-
-    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
-        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
-        stream = self.open[output.request_id]
-        piece = stream.push(output)
-        if piece.finish_reason is not None:
-            del self.open[output.request_id]
-        return stream, piece
-
-    def result(self) -> Any:
-        """What `generate` returns, once all requests have ended.
-
-        Raises:
-            MinirtError: one of them failed.
-        """
-        for i, result in enumerate(self.results):
-            if (error := result.error) is not None:
-                raise error if self.single else error.within(f"prompts[{i}]")
-        return self.results[0] if self.single else self.results
 
 
 class Completions:
@@ -523,55 +393,3 @@ class Completions:
 
     def close(self) -> None:
         self._pieces.close()
-
-
-def is_single(prompts: Any) -> bool:
-    """Whether `prompts` is a single prompt: a text, an array, or a list that can only be token ids."""
-    if isinstance(prompts, str) or _is_array(prompts):
-        return True
-    types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()
-    return bool(types) and all(issubclass(t, Integral | float) for t in types)
-
-
-def _is_array(value: Any) -> TypeGuard[TokenArray]:
-    """Whether it is a NumPy array, a tensor, or the like. (NumPy is not imported here.) A NumPy integer is none."""
-    return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist")) and not isinstance(value, Number)
-
-
-def _array_tokens(array: TokenArray) -> list[int]:
-    dtype = getattr(array.dtype, "name", str(array.dtype).removeprefix("torch."))
-    if array.ndim != 1 or re.fullmatch(r"u?int[0-9]+", dtype) is None:
-        found = f"{dtype} with {array.ndim} dimensions"
-        hint = "list(array) makes one prompt of each row" if array.ndim == 2 else None
-        raise InputError("not an array of token ids", expected="integers in one dimension", found=found, hint=hint)
-    try:
-        return list(array.tolist())
-    except (RuntimeError, TypeError) as error:  # a tensor without values, on the meta device
-        raise InputError(f"not an array of token ids: {error}") from error
-
-
-def _one(params: Any) -> SamplingParams | None:
-    if params is None or isinstance(params, SamplingParams):
-        return params
-    raise InputError("one prompt takes one SamplingParams", where="params", found=type(params).__name__)
-
-
-def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The prompts, and as many SamplingParams."""
-    if not isinstance(prompts, list | tuple):
-        raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
-    if isinstance(params, SamplingParams) or params is None:
-        params = [params] * len(prompts)
-    if not isinstance(params, list | tuple) or len(params) != len(prompts):
-        what, found = "one SamplingParams for each prompt", repr(params)[:80]
-        raise InputError(what, where="params", expected=len(prompts), found=found)
-    return prompts, params
-
-
-def _priorities(priority: Any, count: int) -> list[int]:
-    """A priority for each of `count` prompts."""
-    own = list(priority) if isinstance(priority, list | tuple) else [priority] * count
-    if len(own) != count or any(type(value) is not int for value in own):
-        expected, found = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
-        raise InputError("not an acceptable value", where="priority", expected=expected, found=found)
-    return own

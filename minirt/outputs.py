@@ -1,14 +1,11 @@
-"""`Completion` and `Piece`: the results of a request. `CompletionStream` builds them token by token."""
+"""`Completion` and `Piece`: the results of a request. `CompletionStream` builds them token by token. Imports no torch."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
-from minirt.device import peak_memory
-from minirt.engine.engine import TokenOutput
-from minirt.engine.logprobs import TokenLogprobs
+from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.errors import MinirtError
 from minirt.sampling_params import EffectiveSampling
 from minirt.text.detokenizer import IncrementalDecoder
@@ -81,12 +78,13 @@ class CompletionStream:
     """Turns the tokens of one request into text, and fills its `Completion`. Without a decoder there is no text.
 
     `prompt`: the index of its prompt among those of the call. `sample`: which of the prompt's samples it is.
+    `peak_memory`: called at the end for `Completion.peak_memory_bytes`.
     """
 
     completion: Completion
     decoder: IncrementalDecoder | None
     stops: StopStrings
-    device: torch.device
+    peak_memory: Callable[[], int]
     prompt: int = 0
     sample: int = 0
     started: float = 0.0
@@ -115,7 +113,7 @@ class CompletionStream:
             done.logprobs += output.logprobs[:i]
         done.text += text
         if done.finish_reason is not None:
-            done.peak_memory_bytes = peak_memory(self.device)
+            done.peak_memory_bytes = self.peak_memory()
         return Piece(text, output.token_ids[:i], done.finish_reason, self.sample)
 
     def _decode(self, token: int, finish_reason: str | None) -> tuple[str, bool]:

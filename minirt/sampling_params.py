@@ -64,8 +64,10 @@ _USERS: dict[str, Any] = {
     "logit_bias": {}, "allowed_token_ids": None, "bad_words": (), "min_tokens": 0, "stop_token_ids": (),
     "truncate_prompt_tokens": None, "logprobs": None, "prompt_logprobs": None,
 }  # fmt: skip
-_NOT_IN_FILE = {"seed", "presence_penalty", "frequency_penalty", *_USERS}  # the file has no such setting
-_IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # settings with another name in the file
+_DEFAULTS: dict[str, Any] = {**_OFF, "seed": 0, "max_tokens": DEFAULT_MAX_TOKENS, "stop": (), **_PENALTIES, **_USERS, **_SWITCHES}
+_IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # settings with another name in generation_config.json
+# Setting → its name in the file, for those that the file can have.
+_FILE_KEYS = {name: _IN_FILE.get(name, name) for name in (*_OFF, "max_tokens", "stop", "repetition_penalty")}
 
 # Settings of generation_config.json that change the output of transformers and that minirt does not support, with the
 # values that mean "off" (null and empty always do). `resolve` reports those that are set.
@@ -286,38 +288,26 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
     params = params or SamplingParams()
     config = _checked_file(generation_config)
     sampling = config.get("do_sample", False)
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-
-    def settle(name: str, default: object) -> None:
-        stated = None if name in _NOT_IN_FILE else config.get(_IN_FILE.get(name, name))
-        if getattr(params, name) is not None:
-            values[name], sources[name] = getattr(params, name), "user"
-        elif stated is not None and (sampling or name not in _OFF):
-            values[name], sources[name] = _from_file(name, stated), _FILE
-        else:
-            if stated is not None:
-                _from_file(name, stated)  # not used, but a malformed value is an error
-            values[name], sources[name] = default, "default"
-
-    for name, off in _OFF.items():
-        settle(name, off)
+    values, sources = dict(_DEFAULTS), dict.fromkeys(_DEFAULTS, "default")
+    for name, key in _FILE_KEYS.items() if config else ():
+        stated = config.get(key)
+        if stated is not None and getattr(params, name) is None:
+            value = _from_file(name, stated)  # also if it is not used: a malformed value is an error
+            if sampling or name not in _OFF:
+                values[name], sources[name] = value, _FILE
+    for name, value in vars(params).items():
+        if value is not None and name in values:
+            values[name] = value
+            if name not in _SWITCHES or value != _SWITCHES[name]:
+                sources[name] = "user"
     if sampling and sources["temperature"] == "default":
         values["temperature"], sources["temperature"] = 1.0, _FILE
     implied = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(params, n) is not None]
     implied += ["n"] if params.n > 1 else []
     if implied and values["temperature"] == 0 and sources["temperature"] != "user":
         values["temperature"], sources["temperature"] = 1.0, f"implied by {implied[0]}"
-    settle("seed", 0)
     if sources["seed"] == "default" and values["temperature"] > 0:
         values["seed"], sources["seed"] = int.from_bytes(os.urandom(8), "little"), "random"
-    settle("max_tokens", DEFAULT_MAX_TOKENS)
-    settle("stop", ())
-    for name, default in (_PENALTIES | _USERS).items():
-        settle(name, default)
-    for name, usual in _SWITCHES.items():
-        values[name] = getattr(params, name)
-        sources[name] = "default" if values[name] == usual else "user"
     if values["min_tokens"] > values["max_tokens"]:
         expected = f"at most {values['max_tokens']}, which is max_tokens ({sources['max_tokens']})"
         _contradiction("min_tokens", "is above max_tokens", expected, values["min_tokens"])

@@ -30,7 +30,8 @@ STEMS = [[11] * (PAGE_SIZE + 3), [12, 13] * PAGE_SIZE, []]  # of one page, of tw
 class MockModel(Mock):
     """The mock model of test_engine.py, with what `Generator` asks of a model."""
 
-    config, plan, capturable, decode_read_bytes = SimpleNamespace(vocab_size=VOCAB), None, False, 0
+    config, plan, capturable, decode_read_bytes = SimpleNamespace(vocab_size=VOCAB, head_dim=1), None, False, 0
+    dtype, weight_bytes = torch.float32, staticmethod(lambda dtype: 0)
     device, cache_specs, kv_dtype, max_model_len = torch.device("cpu"), [PagesSpec(1, 1)], torch.float32, 256
 
 
@@ -364,9 +365,10 @@ def test_a_long_prompt_is_encoded_in_another_thread(folder):
     """Short ones are not: a change of threads would cost more."""
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22) as plain:
         agen, seen = AsyncGenerator(plain), []
-        encode, encode_chat = plain.encode, plain.encode_chat
-        plain.encode = lambda *asked: (seen.append(threading.current_thread()), encode(*asked))[1]
-        plain.encode_chat = lambda *asked: (seen.append(threading.current_thread()), encode_chat(*asked))[1]
+        processor = plain._processor
+        encode, encode_chat = processor.encode, processor.encode_chat
+        processor.encode = lambda *asked: (seen.append(threading.current_thread()), encode(*asked))[1]
+        processor.encode_chat = lambda *asked: (seen.append(threading.current_thread()), encode_chat(*asked))[1]
 
         async def scenario():
             for prompt in ("hello", "word " * 2000, ["word"] * 1000):

@@ -66,8 +66,8 @@ def test_memory():
     assert memory.weights == model.plan.weight_bytes == 7_615_616_512 * 2
     assert memory.page == 64 * 28 * 2 * 4 * 128 * 2
     assert memory.free == find_gpu("H200").memory - CONTEXT_BYTES == free_memory(find_gpu("H200"))
-    left = memory.free - memory.weights - memory.other
-    assert memory.pages == int(0.9 * left) // memory.page
+    assert memory.budget == int(0.9 * memory.free)
+    assert memory.pages == (memory.budget - memory.weights - memory.other - memory.step) // memory.page
     assert memory.tokens == 64 * memory.pages
     assert memory.fits
     assert memory.needed <= memory.free

@@ -21,8 +21,10 @@ TIERS = [
     ["minirt.engine.*"],
     ["minirt.loading.*"],
     ["minirt.outputs"],
+    ["minirt.processor"],
     ["minirt.generator"],
     ["minirt.async_generator"],
+    ["minirt.server", "minirt.server.*"],
     ["minirt.bench", "minirt.bench.*"],
     ["minirt.cli", "minirt.cli.*", "minirt.__main__"],
 ]

@@ -1,6 +1,8 @@
 """Tests whether models run with default options on a GPU with little free memory. Another process holds the rest.
 
-python bench/tools/memory_cases.py [--cases 23.5:Qwen2.5-7B:bf16 …]     random weights; prints a line of JSON for each case
+python bench/tools/memory_cases.py [--cases 23.5:Qwen2.5-7B:bf16 …] [--kv-cache-dtypes auto fp8]
+
+Random weights; prints a line of JSON for each case.
 
 A case is GB free:model:weights, where weights are bf16 or fp8. Each runs twice: with KV pages in the model's dtype and in FP8.
 The workloads are one prompt of 8,000 tokens, three of 16,000, 64 of 500 with top-p, and the logits of 2,000 tokens, each cut to
@@ -67,8 +69,9 @@ def run(model: str, weights: str, kv_cache_dtype: str) -> dict[str, Any]:
             return row | {"refused": str(error)}
         with generator:
             vocab, longest = generator.config.vocab_size, generator.max_len
-            row |= {"pages_gb": generator.kv_cache_bytes / GB, "max_len": longest}
+            row |= {"pages_gb": generator.kv_cache_bytes / GB, "steps_gb": generator.memory.step / GB, "max_len": longest}
             row["max_num_batched_tokens"] = generator.max_num_batched_tokens
+            row["free_when_ready_gb"] = torch.cuda.mem_get_info()[0] / GB
 
             def prompts(count: int, length: int) -> list[list[int]]:
                 length = min(length, longest - 8)
@@ -95,6 +98,7 @@ def run(model: str, weights: str, kv_cache_dtype: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--kv-cache-dtypes", nargs="+", default=("auto", "fp8"))
     parser.add_argument("--hold", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -111,7 +115,7 @@ def main() -> None:
         )
         if holder.stdout is None or not holder.stdout.readline():
             sys.exit("the memory cannot be held")
-        for pages in ("auto", "fp8"):
+        for pages in options.kv_cache_dtypes:
             command = [sys.executable, __file__, "--run", model, weights, pages]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             lines = done.stdout.splitlines()

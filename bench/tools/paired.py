@@ -1,6 +1,6 @@
 """Compares the speed of two installed builds: decode steps and prompts, in alternation on one GPU.
 
-python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--fp8] [--pairs 12]     random weights; prints JSON
+python bench/tools/paired.py OLD NEW [--model Qwen2.5-7B] [--fp8] [--pairs 12] [--repeats 5]     random weights; prints JSON
 
 OLD and NEW are folders made by `pip install --target FOLDER`. Each build runs in its own process, and both keep their model on
 the GPU. They measure in turns, and each goes first in every second pair. A result is NEW's time divided by OLD's: the median of
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 BATCHES, PROMPTS = ((1, 128), (8, 128), (64, 128), (1, 8000)), (128, 512, 2048)  # (sequences, context), tokens
-STEPS, REPEATS = 128, 5
+STEPS = 128
 KV_BYTES = 4 << 30
 
 
-def child(model: str, fp8: bool) -> None:
+def child(model: str, fp8: bool, repeats: int) -> None:
     """Load a model, then measure once for each line on stdin and print a line of JSON."""
     import time
 
@@ -39,7 +39,7 @@ def child(model: str, fp8: bool) -> None:
         return [[(serial * 7919 + i * 104729 + t * 31) % vocab for t in range(length)] for i in range(count)]
 
     def seconds(count: int, length: int, tokens: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=1.0)
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         asked, started = prompts(count, length), time.perf_counter()
         generator.generate(asked, params)
         return time.perf_counter() - started
@@ -47,10 +47,10 @@ def child(model: str, fp8: bool) -> None:
     def measure() -> dict[str, float]:
         found = {}
         for count, context in BATCHES:
-            pairs = [(seconds(count, context, 8), seconds(count, context, 8 + STEPS)) for _ in range(REPEATS)]
+            pairs = [(seconds(count, context, 8), seconds(count, context, 8 + STEPS)) for _ in range(repeats)]
             found[f"decode step, batch {count} @ {context}"] = statistics.median(b - a for a, b in pairs) / STEPS
         for length in PROMPTS:
-            found[f"first token, {length} tokens"] = statistics.median(seconds(1, length, 1) for _ in range(12 * REPEATS))
+            found[f"first token, {length} tokens"] = statistics.median(seconds(1, length, 1) for _ in range(12 * repeats))
         return found
 
     measure()
@@ -59,8 +59,9 @@ def child(model: str, fp8: bool) -> None:
         print(json.dumps(measure()), flush=True)
 
 
-def start(site: str, model: str, fp8: bool) -> subprocess.Popen:
-    command = [sys.executable, __file__, site, site, "--model", model, "--child", *(["--fp8"] if fp8 else [])]
+def start(site: str, model: str, fp8: bool, repeats: int) -> subprocess.Popen:
+    command = [sys.executable, __file__, site, site, "--model", model, "--repeats", str(repeats), "--child"]
+    command += ["--fp8"] if fp8 else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -98,13 +99,14 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen2.5-7B")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5, help="decode runs in each measurement; prompts take 12 times as many")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.model, options.fp8)
+        child(options.model, options.fp8, options.repeats)
         return
     sites = {name: str(Path(getattr(options, name)).resolve()) for name in ("old", "new")}
-    builds = {name: start(site, options.model, options.fp8) for name, site in sites.items()}
+    builds = {name: start(site, options.model, options.fp8, options.repeats) for name, site in sites.items()}
     for process in builds.values():
         answer(process)
     runs: list[dict[str, dict[str, float]]] = []

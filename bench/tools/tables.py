@@ -312,6 +312,23 @@ def loading_table(records: Records) -> str:
     return table([*names, "GPU memory after loading, GB", "peak GPU memory to first tokens, GB"], rows)
 
 
+def memory_table(records: Records) -> str:
+    """What models take of a GPU of which another process holds the rest, and how long the workloads took."""
+    (record,) = records.values()
+    workloads = [name for name in record["results"][0] if " x " in name or name.startswith("logits")]
+    rows = []
+    for row in record["results"]:
+        title = f"{row['model']}, {row['weights']}" + ", FP8 pages" * (row["kv_cache_dtype"] == "fp8")
+        rows.append([f"{row['free_gb']:g}", title])
+        if "refused" in row:
+            rows[-1] += ["refused", *[NONE] * (4 + len(workloads))]
+            continue
+        rows[-1] += [f"{row['max_num_batched_tokens']:,}", f"{row['pages_gb']:.1f}", f"{row['max_len']:,}"]
+        rows[-1] += [f"{row['steps_gb']:.2f}", f"{row['least_free']:.1%}", *(f"{row[name]:.2f}" for name in workloads)]
+    columns = ["free, GB", "model", "tokens in a step", "KV pages, GB", "context", "steps, GB", "least free"]
+    return table([*columns, *(f"{name}, s" for name in workloads)], rows)
+
+
 def chunking_table(records: Records) -> str:
     """The time between tokens of decoding requests beside long prompts, by the maximum number of tokens in a step."""
     found = [row for record in records.values() for row in record["results"] if row["inter_token_s"]]
@@ -756,6 +773,12 @@ BLOCKS = {
     ),
     "loading": Block(
         ("h200-loading-bf16", "h200-loading-fp8"), loading_table, _SYSTEM, "Loading a checkpoint (`bench/tools/loading.py`):"
+    ),
+    "memory": Block(
+        ("h200-memory",), memory_table, _SYSTEM,
+        "Models with default options on a GPU of which another process holds the rest, with random weights "
+        "(`bench/tools/memory_cases.py`). *Least free* is the lowest amount of free memory during all workloads, as a share of "
+        "what was free at the start. Prompts that are longer than the context are cut to it:",
     ),
     "trace": Block(
         ("h200-trace",), trace_table, _SYSTEM,

@@ -15,7 +15,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.attention import decode, decode_fp8_sm90, decode_sm90, partial, prefill, prefill_sm90, widen_kv
 from minirt.kernels.attention.combine import combine
-from minirt.kernels.attention.limits import HEAD_DIMS, KV_SPLIT, MAX_GROUP
+from minirt.kernels.attention.limits import HEAD_DIMS, KV_SPLIT, MAX_GROUP, MAX_WIDENED_TOKENS
 from minirt.kernels.attention.operands import (
     Decode,
     KVPages,
@@ -259,7 +259,7 @@ def paged_attention_prefill(
         prefill.launch(operands, config)
         return out
     # `prefill_sm90` takes only 16-bit pages. FP8 pages are widened if it would accept the copies.
-    widens = pages.k_scale is not None and 0 < max_splits * split <= widen_kv.MAX_TOKENS
+    widens = pages.k_scale is not None and 0 < max_splits * split <= MAX_WIDENED_TOKENS
     own = prefill_regime(operands._replace(pages=KVPages(q, q)) if widens else operands)
     if widens and own.launch is not prefill.launch:
         operands = widen_kv.widen(operands, split)

@@ -11,8 +11,6 @@ from minirt.kernels.attention.operands import KVPages, Prefill, prefill_lookup_s
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.launch import sm_count
 
-MAX_TOKENS = 131_072  # of all sequences, rounded up to KV splits; their copies take 0.5 GB with Llama-3.1-8B
-
 CASES = [
     {"Nkv": 3, "D": 64, "page_size": 16, "lens": (40, 1, 0, 17), "contexts": (9, 33, 5, 0), "shortest": 2},
     {"Nkv": 2, "D": 128, "page_size": 128, "lens": (130, 3), "contexts": (0, 700), "shortest": 1},

@@ -17,7 +17,7 @@ from triton import JITFunction
 
 from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn
 
-_inside: ContextVar[bool] = ContextVar("compile_ahead", default=False)  # each thread has its own value
+_mode: ContextVar[str] = ContextVar("launches", default="run")  # or "compile" or "skip"; each thread has its own value
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def compile_ahead(
         if asynchronous is None:
             yield
             return
-        inside = _inside.set(True)
+        mode = _mode.set("compile")
         try:
             with _PATCHES, asynchronous:
                 try:
@@ -60,10 +60,27 @@ def compile_ahead(
                         future.cancel()
                     raise
         finally:
-            _inside.reset(inside)
+            _mode.reset(mode)
     if not ignore_errors:
         for future in pool.futures:
             future.result()
+
+
+@contextmanager
+def without_launches(device: torch.device) -> Iterator[None]:
+    """Context in which this thread's launches do nothing: kernels are neither compiled nor run. Other threads launch as usual.
+
+    Host code runs and allocates as usual, so the memory of a step can be measured. If `device` is not a GPU, kernels run.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    mode = _mode.set("skip")
+    try:
+        with _PATCHES:
+            yield
+    finally:
+        _mode.reset(mode)
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -121,7 +138,8 @@ class _Compilers(ThreadPoolExecutor):
 
 
 class _Patches:
-    """Replaces two of Triton's functions while any thread compiles ahead: `JITFunction.run`, and how launchers are imported."""
+    """Replaces two of Triton's functions while any thread is in one of the two contexts: `JITFunction.run`, and how launchers
+    are imported."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
@@ -164,11 +182,14 @@ _PATCHES = _Patches()
 
 
 def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A `JITFunction.run` that compiles and does not launch, in threads that compile ahead."""
+    """A `JITFunction.run` that does not launch in threads that are in one of the two contexts."""
 
     def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if not _inside.get():
+        mode = _mode.get()
+        if mode == "run":
             return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
+        if mode == "skip":
+            return None
         compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
         future = getattr(compiled, "future", None)
         if future is not None and future.done():

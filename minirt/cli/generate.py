@@ -22,7 +22,7 @@ from minirt.cli.options import (
     warm_prompt_option,
 )
 from minirt.cli.output import completion_record, completion_summary, json_line, note, write
-from minirt.errors import inside
+from minirt.errors import MinirtError, inside
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
@@ -84,8 +84,11 @@ def generate(
         for place, text in zip(places, texts, strict=True):
             with inside(place):
                 inputs.append(encode_prompt(generator, text, chat, params))
+            try:
                 with named_by_option():
                     generator.check(inputs[-1], params)  # check all prompts before any text is printed
+            except MinirtError as error:  # the value of an option is not about one prompt
+                raise error if place is None or error.is_usage else error.within(place) from error
         for place, text, tokens in zip(places, texts, inputs, strict=True):
             with inside(place):
                 for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)

@@ -49,7 +49,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     import torch
 
     from minirt.loading.load import find
-    from minirt.loading.memory import plan_memory
+    from minirt.loading.memory import MemoryOptions, plan_memory
     from minirt.modeling.formats import Quantization
     from minirt.modeling.model import Model
     from minirt.models import build
@@ -59,7 +59,7 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     fits = None
     for option, model, dtype in _ways(device, plain, quantized):
         model.dtype = model.kv_dtype = dtype
-        if fits is None and plan_memory(model, config.context_len, device, None, 1).fits:
+        if fits is None and plan_memory(model, config.context_len, device, MemoryOptions(max_num_seqs=1)).fits:
             fits = option
     return {
         "name": name, "hub_id": hub_id, "parameters": plain.num_parameters, "bf16_bytes": plain.weight_bytes(torch.bfloat16),

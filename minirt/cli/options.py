@@ -140,6 +140,10 @@ memory_options = option_group(
         help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
     ),
     click.option("--kv-cache-memory", type=Size(), help="Memory for KV pages, e.g. 4GiB."),
+    click.option(
+        "--gpu-memory-utilization", type=float,
+        help="The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.",
+    ),
     click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype) or fp8."),
 )
 load_options = option_group(
@@ -291,19 +295,25 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
 
     A "seed" among the options, such as that of `sampling_options`, is also the seed of random weights.
     """
+    from minirt.loading.options import LoadOptions
+
+    return LoadOptions(**load_arguments(options, name, **changes))
+
+
+def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
+    """The arguments of `LoadOptions`, as `to_load_options` takes them from the parsed options. Imports no torch."""
     quantize, head = quantization(options), options.get("quantize_head")
     if head is not None and quantize is None:
         raise click.UsageError("--quantize-head and --no-quantize-head need --quantize (or --fp8)")
     if options.get("random_weights") and options.get("check_weights"):
         raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
-    from minirt.loading.options import LoadOptions
-
-    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "max_model_len", "max_num_seqs",
-            "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights", "seed")  # fmt: skip
+    same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_model_len",
+            "max_num_seqs", "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights",
+            "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
     chosen |= {"quantization": quantize, "quantize_head": head}
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
-    return LoadOptions(**{"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes)
+    return {"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes
 
 
 @contextmanager

@@ -44,6 +44,7 @@ def plan(output_format: str, **options: Any) -> None:
     from minirt.loading.load import plan_load
 
     model, memory = plan_load(to_load_options(options, name), gpu)
+    length = options["max_model_len"] or model.config.context_len
     kernels = _special_kernels(model)
     if output_format == "json":
         facts: dict[str, Any] = {"model": name, "device": model.plan.device, "not_capturable": model.plan.not_capturable}
@@ -55,22 +56,19 @@ def plan(output_format: str, **options: Any) -> None:
     write(model.plan.render(name, terminal=sys.stdout.isatty()))
     if kernels:
         write(f"Kernels for this compute capability only: {', '.join(kernels)}\n")
-    write("".join(f"{line}\n" for line in _memory_lines(memory, gpu)))
+    write("".join(f"{line}\n" for line in _memory_lines(memory, length, gpu)))
 
 
-def _memory_lines(memory: "MemoryPlan", gpu: AbsentGPU | None) -> list[str]:
+def _memory_lines(memory: "MemoryPlan", length: int, gpu: AbsentGPU | None) -> list[str]:
     free = f"{format_size(memory.free)} free"
     free += f", estimated for {format_size(gpu.memory)} in all" if gpu is not None else " now"
-    parts = f"weights {format_size(memory.weights)}, rope tables and states {format_size(memory.other)}"
+    share = f", of which the model may take {format_size(memory.budget)} ({memory.budget / max(memory.free, 1):.0%})"
+    lines = [f"Memory: {free}{share}"]
+    lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in memory.rows()]
     if not memory.fits:
         hint = "use --quantize fp8 or int4, a 16-bit --dtype, a smaller model, or lower --max-model-len or --kv-cache-memory"
-        return [f"Does not fit: {parts}, {free} ({hint})"]
-    if not memory.page:
-        return [f"Fits: {parts}; {free}"]
-    held = f"KV cache {format_size(memory.pages * memory.page)}: {memory.pages:,} pages, {memory.tokens:,} tokens"
-    if memory.pages == memory.full:
-        held += ", as many as full sequences need"
-    return [f"Fits: {parts}, {held}; {free}"]
+        return [*lines, f"Does not fit: it needs {format_size(memory.needed, up=True)} ({hint})"]
+    return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]
 
 
 def _special_kernels(model: "Model") -> list[str]:

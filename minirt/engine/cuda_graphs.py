@@ -43,7 +43,8 @@ class StepGraphs:
         from minirt.kernels.block_tables import expand_block_tables
 
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may use other streams during the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             expand_block_tables(batch.pages, batch.page_starts, batch.block_tables, check=False)
             self._model(batch, self._cache)
         self._pool = self._pool or graph.pool()

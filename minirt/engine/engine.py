@@ -18,8 +18,8 @@ from torch import Tensor
 from minirt.device import is_device_failure, is_out_of_memory
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.logits_processors import Rules
-from minirt.engine.logprobs import TokenLogprobs
 from minirt.engine.prefix_cache import PrefixCacheStats
+from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from minirt.engine.runner import ProgressCallback, Runner, Step
 from minirt.engine.sampling_stages import Row
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
@@ -36,54 +36,6 @@ from minirt.errors import (
 from minirt.sampling_params import EffectiveSampling
 
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for completion. It has plain values only, so it can be sent to another thread or process.
-
-    Args:
-        id: unique among the open requests of an engine.
-        prompt_token_ids: the prompt, at least one token.
-        sampling: the sampling parameters, including the maximum number of tokens.
-        eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
-        cache_salt: requests with different salts share no cached prefix.
-        bad_words: `sampling.bad_words` in token ids.
-        priority: requests with lower values run first.
-        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
-    """
-
-    id: int
-    prompt_token_ids: Seq[int]
-    sampling: EffectiveSampling
-    eos_token_ids: tuple[int, ...] = ()
-    cache_salt: str | None = None
-    priority: int = 0
-    group: int | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def rules(self) -> Rules | None:
-        """What it asks of its logits; None if nothing."""
-        return Rules.of(self.sampling, self.eos_token_ids, self.bad_words)
-
-
-class TokenOutput(NamedTuple):
-    """The new tokens of one request, one or more.
-
-    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
-    `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
-    if the request asks. `prompt_logprobs`: of each token of the prompt but the first, with the first output of a request that
-    asks; else None.
-    """
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    error: MinirtError | None = None
-    num_cached: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -169,6 +121,16 @@ class Engine:
         """Counters of the prefix cache; None without one."""
         cache = self._scheduler.prefix_cache
         return None if cache is None else cache.stats
+
+    @property
+    def stats(self) -> EngineStats:
+        """What is running now, and counters."""
+        scheduler, allocator, cached = self._scheduler, self._cache.allocator, self.prefix_cache_stats
+        running = len(scheduler.running)
+        return EngineStats(
+            running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
+            cached.queries if cached else 0, cached.hits if cached else 0,
+        )  # fmt: skip
 
     @property
     def failed(self) -> bool:
@@ -358,9 +320,10 @@ class Engine:
             if ends is not None:
                 break
         scores, request.prompt_logprobs = request.prompt_logprobs, None
+        queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
         return TokenOutput(
             sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached, logprobs=tuple(logprobs[:count]),
-            prompt_logprobs=None if scores is None else tuple(scores),
+            prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s,
         )  # fmt: skip
 
     def _queue_full(self) -> QueueFullError:

@@ -18,7 +18,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
 
-from minirt.engine.engine import Engine, Request, TokenOutput
+from minirt.engine.engine import Engine
+from minirt.engine.request import Request, TokenOutput
 from minirt.errors import DeviceFailedError, EngineError, MinirtError
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class _Outbox:
 
     put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
-    used: bool = False  # whether anything was submitted
+    unfinished: int = 0  # submitted requests of which the client has not received the last output; only the client uses this
     closed: bool = False
 
 
@@ -103,6 +104,15 @@ class EngineThread:
         """Whether the GPU has failed."""
         return isinstance(self._ended, DeviceFailedError) or (self._engine is not None and self._engine.failed)
 
+    @property
+    def max_len(self) -> int:
+        """Maximum number of tokens of a request, prompt and completion together."""
+        return self.engine.max_len
+
+    def check(self, request: Request) -> None:
+        """Raise the error with which a request would be refused. Any thread may call it."""
+        self.engine.check(request.prompt_token_ids, request.sampling, request.rules)
+
     def new_id(self) -> int:
         """An id for a request. Any thread may ask for one."""
         return next(self._ids)
@@ -127,6 +137,17 @@ class EngineThread:
             return result.result()
         finally:
             result.cancel()  # if an exception, such as KeyboardInterrupt, ended the wait
+
+    def ask(self, function: Callable[[Engine], T], answer: Callable[[T], None]) -> None:
+        """As `call`, without waiting: the engine's thread calls `answer(result)`, unless an exception is raised."""
+
+        def deliver(result: Future) -> None:
+            if not result.cancelled() and result.exception() is None:
+                answer(result.result())
+
+        result: Future = Future()
+        result.add_done_callback(deliver)
+        self._put(_Call(function, lambda _: True, result))
 
     def stop(self) -> None:
         """End the thread after the current step. Open requests end with an error. Returns when the thread has ended."""
@@ -315,7 +336,7 @@ class EngineClient:
         Raises:
             MinirtError: the engine has ended.
         """
-        self._outbox.used = True
+        self._outbox.unfinished += len(requests)
         self._thread._put(_Submit(self._outbox, requests))
 
     def receive(self) -> list[TokenOutput]:
@@ -328,7 +349,9 @@ class EngineClient:
         """
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
-        return self._queue.get()
+        outputs = self._queue.get()
+        self._outbox.unfinished -= sum(output.finish_reason is not None for output in outputs)
+        return outputs
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests. Outputs that were delivered before may still be received."""
@@ -346,7 +369,7 @@ class EngineClient:
 
 
 def _close(thread: EngineThread, outbox: _Outbox) -> None:
-    if outbox.used:
+    if outbox.unfinished:  # else there is nothing to drop, and the caller need not wake the engine's thread
         with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
             thread._put(_Close(outbox))
 

@@ -54,7 +54,7 @@ class Rules:
             sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty, sampling.logit_bias,
             sampling.allowed_token_ids, tuple(map(tuple, bad_words)), sampling.min_tokens if ends else 0, ends,
         )  # fmt: skip
-        return None if rules == cls() else rules
+        return None if rules == _NONE else rules
 
     def apply(self, step: int) -> bool:
         """Whether they change the logits of this step or a later one: `min_tokens` alone ends."""
@@ -73,6 +73,9 @@ class Rules:
         """(token, the step from which it is no longer forbidden, the tokens after which it is forbidden)."""
         words = [(word[-1], _ALWAYS, word[:-1]) for word in self.bad_words]
         return words + [(token, min(self.min_tokens, _ALWAYS), ()) for token in self.end_ids]
+
+
+_NONE = Rules()
 
 
 class LogitsProcessors:

@@ -5,34 +5,19 @@ the kernels of `minirt.kernels.sampling.logprobs` compute.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minirt.device import is_nvidia
+from minirt.engine.request import TokenLogprobs
 from minirt.errors import InputError
 
 if TYPE_CHECKING:
     from minirt.kernels.sampling.logprobs import LogprobsWorkspace
 
 MAX_TOP = 20  # the most tokens that the kernels list for each row
-
-
-class TokenLogprobs(NamedTuple):
-    """The log-probability of one token, and of the most probable tokens in its place.
-
-    Args:
-        token_id: the token.
-        logprob: its natural logarithm of the probability: log_softmax of the model's logits.
-        rank: 1 for the most probable token: 1 + the number of tokens with a larger logit.
-        top: (token id, logprob) of the most probable tokens, the most probable first, the lower id first among equals.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def columns(num_top: int) -> int:

@@ -6,6 +6,7 @@ tokens from pinned memory after the event of their copy. On a CPU, a step has en
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -216,7 +217,7 @@ class Runner:
         with on_device(self._device):
             with compile_ahead(self._device, compiled):
                 for chunks in steps:
-                    self._model.dry_run(self._batch(chunks), self._cache)
+                    self._run_dry(self._model, chunks)
                 if static is not None:
                     for bucket in buckets:
                         self._dry_run(static, static.buffers.batch(bucket))
@@ -232,6 +233,29 @@ class Runner:
                 for row_maxima in {values.shape[1]: values[:1] for values in stored}.values():
                     self._sample(SamplingParams(temperature=0.0), row_maxima)
             torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def dry_run_bytes(self, steps: Sequence[Sequence[Chunk]]) -> int:
+        """Peak of the bytes that dry runs allocate: of the largest CUDA graph, whose memory stays, and of the largest of `steps`.
+
+        Layers of a kind run once, so kernels should be kept from running (`without_launches`).
+        """
+
+        def peak(run: Callable[[], None]) -> int:
+            before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            run()
+            return torch.cuda.max_memory_allocated(self._device) - before
+
+        model, static, graph = self._model, self._static, 0
+        if not isinstance(model, Model):
+            return 0
+        if static is not None:
+            graph = peak(lambda: self._dry_run(static, static.buffers.batch(self._buckets.all()[0])))
+        return graph + max(peak(partial(self._run_dry, model, chunks)) for chunks in steps)
+
+    def _run_dry(self, model: Model, chunks: Sequence[Chunk]) -> None:
+        model.dry_run(self._batch(chunks), self._cache)
 
     def _sample(self, params: SamplingParams, row_maxima: Tensor | None = None) -> None:
         logits = torch.zeros(1, self._vocab_size, device=self._device)

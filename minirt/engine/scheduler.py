@@ -5,6 +5,7 @@ the next ones, within a token budget (as in vLLM's v1 scheduler and in Sarathi-S
 before the tokens of the previous step are known: such a token is on the device only, and is called `pending`.
 """
 
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -48,6 +49,8 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # keys of its first full pages; see `PrefixCache`
     num_registered: int = 0  # number of its pages that are in the prefix cache
     num_cached: int = -1  # tokens that were found in the prefix cache when it first ran; -1: it has not run
+    added_at: float = 0.0  # the time at which it was queued
+    queue_time_s: float | None = None  # from then until its first admission; None before, and once it was reported
 
     @property
     def length(self) -> int:
@@ -120,6 +123,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by id, in the order of admission
         self._num_arrivals = 0
+        self.num_preemptions = 0
         self._followers: dict[int | None, OrderedDict[int, Sequence]] = {}  # by group: those that wait for the one that leads
 
     def check_length(self, tokens: int) -> None:
@@ -134,7 +138,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose length has been checked."""
-        sequence.rank = sequence.priority, self._num_arrivals
+        sequence.rank, sequence.added_at = (sequence.priority, self._num_arrivals), time.perf_counter()
         self._num_arrivals += 1
         if sequence.group in self._followers:
             self._followers[sequence.group][sequence.id] = sequence
@@ -272,6 +276,7 @@ class Scheduler:
         sequence.admissions += 1
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_computed
+            sequence.queue_time_s = time.perf_counter() - sequence.added_at
             if self.prefix_cache is not None:
                 self.prefix_cache.count(sequence.length, sequence.num_computed)
         return True
@@ -325,6 +330,7 @@ class Scheduler:
         It keeps its rank, so that it is admitted before those that arrived later.
         """
         last = max(self.running.values(), key=lambda sequence: sequence.rank)
+        self.num_preemptions += 1
         del self.running[last.id]
         self._free(last)
         self.waiting.add(last)

@@ -124,6 +124,12 @@ class Layer:
         """Bytes of the weights that a step of so many tokens reads."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
+    @property
+    def activation_values(self) -> int:
+        """Values for each token that the layer holds at once beside its input and output: an estimate, to plan memory."""
+        ops = [op for op in self.linear_ops() if not op.logits]
+        return sum(op.linear.out_features // (2 if op.gated else 1) for op in ops)
+
     def flops(self, rows: int) -> int:
         """Floating-point operations of the matrix products for `rows` rows, without attention."""
         return sum(2 * rows * op.linear.out_features * op.linear.in_features for op in self.linear_ops())

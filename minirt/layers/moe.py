@@ -76,6 +76,11 @@ class MoE(Layer):
         of_experts = self.gate_up.nbytes(dtype) + self.down.nbytes(dtype)
         return super().decode_read_bytes(dtype) - of_experts + round(of_experts * touched / self.moe.num_experts)
 
+    @property
+    def activation_values(self) -> int:
+        rows = self.gate_up.out_features // 2 + self.down.out_features  # of all experts
+        return super().activation_values + rows * self.moe.experts_per_token // self.moe.num_experts
+
     def flops(self, rows: int) -> int:
         one = self.gate_up.num_parameters + self.down.num_parameters
         return super().flops(rows) + 2 * rows * self.moe.experts_per_token * one // self.moe.num_experts

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -12,20 +12,21 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirt import models
-from minirt.device import pick_device, triton_installed
-from minirt.errors import ConfigError, InputError, ModelNotFoundError, TokenizerError
+from minirt.device import compute_capability, pick_device, triton_installed
+from minirt.errors import ConfigError, InputError, MinirtError, ModelNotFoundError, TokenizerError
 from minirt.gpus import AbsentGPU
 from minirt.layers import Layer
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import Entry
 from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
-from minirt.loading.memory import MemoryPlan, check_memory, plan_memory
+from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_formats import stored_formats
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice
 from minirt.modeling.model import Model, in_order
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
+from minirt.sizes import format_size
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
 
@@ -114,7 +115,32 @@ def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model
     """`plan_model`, and what loading takes of the memory."""
     model = plan_model(options, gpu)
     length = pick_length(model.config, options.max_model_len)
-    return model, plan_memory(model, length, model.device, options.kv_cache_memory, options.max_num_seqs)
+    return model, plan_memory(model, length, model.device, options.memory)
+
+
+def _check_memory(options: LoadOptions, model: Model, length: int, device: torch.device) -> None:
+    """Raise OutOfMemoryError if the model will not fit. Nothing is allocated yet."""
+    plan = plan_memory(model, length, device, options.memory)
+    if not plan.fits:
+        raise does_not_fit(plan, str(device), _remedy(options, device))
+
+
+def _remedy(options: LoadOptions, device: torch.device) -> str:
+    """The options with which the model would fit, or what else can be done."""
+    fp8 = {"quantization": "fp8"} if device.type == "cpu" or compute_capability(device) >= (8, 9) else {}
+    narrow = {"dtype": "bfloat16"} if device.type == "cpu" else {}
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("lower --kv-cache-memory", {"kv_cache_memory": None}), ("use --dtype bfloat16", narrow), ("use --fp8", fp8),
+        ("use --dtype bfloat16 --fp8", narrow | fp8), ("lower --max-model-len", {"max_model_len": 256}),
+    ]  # fmt: skip
+    for words, changes in ways:
+        changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
+        if changed:
+            with suppress(MinirtError):
+                plan = plan_load(replace(options, **changed))[1]
+                if plan.fits:
+                    return f"{words}: {format_size(plan.needed - plan.pages * plan.page, up=True)} without KV pages"
+    return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
 
 
 def _headers(found: Found) -> Mapping[str, Entry] | None:
@@ -174,19 +200,22 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     if weights is not None and entries is not None:
         checkpoint.match(model, entries, composed)
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
-    check_memory(model, length, dtype, device, kv_dtype, options.kv_cache_memory, options.max_num_seqs)
-    model.allocate(device, dtype, length, kv_dtype)
+    model.dtype, model.kv_dtype = dtype, kv_dtype
+    _check_memory(options, model, length, device)
+    with out_of_memory_while("allocating the weights", device):
+        model.allocate(device, dtype, length, kv_dtype)
     model.resolve(options.impl)
     if device.type == "cuda" and not triton_installed():
         warnings.warn("Triton is not installed, so every layer runs eager on the GPU: pip install triton", stacklevel=2)
     report = checkpoint.LoadReport(0, ())
-    if weights is None:
-        checkpoint.randomize(model, options.seed)
-    else:
-        report = checkpoint.load(
-            model, weights.weight_files, weights.weight_index, allow_unused=composed, check_weights=options.check_weights,
-            progress=progress and partial(progress, "weights"),
-        )
+    with out_of_memory_while("loading the weights", device):
+        if weights is None:
+            checkpoint.randomize(model, options.seed)
+        else:
+            report = checkpoint.load(
+                model, weights.weight_files, weights.weight_index, allow_unused=composed, check_weights=options.check_weights,
+                progress=progress and partial(progress, "weights"),
+            )
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, files.config if files else {}, tokenizer)
     return LoadedModel(model, tokenizer, generation_config, tuple(eos), report.bytes_read, report.unused)

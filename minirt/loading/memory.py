@@ -1,110 +1,210 @@
-"""Checks whether weights, rope tables and KV pages fit into a device's free memory, and sizes the KV cache."""
+"""What a model takes of a device's memory: `plan_memory` sizes the KV cache and the largest step, before or after loading.
 
+On a GPU, weights, KV pages and the memory of steps together take at most `gpu_memory_utilization` of what is free at the start.
+vLLM takes a share of all memory, and refuses to start if other processes hold too much of it.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from minirt.device import free_memory, require_memory
+from minirt.device import free_memory, is_out_of_memory
 from minirt.engine.kv_cache import PAGE_SIZE, page_bytes, state_bytes
-from minirt.errors import ConfigError
+from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS
+from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.gpus import AbsentGPU
 from minirt.modeling.model import Model
 from minirt.sizes import format_size
 
+GPU_MEMORY_UTILIZATION = 0.9
+CPU_SHARE = 0.25  # of the memory that is free beside the weights
+NUM_BATCHED_TOKENS = (8192, 4096, 2048, 1024)  # the defaults that are tried on a GPU
 
-def check_memory(
-    model: Model, length: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype, kv_cache_memory: int | None,
-    max_num_seqs: int,
-) -> None:  # fmt: skip
-    """Raise OutOfMemoryError if the model will not fit. Call it before anything is allocated.
+StepBytes = Callable[[int], int | None]  # tokens of the largest step → the bytes that steps need; None: they do not fit
 
-    Of `kv_cache_memory`, only the bytes that `page_count` would use are counted.
-    """
-    needed = model.weight_bytes(dtype) + _other_bytes(model, length, device, max_num_seqs)
-    what = f"{model.num_parameters / 1e9:.2f} G weights and the rope tables of {length} positions"
-    quantize = "" if model.formats else "--quantize fp8 or int4, "
-    require_memory(needed, device, what, f"use {quantize}a smaller model, a 16-bit --dtype or a lower --max-model-len")
-    if kv_cache_memory is not None:
-        one = page_bytes(model.cache_specs, kv_dtype)
-        pages = min(_pages_in(kv_cache_memory, one), max_num_seqs * -(-length // PAGE_SIZE)) * one
-        require_memory(needed + pages, device, f"{what}, and KV pages,", "lower --kv-cache-memory")
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The options that decide what a model takes; see `minirt.LoadOptions`."""
+
+    kv_cache_memory: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+            where, expected = "--gpu-memory-utilization", "a number above 0, at most 1"
+            raise ConfigError("not a share", where=where, expected=expected, found=repr(share))
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What loading a model takes of a device's memory, in bytes, by the rules of `check_memory` and `page_count`.
+    """What a model takes of a device's memory, in bytes.
 
     Attributes:
         weights, other: the weights; rope tables and the state of recurrent layers.
-        page, pages: the size of a KV page, and how many there is room for.
-        free: what is free now; of an absent GPU an estimate.
+        step: what steps need beside them: activations of the largest step, CUDA graphs, logits, sampler.
+        page, pages: the size of a KV page, and how many there are.
+        free: what is free before the model is loaded; of an absent GPU an estimate.
+        budget: what the model may take of it.
         full: the pages of as many full sequences as a step computes.
+        context: positions that a sequence may have: those asked for, or what all pages hold, if that is less.
+        max_num_batched_tokens: tokens of the largest step.
+        measured: whether `step` was measured; otherwise it is an estimate.
     """
 
     weights: int
     other: int
+    step: int
     page: int
     pages: int
     free: int
+    budget: int
     full: int
+    context: int
+    max_num_batched_tokens: int
+    measured: bool = False
 
     @property
     def needed(self) -> int:
         """Bytes of everything, with one page at least."""
-        return self.weights + self.other + max(self.pages, 1) * self.page
+        return self.weights + self.other + self.step + max(self.pages, 1) * self.page
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.free and self.pages > 0
+        return self.needed <= self.budget
 
     @property
     def tokens(self) -> int:
         """How many tokens the KV cache holds."""
         return self.pages * PAGE_SIZE
 
+    def rows(self) -> list[tuple[str, int, str]]:
+        """The table that `minirt plan` prints: (what, bytes, remark)."""
+        pages = f"{self.pages:,} pages, {self.tokens:,} tokens" + (", as many as full sequences need" * (self.pages == self.full))
+        step = f"{'measured' if self.measured else 'estimate'}, at most {self.max_num_batched_tokens:,} tokens in a step"
+        table = [("weights", self.weights, ""), ("rope tables and states", self.other, "")]
+        table += [("steps", self.step, step)] * (self.step > 0)
+        return table + [("KV cache", self.pages * self.page, pages)] * (self.page > 0)
+
 
 def plan_memory(
-    model: Model, length: int, device: torch.device | AbsentGPU, kv_cache_memory: int | None, max_num_seqs: int
+    model: Model, length: int, device: torch.device | AbsentGPU, options: MemoryOptions, *, step_bytes: StepBytes | None = None
 ) -> MemoryPlan:
-    """What loading `model`, which has its dtypes but no weights, would take of `device`."""
-    weights, other = model.weight_bytes(model.dtype), _other_bytes(model, length, device, max_num_seqs)
-    free, page = free_memory(device), page_bytes(model.cache_specs, model.kv_dtype)
-    full = max_num_seqs * -(-length // PAGE_SIZE)
-    if kv_cache_memory is not None:
-        pages = min(_pages_in(kv_cache_memory, page), full)
-    else:
-        pages = min(int(max(0, free - weights - other) * _share(device)) // page, full) if page else full
-    return MemoryPlan(weights, other, page, pages, free, full)
+    """Size the KV cache, and the largest step unless the options do.
 
-
-def _other_bytes(model: Model, length: int, device: torch.device | AbsentGPU, max_num_seqs: int) -> int:
-    """Bytes of rope tables and recurrent states."""
-    # The rope tables are computed on the CPU. There, with temporaries, they take four times their size.
-    tables = (16 if device.type == "cpu" else 4) * length * model.config.head_dim
-    return tables + max_num_seqs * state_bytes(model.cache_specs)
-
-
-def _share(device: torch.device | AbsentGPU) -> float:
-    """The share of the free memory that KV pages take by default."""
-    return 0.9 if device.type == "cuda" else 0.25
-
-
-def page_count(model: Model, memory: int | None, max_num_seqs: int) -> int:
-    """The number of KV pages that fit into `memory` bytes, at most the pages of `max_num_seqs` sequences of full length.
-
-    `memory` None: a share of the free memory; see `Generator`.
+    Args:
+        model: a model with its dtypes: without weights, or with weights if `step_bytes` is given.
+        length: positions to serve.
+        step_bytes: measures a step on a GPU. None: steps are estimated, and nothing is allocated.
     """
-    one = page_bytes(model.cache_specs, model.kv_dtype)
-    full = max_num_seqs * -(-model.max_model_len // PAGE_SIZE)
-    if not one:
-        return full
-    if memory is not None:
-        return min(_pages_in(memory, one), full)
-    share = _share(model.device)
-    pages = min(int(free_memory(model.device) * share) // one, full)
-    if pages < 1:
-        require_memory(int(one / share), model.device, "KV pages", "use a smaller model or free memory")
-    return pages
+    if device.type == "cpu" and options.gpu_memory_utilization is not None:
+        what, expected = "a CPU has no GPU memory", "a GPU, or --kv-cache-memory"
+        raise ConfigError(what, where="--gpu-memory-utilization", expected=expected, found="device cpu")
+    loaded, page = step_bytes is not None, page_bytes(model.cache_specs, model.kv_dtype)
+    full = options.max_num_seqs * -(-length // PAGE_SIZE)
+    asked = None if options.kv_cache_memory is None else min(_pages_in(options.kv_cache_memory, page), full)
+    free = free_memory(device)
+    weights, tables = model.weight_bytes(model.dtype), 4 * length * model.config.head_dim
+    if loaded:
+        free += weights + tables
+    elif device.type == "cpu":
+        tables *= 4  # while they are computed, there are temporary tensors
+    other = tables + options.max_num_seqs * state_bytes(model.cache_specs)
+    fixed = weights + other
+    if device.type == "cpu":
+        budget = free if asked is not None else min(free, fixed + int(max(0, free - fixed) * CPU_SHARE))
+        candidates: tuple[int, ...] = (MAX_NUM_BATCHED_TOKENS["cpu"],)
+    else:
+        budget, candidates = int(free * (options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION)), NUM_BATCHED_TOKENS
+        step_bytes = step_bytes or (lambda tokens: estimate_step(model, length, tokens, options))
+    if options.max_num_batched_tokens is not None:
+        candidates = (options.max_num_batched_tokens,)
+    step, pages = 0, 0
+    for tokens in candidates:
+        needed = 0 if device.type == "cpu" or step_bytes is None else step_bytes(tokens)
+        if needed is None:
+            continue
+        step, pages = needed, full if not page else max(0, min((budget - fixed - needed) // page, full))
+        if pages >= (-(-length // PAGE_SIZE) if asked is None else asked):
+            break
+    if asked is not None:
+        pages = asked
+    context = min(length, pages * PAGE_SIZE) if page else length
+    return MemoryPlan(weights, other, step, page, pages, free, budget, full, context, tokens, measured=loaded and step > 0)
+
+
+def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
+    """The plan of a model with weights. On a GPU, the memory of its steps is measured.
+
+    Warns if the context has to be shorter than `model.max_model_len`.
+
+    Raises:
+        OutOfMemoryError: there is no room for a KV page.
+    """
+    device, length = model.device, model.max_model_len
+    graphs = options.cuda_graphs and device.type == "cuda" and model.capturable
+
+    def step_bytes(tokens: int) -> int | None:
+        from minirt.engine.step_memory import measure_step_bytes
+
+        return measure_step_bytes(
+            model, max_num_seqs=options.max_num_seqs, max_model_len=length, tokens=tokens, cuda_graphs=graphs
+        )
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left to PyTorch's allocator counts as free
+    plan = plan_memory(model, length, device, options, step_bytes=step_bytes)
+    if plan.page and plan.pages < 1:
+        raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
+    if plan.context < length and options.kv_cache_memory is None:
+        more = "" if model.kv_dtype.itemsize == 1 else "; --kv-cache-dtype fp8 makes room for about twice as many"
+        what = f"the free memory has room for {plan.context:,} tokens, so the context is that instead of {length:,}{more}"
+        warnings.warn(what, RuntimeWarning, stacklevel=4)
+    return plan
+
+
+def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
+    """The error for a plan that does not fit."""
+    parts = ", ".join(f"{what} {format_size(size)}" for what, size, _ in plan.rows() if what != "KV cache")
+    if plan.page:
+        pages = max(plan.pages, 1)
+        parts += f" and {pages:,} KV page{'s' * (pages > 1)} {format_size(pages * plan.page)}"
+    found = f"{format_size(plan.free)} free"
+    if plan.budget < plan.free:
+        found = f"{format_size(plan.budget)}, {plan.budget / plan.free:.0%} of {found}"
+    expected = format_size(plan.needed, up=True)
+    return OutOfMemoryError(f"the model does not fit: {parts}", where=where, expected=expected, found=found, hint=hint)
+
+
+def estimate_step(model: Model, length: int, tokens: int, options: MemoryOptions) -> int:
+    """An estimate of the bytes that steps need on a GPU beside weights and KV pages; see `measure_step_bytes`."""
+    config, rows, size = model.config, options.max_num_seqs, model.dtype.itemsize
+    widest = max(layer.activation_values for layer in model.layers)
+    row = (2 * config.hidden_size + widest) * size
+    logits = rows * config.vocab_size * 4
+    total = tokens * row + 3 * logits + rows * 4 * -(-length // PAGE_SIZE)
+    if options.cuda_graphs:
+        total += min(tokens, 2048) * row
+    return int(1.05 * total)
+
+
+@contextmanager
+def out_of_memory_while(what: str, device: torch.device) -> Iterator[None]:
+    """Turn PyTorch's out-of-memory errors into an `OutOfMemoryError`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        found, hint = str(error).strip().partition("\n")[0], "lower --gpu-memory-utilization, or free memory"
+        raise OutOfMemoryError(f"no memory left while {what}", where=str(device), found=found, hint=hint) from error
 
 
 def _pages_in(memory: int, one: int) -> int:

@@ -10,6 +10,7 @@ from minirt import models
 from minirt.engine.scheduler import check_limits
 from minirt.errors import ConfigError
 from minirt.layers import Layer
+from minirt.loading.memory import MemoryOptions
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization
 
@@ -30,12 +31,15 @@ class LoadOptions:
             the embedding keep the dtype. For a checkpoint that is quantized already: None.
         quantize_head: quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.
         kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
-        kv_cache_memory: bytes for KV pages. None: 90% of the free memory of a GPU, or a quarter of that of a CPU, but never more
-            than `max_num_seqs` sequences of full length need.
+        kv_cache_memory: bytes for KV pages. None: what `gpu_memory_utilization` leaves beside weights and steps; on a CPU, a
+            quarter of the free memory. Never more than `max_num_seqs` sequences of full length need.
+        gpu_memory_utilization: the share of a GPU's free memory that weights, KV pages and the memory of steps may take
+            together. None: 0.9.
         max_model_len: maximum number of tokens of a sequence, prompt and completion together. None: all positions of the model.
         max_num_seqs: maximum number of requests in one step; further ones wait.
         max_num_batched_tokens: maximum number of tokens in one step. Longer prompts are computed in chunks, beside decoding
-            requests. None: 8,192 on a GPU, 512 on a CPU.
+            requests. None: on a GPU the largest of 8,192, 4,096, 2,048 and 1,024 that leaves KV pages for one sequence of full
+            length, else 1,024; on a CPU 512.
         threads: number of threads of PyTorch's CPU operations, in the whole process except in generators that exist. None:
             the value of OMP_NUM_THREADS, else PyTorch's own setting limited to the CPUs that this process may use (affinity and
             cgroup quota).
@@ -64,6 +68,7 @@ class LoadOptions:
     quantize_head: bool | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
@@ -84,6 +89,14 @@ class LoadOptions:
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
         check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
+        self.memory  # noqa: B018  (checks its values)
+
+    @property
+    def memory(self) -> MemoryOptions:
+        """The options that decide what the model takes of the memory."""
+        return MemoryOptions(
+            self.kv_cache_memory, self.max_num_seqs, self.max_num_batched_tokens, self.gpu_memory_utilization, self.cuda_graphs
+        )
 
     @property
     def formats(self) -> Quantization | None:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minirt.errors import InputError, TokenizerError
@@ -24,12 +25,23 @@ class ChatTemplate:
             self._file = folder / "tokenizer_config.json"
             self.source = _default_template(tokenizer_config.get("chat_template"), self._file)
 
-    def render(self, messages: list[dict[str, str]], special_tokens: Mapping[str, str]) -> str:
-        """Render `messages` as one text that ends with the assistant's header.
+    def render(
+        self,
+        messages: list[dict[str, str]],
+        special_tokens: Mapping[str, str],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Render `messages` as one text.
 
         Args:
             messages: a non-empty list; each message is {"role": str, "content": str}.
             special_tokens: name → text (bos_token, eos_token, …). Templates refer to them by name.
+            add_generation_prompt: end with the assistant's header.
+            continue_final_message: end with the content of the last message, so that the model continues it.
+            variables: more variables of the template, such as enable_thinking.
         Raises:
             InputError: `messages` is not such a list.
             TokenizerError: there is no template, or the template fails, rejects the messages, renders nothing, or takes more
@@ -39,14 +51,18 @@ class ChatTemplate:
         if self.source is None:
             raise TokenizerError("there is no chat template", where=self._file, hint="use a plain prompt")
         try:
-            names = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
-            text = self._renderer.render(names | dict(special_tokens))  # the variables that transformers passes
+            names: dict[str, Any] = {"messages": plain, "tools": None, "documents": None}  # as transformers passes them
+            names |= {"add_generation_prompt": add_generation_prompt} | dict(special_tokens)
+            if taken := names.keys() & variables.keys():
+                what = "a variable of the chat template has a fixed meaning"
+                raise InputError(what, where="chat_template_kwargs", found=min(taken))
+            text = self._renderer.render(names | dict(variables))
         except RenderingError as error:
             hint = "check the order of the roles; else the template is damaged"
             raise TokenizerError(f"the chat template failed: {error}", where=self._file, hint=hint) from error
         if not text:
             raise TokenizerError("the chat template rendered nothing", where=self._file, hint="check the roles")
-        return text
+        return _until_content(text, plain[-1]["content"]) if continue_final_message else text
 
     @functools.cached_property
     def _renderer(self) -> Renderer:
@@ -69,6 +85,16 @@ def _default_template(value: Any, path: Path) -> str | None:
         expected = f"at most {MAX_TEMPLATE:,} characters"
         raise TokenizerError("the chat template is too large", where=path, expected=expected, found=f"{len(value):,}")
     return value
+
+
+def _until_content(text: str, content: str) -> str:
+    """`text` up to the end of the last message's content, which templates may strip."""
+    content = content.strip()
+    start = text.rfind(content)
+    if not content or start < 0:
+        what = "the chat template does not show the last message's content, so it cannot be continued"
+        raise InputError(what, where="continue_final_message", found=repr(content)[:80])
+    return text[: start + len(content)]
 
 
 def _checked_messages(messages: object) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@
 import codecs
 
 from minirt.text.tokenizer import Tokenizer
-from minirt.text.tokenizer_file import byte_alphabet
 
 
 class IncrementalDecoder:
@@ -16,7 +15,8 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._backend = tokenizer._backend
+        self._tokenizer, self._backend = tokenizer, tokenizer._backend
+        self._cache = tokenizer._decoded[bool(skip_special_tokens)]  # bytes by id, shared by all decoders of the tokenizer
         self._skipped = tokenizer._special_texts if skip_special_tokens else frozenset[str]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer._byte_level else None
         self._byte_fallback = tokenizer._byte_fallback
@@ -29,13 +29,18 @@ class IncrementalDecoder:
         Raises:
             InputError: `token_id` is not an integer from 0 to 2**32 - 1.
         """
+        if self._utf8 is not None and type(token_id) is int:
+            data = self._cache.get(token_id)
+            if data is None:
+                token = self._backend.id_to_token(token_id)
+                skipped = token is None or token in self._skipped
+                data = self._cache[token_id] = b"" if skipped else self._tokenizer.token_bytes(token_id)
+            return self._utf8.decode(data)
         token = self._backend.id_to_token(token_id)
         if token is None or token in self._skipped:
             return ""
-        if self._utf8 is not None:
-            alphabet = byte_alphabet()
-            in_alphabet = alphabet.keys() >= set(token)  # false for some added tokens, which are literal text
-            return self._utf8.decode(bytes(alphabet[c] for c in token) if in_alphabet else token.encode())
+        if self._utf8 is not None:  # an id of another type
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
         self._window.append(token_id)
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
             return ""

@@ -25,6 +25,8 @@ class StopStrings:
 
         `check`: whether a stop string that ends in this text counts.
         """
+        if not self._stops:
+            return text_piece, False
         if self._found:
             return "", True
         text = self._held + text_piece

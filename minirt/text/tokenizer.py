@@ -3,6 +3,7 @@
 Built on `tokenizers` and jinja2, which are imported only when a tokenizer is loaded or a template is rendered.
 """
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from minirt.errors import ConfigError, ContextLengthError, InputError, Tokenizer
 from minirt.files import parse_json, present, read_json, read_text
 from minirt.text.backend import Backend
 from minirt.text.chat_template import ChatTemplate
-from minirt.text.tokenizer_file import TokenBound, check, decoder_steps
+from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder_steps
 
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
@@ -54,6 +55,8 @@ class Tokenizer:
         vocabulary = self._backend.vocabulary()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._bound = TokenBound.of(content, vocabulary)
+        # What `IncrementalDecoder` has found out about tokens, with and without special ones.
+        self._decoded: dict[bool, dict[int, bytes]] = {False: {}, True: {}}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
@@ -102,12 +105,16 @@ class Tokenizer:
         ids = self._encode(text, True, max_tokens)
         return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_token_id] else ids
 
-    def encode_chat(self, messages: list[dict[str, str]], max_tokens: int | None = None) -> list[int]:
-        """Token ids of `render_chat(messages)`. The template writes all special tokens; the tokenizer adds none.
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """As `encode`, without the special tokens that the post-processor adds."""
+        return self._encode(text, False, max_tokens)
+
+    def encode_chat(self, messages: list[dict[str, str]], max_tokens: int | None = None, **options: Any) -> list[int]:
+        """Token ids of `render_chat(messages, **options)`. The template writes all special tokens; the tokenizer adds none.
 
         The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
         """
-        return self._encode(self.render_chat(messages), False, max_tokens)
+        return self._encode(self.render_chat(messages, **options), False, max_tokens)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word without special tokens: as it is, and after a space. Only those that differ."""
@@ -128,9 +135,26 @@ class Tokenizer:
         """The text of `ids`. Ids outside the vocabulary (a model's padding) decode to ""."""
         return self._backend.decode(ids, skip_special_tokens)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for: those of a text, or of a part of a character. Unknown ids have none."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            alphabet = byte_alphabet()
+            in_alphabet = alphabet.keys() >= set(token)  # false for some added tokens, which are literal text
+            return bytes(alphabet[c] for c in token) if in_alphabet else token.encode()
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+    def render_chat(self, messages: list[dict[str, str]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
-        return self._chat_template.render(messages, self._special)
+        return self._chat_template.render(messages, self._special, **options)
+
+    def template_uses(self, name: str) -> bool:
+        """Whether the chat template has a variable of this name, or at least the word."""
+        return re.search(rf"\b{re.escape(name)}\b", self._chat_template.source or "") is not None
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -23,9 +23,11 @@ REQUIRED = {
     "h200-loading-bf16", "h200-loading-fp8", "h200-startup-bf16", "h200-startup-fp8", "h200-trace", "h200-power",
     "h200-tune-bf16", "h200-tune-fp8", "cpu-smollm2",
 }  # fmt: skip
-SCRIPTS = {"trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py"}
-UNCHECKED = ("trace", "startup", "power")  # they time what runs beside the kernels: nothing in them is right or wrong
-WITHOUT_CEILING = ("trace", "startup", "tune", "power")  # these have no limit that they are compared with
+SCRIPTS = {
+    "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py", "memory": "memory_cases.py"
+}  # fmt: skip
+UNCHECKED = ("trace", "startup", "power", "memory")  # they time what runs beside the kernels: nothing in them is right or wrong
+WITHOUT_CEILING = ("trace", "startup", "tune", "power", "memory")  # these have no limit that they are compared with
 
 
 DOCS = tables.README.parent / "docs"

@@ -142,6 +142,8 @@ def test_options_that_make_no_sense_are_refused(run, folder):
     refused(run(*base, "--logit-bias", "3"), "no token id and number", code=2)
     refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice", code=2)
     refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100", code=2)
+    for prompts in (("a",), ("a", "b")):
+        refused(run("generate", "-m", folder, *CACHE, *prompts, "--logit-bias", "211=1"), "minirt: --logit-bias: not a t", code=2)
     refused(run(*base, "--stop-token-ids", "3,x"), "is not token ids", code=2)
     refused(run(*base, "--stop-token-ids", "211"), "--stop-token-ids", "0 to 210", code=2)
 
@@ -481,11 +483,19 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     assert out.count(" triton ") == 59
     assert "CUDA graphs: small steps" in out
     assert "this compute capability only: decode_fp8_sm90, decode_sm90, " in out
-    line = r"^Fits: weights 14.19GiB, .* KV cache 1\d\d\.\d+GiB: [0-9,]+ pages, .* free, estimated for 140.4GiB"
-    assert re.search(line, out, re.MULTILINE)
+    for line in (
+        r"Memory: 139.4GiB free, estimated for 140.4GiB in all, .* take 125\.\d+GiB \(90%\)", r"  weights +14.19GiB",
+        r"  steps .*estimate, at most 8,192 tokens.*", r"  KV cache +1\d\d\.\d+GiB  [0-9,]+ pages, .*", r"Fits\.",
+    ):  # fmt: skip
+        assert re.search(f"^{line}$", out, re.MULTILINE), line
+    out = run(*base, "--gpu", "24GiB:8.9", "--gpu-memory-utilization", 0.8)[1]
+    assert re.search(r"take 18\.\d+GiB \(80%\)", out)
+    assert re.search(r"^Fits with a context of [0-9,]+ instead of 131,072\.$", out, re.MULTILINE)
+    refused(run(*base, "--device", "cpu", "--gpu-memory-utilization", 0.8), "--gpu-memory-utilization", code=2)
+    refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 0
-    assert re.search(r"^Does not fit: weights 28.37GiB, .* 23GiB free, .*--quantize", out, re.MULTILINE)
+    assert re.search(r"^Does not fit: it needs 28\.\d+GiB .*--quantize", out, re.MULTILINE)
     assert "sm90" not in out
     record = json.loads(run(*base, "--gpu", "l4", "--fp8", "--kv-cache-dtype", "fp8", "--max-model-len", 4096, "--json")[1])
     assert record["memory"]["fits"]
@@ -499,7 +509,8 @@ def test_plan_says_what_fits_here(run, folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 1 << 20)
     out = run("plan", "-m", folder, "--device", "cpu", "--max-num-seqs", 1)[1]
-    assert re.search(r"^Fits: weights .*KiB, .* KV cache .*KiB: \d pages, \d+ tokens.*; 1MiB free now$", out, re.MULTILINE), out
+    assert re.search(r"^Memory: 1MiB free now, .*$", out, re.MULTILINE), out
+    assert re.search(r"^  KV cache +\d+KiB  \d pages, \d+ tokens$", out, re.MULTILINE), out
     assert "Does not fit" in run("plan", "-m", "Qwen2.5-0.5B", "--device", "cpu")[1]
 
 

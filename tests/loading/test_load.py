@@ -40,8 +40,10 @@ def no_allocation(monkeypatch):
 def test_memory_is_checked_first(folder, monkeypatch):
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
-    with pytest.raises(OutOfMemoryError, match=r"72\.71 G .*expected 271\.11GiB; found 20GiB free.*smaller"):
-        load("Qwen2.5-72B", random_weights=True)
+    with pytest.raises(OutOfMemoryError, match=r"weights 270\.\d+GiB.*expected 271\.\d+GiB; found 20GiB free.*smaller"):
+        load("Qwen2.5-72B", random_weights=True, kv_cache_memory=None)
+    with pytest.raises(OutOfMemoryError, match=r"expected 3\d\.\d+GiB; found 20GiB free.*use --dtype bfloat16: 1\d\.\d+GiB"):
+        load("Qwen2.5-7B", random_weights=True, kv_cache_memory=None)
     with pytest.raises(OutOfMemoryError, match=r"KV pages.*expected 192\..*GiB; found 20.*--kv-cache-memory"):
         load(folder, kv_cache_memory=900 << 30, max_num_seqs=1 << 20)
     for wrong in (0, -1, 1000, 1e9, True):
@@ -62,7 +64,7 @@ def test_rope_tables_count_as_memory(copy, monkeypatch):
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 16 << 20}))
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 4 << 30)
-    with pytest.raises(OutOfMemoryError, match=r"16777216 positions.*--max-model-len"):
+    with pytest.raises(OutOfMemoryError, match=r"rope tables and states 4GiB.*lower --max-model-len"):
         load(copy)
 
 

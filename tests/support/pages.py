@@ -30,6 +30,7 @@ REASONS = {
     "gpu": "needs a CUDA GPU",
     "download": "needs weights from the Hugging Face Hub",
     "install": "installs packages, or runs all tests",
+    "server": "runs until it is stopped, or needs a server that runs",
 }
 SHOWN = ("", "text", "json", "markdown")
 COMMANDS = ("minirt", "python", "cat", "echo")

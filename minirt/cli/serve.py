@@ -1,0 +1,103 @@
+"""`minirt serve`: the OpenAI-compatible server."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minirt.cli.options import debug_option, load_arguments, load_options, model_name, prefix_cache_option, quiet_option
+from minirt.errors import InputError, MinirtError
+from minirt.files import read_text
+
+_PACKAGES = {"uvicorn": "uvicorn", "httptools": "httptools", "msgspec": "msgspec", "prometheus_client": "prometheus-client"}
+_MAX_CONFIG = 1 << 20  # bytes
+
+
+def _read_config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Take the values of options from a YAML file. Options of the command line come first."""
+    if value is None:
+        return
+    import yaml
+
+    try:
+        content = yaml.safe_load(read_text(Path(value), limit=_MAX_CONFIG, error=InputError))
+    except yaml.YAMLError as error:
+        raise InputError(f"is not YAML: {' '.join(str(error).split())}", where=value) from error
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise InputError("is not a mapping of options to values", where=value, found=type(content).__name__)
+    known: dict[str, tuple[click.Option, bool]] = {}
+    for own in context.command.params:
+        if isinstance(own, click.Option):
+            known |= {name.lstrip("-"): (own, name in own.secondary_opts) for name in own.opts + own.secondary_opts}
+    defaults: dict[str, Any] = {}
+    for key, given in content.items():
+        name = str(key).replace("_", "-")
+        if name not in known or name in ("config", "help"):
+            raise InputError("there is no such option", where=f"{value}: {str(key)[:80]}", hint="minirt serve --help lists them")
+        option, negative = known[name]
+        if option.is_flag and not isinstance(given, bool):
+            raise InputError("not an acceptable value", where=f"{value}: {key}", expected="true or false", found=repr(given)[:80])
+        if isinstance(given, dict) or given is None or (isinstance(given, list) and not option.multiple):
+            raise InputError("not an acceptable value", where=f"{value}: {key}", found=repr(given)[:80])
+        given = (not given if negative else given) if option.is_flag else given
+        defaults[option.name or ""] = (given if isinstance(given, list) else [given]) if option.multiple else given
+    context.default_map = {**(context.default_map or {}), **defaults}
+
+
+@click.command()
+@click.option(
+    "--config", metavar="FILE", callback=_read_config, is_eager=True, expose_value=False,
+    help="A YAML file with values of these options. Those of the command line take precedence.",
+)  # fmt: skip
+@load_options
+@prefix_cache_option
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every IPv4 address.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--served-model-name", multiple=True, help="Name under which clients ask for the model (repeatable).")
+@click.option("--api-key", multiple=True, help="Key that clients must send (repeatable). Also from MINIRT_API_KEY.")
+@click.option("--metrics-need-key", is_flag=True, help="/metrics needs the API key, too.")
+@click.option(
+    "--allow-origin", multiple=True, metavar="ORIGIN", help="Web pages of this origin may use the API (repeatable); * is all."
+)
+@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds after which a request is aborted.")
+@click.option(
+    "--drain-timeout", type=click.FloatRange(0), default=60.0, show_default=True,
+    help="Seconds that running requests get to end after SIGTERM.",
+)
+@click.option(
+    "--stream-interval", type=click.IntRange(1), default=1, show_default=True,
+    help="Tokens of a stream that are sent together; the first one is sent at once.",
+)
+@click.option(
+    "--max-body-size", type=click.IntRange(1024), default=32 << 20, show_default=True, help="Bytes of the largest request."
+)
+@click.option("--log-prompts", is_flag=True, help="Write the prompts of requests to the log.")
+@quiet_option
+@debug_option
+def serve(quiet: bool, **options: Any) -> None:
+    """Serve the model over HTTP with OpenAI's API, on /v1/chat/completions and /v1/completions.
+
+    SIGTERM or Ctrl-C lets running requests end; a second one ends at once.
+    """
+    missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        what = f"minirt serve needs packages that are not installed: {', '.join(missing)}"
+        raise MinirtError(what, hint="pip install 'minirt[serve]'")
+    from minirt.server.front import ServerOptions
+    from minirt.server.run import serve as run
+
+    name = model_name(options, quiet)
+    keys = options["api_key"] or tuple(filter(None, [os.environ.get("MINIRT_API_KEY")]))
+    if any(not key for key in keys):
+        raise InputError("is empty", where="--api-key")
+    server = ServerOptions(
+        model=name, host=options["host"], port=options["port"], served_model_names=options["served_model_name"], api_keys=keys,
+        metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"],
+        request_timeout=options["request_timeout"], drain_timeout=options["drain_timeout"],
+        stream_interval=options["stream_interval"], max_body_size=options["max_body_size"],
+        log_prompts=options["log_prompts"], quiet=quiet,
+    )  # fmt: skip
+    run(server, load_arguments(options, name))

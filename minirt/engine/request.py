@@ -1,0 +1,99 @@
+"""`Request`, `TokenOutput` and `EngineStats`: plain values between an engine and its callers.
+
+Callers may be in another process. Imports no torch.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from minirt.errors import MinirtError
+from minirt.sampling_params import EffectiveSampling
+
+if TYPE_CHECKING:
+    from minirt.engine.logits_processors import Rules
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for completion. It has plain values only, so it can be sent to another thread or process.
+
+    Args:
+        id: unique among the open requests of an engine.
+        prompt_token_ids: the prompt, at least one token.
+        sampling: the sampling parameters, including the maximum number of tokens.
+        eos_token_ids: the tokens that end the completion, unless `sampling.ignore_eos`.
+        cache_salt: requests with different salts share no cached prefix.
+        bad_words: `sampling.bad_words` in token ids.
+        priority: requests with lower values run first.
+        group: requests of one group have the same prompt. All but one of them wait until its pages can be shared.
+    """
+
+    id: int
+    prompt_token_ids: Seq[int]
+    sampling: EffectiveSampling
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
+    priority: int = 0
+    group: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def rules(self) -> "Rules | None":
+        """What it asks of its logits; None if nothing."""
+        from minirt.engine.logits_processors import Rules  # imports PyTorch
+
+        return Rules.of(self.sampling, self.eos_token_ids, self.bad_words)
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of one token, and of the most probable tokens in its place.
+
+    Args:
+        token_id: the token.
+        logprob: its natural logarithm of the probability: log_softmax of the model's logits.
+        rank: 1 for the most probable token: 1 + the number of tokens with a larger logit.
+        top: (token id, logprob) of the most probable tokens, the most probable first, the lower id first among equals.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOutput(NamedTuple):
+    """The new tokens of one request, one or more.
+
+    `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
+    `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
+    if the request asks. `prompt_logprobs`: of each token of the prompt but the first, with the first output of a request that
+    asks; else None. `queue_time_s`: how long the request waited for its first step, with its first output; else None.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    error: MinirtError | None = None
+    num_cached: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    queue_time_s: float | None = None
+
+
+class EngineStats(NamedTuple):
+    """The state of an engine, and counters since it was made.
+
+    Args:
+        num_running, num_waiting: requests with and without KV pages.
+        kv_cache_usage: the share of KV pages in use. Pages that only the prefix cache keeps are not in use.
+        num_preemptions: how often a running request lost its pages to another one.
+        prefix_cache_queries, prefix_cache_hits: see `PrefixCacheStats`.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int

@@ -1,0 +1,275 @@
+"""`Processor`: from prompts to engine requests, and from the engine's outputs to text. `Call`: the requests of one call.
+
+`Generator`, `AsyncGenerator` and the server use it alike. It has no engine, only a `Backend`, which may be in this process or in
+another one. Imports no torch.
+"""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Number
+from typing import Any, Protocol, TypeGuard, TypeVar
+
+from minirt.engine.request import Request, TokenOutput
+from minirt.errors import InputError, TokenizerError, inside
+from minirt.outputs import Completion, CompletionStream, Piece, Samples
+from minirt.sampling_params import EffectiveSampling, SamplingParams
+from minirt.sampling_params import resolve as resolve_sampling
+from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.stop_strings import StopStrings
+from minirt.text.tokenizer import Tokenizer
+
+
+class TokenArray(Protocol):
+    """A NumPy array or a tensor of token ids: of one dimension, with an integer dtype."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[int] | TokenArray
+AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)  # a list[str] is no list[Prompt], since it cannot take token ids
+Messages = Sequence[dict[str, str]]
+
+
+class Backend(Protocol):
+    """The engine as a `Processor` sees it: `EngineThread`, or the server's `RemoteEngine`."""
+
+    @property
+    def max_len(self) -> int:
+        """Maximum number of tokens of a request, prompt and completion together."""
+
+    def new_id(self) -> int:
+        """An id for a request."""
+
+    def check(self, request: Request) -> None:
+        """Raise the error with which a request would be refused. An engine in another process refuses it later."""
+
+
+class Processor:
+    """Encodes and checks the prompts of a model, and prepares their requests. All its methods may be called from any thread.
+
+    Args:
+        backend: the engine's limits.
+        name: the model's name, for messages.
+        peak_memory: for `Completion.peak_memory_bytes`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        tokenizer: Tokenizer | None,
+        generation_config: dict | None,
+        eos_token_ids: Sequence[int],
+        peak_memory: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._backend, self._name, self._tokenizer, self._peak_memory = backend, name, tokenizer, peak_memory
+        self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
+
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds. Token ids are returned unchanged.
+
+        `max_tokens`: raise, without tokenizing, if the number of characters shows that the text has more tokens.
+        """
+        if _is_array(prompt):
+            return _array_tokens(prompt)
+        if isinstance(prompt, list | tuple):
+            # Checking a long prompt's tokens one by one would take as long as launching its kernels.
+            if set(map(type, prompt)) == {int}:
+                return list(prompt)
+            return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
+        if not isinstance(prompt, str):
+            found = type(prompt).__name__
+            raise InputError("not a prompt", expected="a text, or a list, tuple or array of token ids", found=found)
+        if not prompt:
+            raise InputError("the prompt is empty", hint="give at least one character")
+        return self.text().encode(prompt, max_tokens)
+
+    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a conversation through the chat template, up to the start of the answer. `max_tokens`: see `encode`."""
+        if not isinstance(messages, list | tuple):
+            raise InputError("not a conversation", where="messages", expected="a list of messages", found=type(messages).__name__)
+        return self.text().encode_chat(list(messages), max_tokens)
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
+        """See `Generator.check`."""
+        sampling = self.effective_sampling(params)
+        tokens = self._encode(token_ids, sampling)
+        self._backend.check(Request(-1, tokens, sampling, self._eos_token_ids, bad_words=self._bad_words(sampling)))
+
+    def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
+        """The values that a request will run with, and where each comes from."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InputError("not SamplingParams", where="params", found=type(params).__name__)
+        return resolve_sampling(params, self._generation_config)
+
+    def prepare(
+        self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None
+    ) -> "Call":
+        """Encode and check the requests of one call, without adding them to the engine. `single`: `prompts` is one prompt."""
+        prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
+        priorities = _priorities(priority, len(prompts))
+        call = Call([], [], [], single)
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
+                sampling = self.effective_sampling(own)
+                tokens = self._encode(prompt, sampling)
+                count = 1 if own is None else own.n
+                first = Request(
+                    self._backend.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
+                    bad_words=self._bad_words(sampling),
+                )  # fmt: skip
+                self._backend.check(first)
+            if count > 1:
+                first = replace(first, group=first.id)
+            for sample in range(count):
+                request = first if sample == 0 else self._sample(first, sample)
+                call.requests.append(request)
+                call.streams.append(self._stream(request, prompt=i, sample=sample))
+            outputs = [stream.completion for stream in call.streams[-count:]]
+            call.results.append(Samples(tokens, outputs) if count > 1 else outputs[0])
+        return call
+
+    def _sample(self, first: Request, sample: int) -> Request:
+        """The request of a further sample. The first one scores the prompt."""
+        sampling = replace(first.sampling, seed=(first.sampling.seed + sample) % 2**64, prompt_logprobs=None)
+        return replace(first, id=self._backend.new_id(), sampling=sampling)
+
+    def _stream(self, request: Request, prompt: int, sample: int) -> CompletionStream:
+        sampling, decoder = request.sampling, None
+        if self._tokenizer is not None and sampling.detokenize:
+            decoder = IncrementalDecoder(self._tokenizer, sampling.skip_special_tokens)
+        tokens: Any = request.prompt_token_ids
+        completion = Completion(tokens, [], "", None, sampling, logprobs=None if sampling.logprobs is None else [])
+        stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        return CompletionStream(completion, decoder, stops, self._peak_memory, prompt, sample)
+
+    def text(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            TokenizerError: the model has none.
+        """
+        if self._tokenizer is None:
+            raise TokenizerError("the model has no tokenizer", where=self._name, hint="give token ids instead of text")
+        return self._tokenizer
+
+    def limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
+        """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
+        return self._backend.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
+
+    def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
+        """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
+        tokens, kept = self.encode(prompt, self.limit(sampling)), sampling.truncate_prompt_tokens
+        return tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
+
+    def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
+        """The bad words in token ids. Raises TokenizerError if settings about text meet a model without a tokenizer."""
+        for name, what in (("stop", "stop strings need"), ("bad_words", "bad words need")):
+            if getattr(sampling, name) and self._tokenizer is None:
+                raise TokenizerError(f"{what} a tokenizer", where=self._name, found=f"from {sampling.sources[name]}")
+        return tuple(ids for word in sampling.bad_words for ids in self.text().spellings(word))
+
+
+@dataclass
+class Call:
+    """The requests of one call of the API: the engine's outputs go in, pieces come out.
+
+    Attributes:
+        streams, requests: one of each for every sample of every prompt.
+        results: one for each prompt, as it stands.
+        single: whether the call is about one prompt, not a list.
+        open: the streams of the requests that run, by their ids.
+    """
+
+    streams: list[CompletionStream]
+    requests: list[Request]
+    results: list[Completion | Samples]
+    single: bool
+    open: dict[int, CompletionStream] = field(default_factory=dict)
+
+    def start(self) -> list[Request]:
+        """The requests, to be submitted now."""
+        started = time.perf_counter()
+        for stream in self.streams:
+            stream.started = started
+        self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
+        return self.requests
+
+    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
+        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
+        stream = self.open[output.request_id]
+        piece = stream.push(output)
+        if piece.finish_reason is not None:
+            del self.open[output.request_id]
+        return stream, piece
+
+    def result(self) -> Any:
+        """What `generate` returns, once all requests have ended.
+
+        Raises:
+            MinirtError: one of them failed.
+        """
+        for i, result in enumerate(self.results):
+            if (error := result.error) is not None:
+                raise error if self.single else error.within(f"prompts[{i}]")
+        return self.results[0] if self.single else self.results
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether `prompts` is a single prompt: a text, an array, or a list that can only be token ids."""
+    if isinstance(prompts, str) or _is_array(prompts):
+        return True
+    types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()
+    return bool(types) and all(issubclass(t, Integral | float) for t in types)
+
+
+def _is_array(value: Any) -> TypeGuard[TokenArray]:
+    """Whether it is a NumPy array, a tensor, or the like. (NumPy is not imported here.) A NumPy integer is none."""
+    return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist")) and not isinstance(value, Number)
+
+
+def _array_tokens(array: TokenArray) -> list[int]:
+    dtype = getattr(array.dtype, "name", str(array.dtype).removeprefix("torch."))
+    if array.ndim != 1 or re.fullmatch(r"u?int[0-9]+", dtype) is None:
+        found = f"{dtype} with {array.ndim} dimensions"
+        hint = "list(array) makes one prompt of each row" if array.ndim == 2 else None
+        raise InputError("not an array of token ids", expected="integers in one dimension", found=found, hint=hint)
+    try:
+        return list(array.tolist())
+    except (RuntimeError, TypeError) as error:  # a tensor without values, on the meta device
+        raise InputError(f"not an array of token ids: {error}") from error
+
+
+def _one(params: Any) -> SamplingParams | None:
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    raise InputError("one prompt takes one SamplingParams", where="params", found=type(params).__name__)
+
+
+def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The prompts, and as many SamplingParams."""
+    if not isinstance(prompts, list | tuple):
+        raise InputError("not a prompt, or a list of prompts", where="prompts", found=type(prompts).__name__)
+    if isinstance(params, SamplingParams) or params is None:
+        params = [params] * len(prompts)
+    if not isinstance(params, list | tuple) or len(params) != len(prompts):
+        what, found = "one SamplingParams for each prompt", repr(params)[:80]
+        raise InputError(what, where="params", expected=len(prompts), found=found)
+    return prompts, params
+
+
+def _priorities(priority: Any, count: int) -> list[int]:
+    """A priority for each of `count` prompts."""
+    own = list(priority) if isinstance(priority, list | tuple) else [priority] * count
+    if len(own) != count or any(type(value) is not int for value in own):
+        expected, found = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
+        raise InputError("not an acceptable value", where="priority", expected=expected, found=found)
+    return own

@@ -1,0 +1,104 @@
+"""What clients, routers and monitors ask about the server: models, health, metrics, versions."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import minirt
+from minirt.errors import MinirtError
+from minirt.server.exchange import Exchange
+from minirt.server.front import Front
+from minirt.server.metrics import CONTENT_TYPE
+
+_STATS_SECONDS = 5  # how long /metrics waits for the engine, which answers between two steps
+_MODELS = "/v1/models/"
+
+
+def _card(front: Front, name: str) -> dict[str, Any]:
+    info = front.info
+    return {
+        "id": name, "object": "model", "created": front.created, "owned_by": "minirt", "root": front.options.model,
+        "parent": None, "max_model_len": None if info is None else info.max_len,
+    }  # fmt: skip
+
+
+async def models(front: Front, exchange: Exchange) -> None:
+    front.check_ready()
+    await exchange.answer({"object": "list", "data": [_card(front, name) for name in front.options.names]})
+
+
+def model_route(method: str, path: str) -> Callable[[Front, Exchange], Awaitable[None]] | None:
+    """The handler of GET /v1/models/{name}, whose name may contain slashes."""
+    if method != "GET" or not path.startswith(_MODELS):
+        return None
+
+    async def model(front: Front, exchange: Exchange) -> None:
+        name = path.removeprefix(_MODELS)
+        front.check_model(name)
+        await exchange.answer(_card(front, name))
+
+    return model
+
+
+async def health(front: Front, exchange: Exchange) -> None:
+    """200 while the server takes requests, else 503."""
+    front.check_ready()
+    await exchange.answer(b"", content_type=b"text/plain")
+
+
+async def version(front: Front, exchange: Exchange) -> None:
+    await exchange.answer({"version": minirt.__version__})
+
+
+async def metrics(front: Front, exchange: Exchange) -> None:
+    stats = None
+    try:
+        if front.info is not None:
+            stats = await asyncio.wait_for(front.engine.stats(), _STATS_SECONDS)
+    except (MinirtError, TimeoutError):  # the front's own metrics are still of use
+        pass
+    await exchange.answer(front.metrics.exposition(stats), content_type=CONTENT_TYPE.encode())
+
+
+async def load(front: Front, exchange: Exchange) -> None:
+    """Requests that are being answered, without this one."""
+    await exchange.answer({"server_load": len(front.exchanges) - 1})
+
+
+async def server_info(front: Front, exchange: Exchange) -> None:
+    _, info = front.check_ready()
+    options = front.options
+    await exchange.answer(
+        info.facts
+        | {
+            "version": minirt.__version__, "model_path": options.model, "served_model_name": options.names[0],
+            "max_model_len": info.max_len, "max_num_seqs": info.max_num_seqs, "vocab_size": info.vocab_size,
+            "stream_interval": options.stream_interval, "status": front.state,
+        }
+    )  # fmt: skip
+
+
+async def model_info(front: Front, exchange: Exchange) -> None:
+    _, info = front.check_ready()
+    await exchange.answer(
+        {
+            "model_path": front.options.model, "tokenizer_path": front.options.model, "is_generation": True,
+            "served_model_name": front.options.names[0], "max_model_len": info.max_len, "vocab_size": info.vocab_size,
+            "has_chat_template": front.tokenizer is not None and front.tokenizer.has_chat_template,
+        }
+    )  # fmt: skip
+
+
+ROUTES = {
+    "GET /v1/models": models,
+    "GET /health": health,
+    "GET /ping": health,
+    "POST /ping": health,
+    "GET /version": version,
+    "GET /metrics": metrics,
+    "GET /load": load,
+    "GET /server_info": server_info,
+    "GET /get_server_info": server_info,
+    "GET /model_info": model_info,
+    "GET /get_model_info": model_info,
+}

@@ -1,0 +1,139 @@
+"""Answers with completions, streamed or whole: what /v1/chat/completions and /v1/completions share.
+
+For each token of each stream, an event is three joined parts: a constant head, the new text as JSON, and a constant tail.
+"""
+
+import math
+from typing import Any
+
+from minirt.engine.request import TokenLogprobs
+from minirt.outputs import Completion
+from minirt.processor import Call
+from minirt.server.exchange import Exchange, encode_json
+from minirt.server.front import Front
+from minirt.server.generation import Choice, Generation
+from minirt.server.protocol import Sampling, usage
+from minirt.text.tokenizer import Tokenizer
+
+_DONE = b"data: [DONE]\n\n"
+_LOWEST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
+
+
+class Format:
+    """The form of the events of a stream. Subclasses say what a choice looks like.
+
+    Args:
+        fields: the first fields of every event: id, object, created, model.
+        wants_logprobs: whether events have the log-probabilities of their tokens.
+    """
+
+    def __init__(self, fields: dict[str, Any], wants_logprobs: bool) -> None:
+        self.wants_logprobs = wants_logprobs
+        self.start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What is before and after the text of a choice, up to its `logprobs`."""
+        raise NotImplementedError
+
+    def opening(self, choice: Choice) -> bytes:
+        """The events before the first text of a choice."""
+        return b""
+
+    def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
+        """The `logprobs` of the tokens `start` to `stop` of a choice."""
+        raise NotImplementedError
+
+
+async def stream(front: Front, exchange: Exchange, request: Sampling, call: Call, form: Format) -> None:
+    """Answer with server-sent events."""
+    with front.start(call, front.options.stream_interval, exchange.drop) as generation:
+        try:
+            await generation.wait()  # an error before the first token has a status of its own
+            await exchange.begin_events()
+            await _send_all(exchange, request, call, form, generation)
+        finally:
+            exchange.log |= log_fields(call, generation)
+    await exchange.end_events()
+
+
+async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: Format, generation: Generation) -> None:
+    parts = [form.around_text(choice.index) for choice in generation.choices]
+    heads = [form.start + before for before, _ in parts]
+    tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for _, after in parts]
+    continuous, wants_logprobs = request.continuous_usage, form.wants_logprobs
+    num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
+    events: list[bytes] = []
+    while True:
+        for choice in generation.take():
+            index, text = choice.index, choice.text
+            if not choice.begun:
+                events.append(form.opening(choice))
+            if choice.finish_reason is None and not wants_logprobs and not continuous:
+                if text:  # else only part of a character, or of what may be a stop string, has come
+                    events += heads[index], encode_json(text), tails[index]
+            else:
+                logprobs = b"null"
+                if wants_logprobs:
+                    stop = len(choice.stream.completion.token_ids)
+                    logprobs = encode_json(form.logprobs(choice, num_sent[index], stop))
+                    num_sent[index] = stop
+                events += heads[index], encode_json(text), parts[index][1], b',"logprobs":', logprobs
+                events += b',"finish_reason":', encode_json(choice.finish_reason), b"}]"
+                if continuous:
+                    events += b',"usage":', encode_json(usage_of(call))
+                events.append(b"}\n\n")
+            generation.sent(choice)
+        if generation.done:
+            break
+        if events:
+            await exchange.send_events(b"".join(events))
+            events = []
+        await generation.wait()
+    if request.include_usage:
+        events += form.start, b'],"usage":', encode_json(usage_of(call)), b"}\n\n"
+    events.append(_DONE)
+    await exchange.send_events(b"".join(events))
+
+
+async def collect(front: Front, exchange: Exchange, call: Call) -> list[Completion]:
+    """Run a call to its end. Returns its completions, in the order of the response's choices."""
+    with front.start(call, None) as generation:
+        try:
+            await generation.wait()
+        finally:
+            exchange.log |= log_fields(call, generation)
+    return [choice.stream.completion for choice in generation.choices]
+
+
+def usage_of(call: Call, without_tokens: bool = False) -> dict[str, Any]:
+    """The `usage` of a call so far. `without_tokens`: the generated tokens are not part of the answer."""
+    firsts = [stream.completion for stream in call.streams if stream.sample == 0]
+    generated = 0 if without_tokens else sum(len(stream.completion.token_ids) for stream in call.streams)
+    return usage([len(first.prompt_token_ids) for first in firsts], generated, sum(first.cached_tokens for first in firsts))
+
+
+def log_fields(call: Call, generation: Generation) -> dict[str, Any]:
+    """What the log says about a call."""
+    counts = usage_of(call)
+    reasons = [stream.completion.finish_reason or "abort" for stream in call.streams]
+    first = min((own.token_times_s[0] for s in call.streams if (own := s.completion).token_times_s), default=None)
+    queue = generation.queue_time_s
+    return {
+        "prompt_tokens": counts["prompt_tokens"], "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": counts["completion_tokens"], "finish": reasons[0] if len(set(reasons)) == 1 else reasons,
+        "queue_ms": None if queue is None else round(queue * 1e3, 1), "ttft_ms": None if first is None else round(first * 1e3, 1),
+    }  # fmt: skip
+
+
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """The text of one token. Bytes that are no complete character become U+FFFD."""
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LOWEST) if not math.isnan(logprob) else _LOWEST
+
+
+def top_of(row: TokenLogprobs, count: int) -> list[tuple[int, float]]:
+    """The most probable tokens that an answer lists."""
+    return [(token, finite(logprob)) for token, logprob in row.top[:count]]

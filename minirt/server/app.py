@@ -1,0 +1,128 @@
+"""`App`: the ASGI application. Routes, the API key, CORS, errors, time limits, and one line in the log for each request."""
+
+import asyncio
+import hmac
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from minirt.errors import MinirtError
+from minirt.server import admin, chat, completions, tokenization
+from minirt.server.errors import HTTPError, status_of
+from minirt.server.exchange import Exchange, encode_json
+from minirt.server.front import Front
+
+Handler = Callable[[Front, Exchange], Awaitable[None]]
+# "METHOD path" → handler. Each module of an API has its own.
+ROUTES: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES | tokenization.ROUTES | admin.ROUTES
+_PUBLIC = ("/health", "/ping")  # paths that need no API key
+_QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, which are asked all the time
+
+
+class App:
+    """Answers HTTP requests with a front."""
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._options = front, front.options
+        self._routes = {tuple(key.split(" ", 1)): handler for key, handler in ROUTES.items()}
+        self._methods: dict[str, list[str]] = {}
+        for method, path in self._routes:
+            self._methods.setdefault(path, []).append(method)
+        self._keys = [key.encode() for key in self._options.api_keys]
+        public = () if self._options.metrics_need_key else ("/metrics",)
+        self._public = {*_PUBLIC, *public}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        origin = self._allowed_origin(scope)
+        cors = [] if origin is None else [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        exchange = Exchange(scope, receive, send, uuid.uuid4().hex, cors)
+        self._front.exchanges.add(exchange)
+        error: MinirtError | None = None
+        try:
+            if origin is not None and exchange.method == "OPTIONS":
+                await self._preflight(exchange)
+            else:
+                await self._handle(exchange)
+        except asyncio.CancelledError:
+            if not exchange.disconnected:
+                raise
+        except HTTPError as own:
+            error = own
+        except MinirtError as own:
+            error = own
+        except TimeoutError:
+            error = HTTPError(504, "the request took too long", expected=f"at most {self._options.request_timeout} s")
+        except Exception as unforeseen:
+            traceback.print_exc(file=sys.stderr)
+            error = HTTPError(500, f"unexpected {type(unforeseen).__name__}: {unforeseen}")
+        finally:
+            exchange.stop_watching()
+            try:
+                if error is not None:
+                    exchange.log["error"] = str(error)
+                    if not exchange.disconnected:
+                        await exchange.answer_error(error)
+                        if exchange.streaming:
+                            exchange.status = status_of(error)
+            finally:
+                self._front.exchanges.discard(exchange)
+                if exchange.disconnected:
+                    exchange.status = 499
+                self._write_log(exchange)
+
+    async def _handle(self, exchange: Exchange) -> None:
+        if exchange.path not in self._public:
+            self._check_key(exchange)
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        handler = self._routes.get((method, exchange.path)) or admin.model_route(method, exchange.path)
+        if handler is None:
+            methods = self._methods.get(exchange.path)
+            if methods is None:
+                raise HTTPError(404, "there is no such path", found=exchange.path[:200])
+            raise HTTPError(405, "the path does not have this method", expected=" or ".join(methods), found=exchange.method)
+        timeout = self._options.request_timeout if handler in _LIMITED else None
+        async with asyncio.timeout(timeout):
+            await handler(self._front, exchange)
+
+    def _check_key(self, exchange: Exchange) -> None:
+        """Compare the key with every accepted one, in a time that does not depend on its value."""
+        if not self._keys:
+            return
+        given = exchange.header(b"authorization") or b""
+        scheme, _, key = given.partition(b" ")
+        found = [hmac.compare_digest(own, key.strip()) for own in self._keys]
+        if scheme.lower() != b"bearer" or not any(found):
+            raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key", hint="send Authorization: Bearer KEY")
+
+    def _allowed_origin(self, scope: Any) -> bytes | None:
+        if not self._options.allowed_origins:
+            return None
+        origin = next((value for key, value in scope["headers"] if key == b"origin"), None)
+        allowed = origin is not None and {"*", origin.decode("latin-1")} & set(self._options.allowed_origins)
+        return origin if allowed else None
+
+    async def _preflight(self, exchange: Exchange) -> None:
+        headers = [
+            (b"access-control-allow-methods", b"GET, POST, OPTIONS"), (b"access-control-max-age", b"600"),
+            (b"access-control-allow-headers", exchange.header(b"access-control-request-headers") or b"authorization"),
+        ]  # fmt: skip
+        await exchange.answer(b"", 200, headers)
+
+    def _write_log(self, exchange: Exchange) -> None:
+        if self._options.quiet or exchange.path in _QUIET:
+            return
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "id": exchange.id, "client": exchange.client,
+            "method": exchange.method, "path": exchange.path[:200], "status": exchange.status,
+            "ms": round((time.perf_counter() - exchange.started) * 1e3, 1),
+        }  # fmt: skip
+        sys.stderr.write(encode_json(line | exchange.log).decode() + "\n")
+
+
+_LIMITED = {handler for routes in (chat.ROUTES, completions.ROUTES) for handler in routes.values()}

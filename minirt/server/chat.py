@@ -1,0 +1,219 @@
+"""/v1/chat/completions: conversations through the model's chat template."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from minirt.engine.request import TokenLogprobs
+from minirt.outputs import Completion
+from minirt.sampling_params import MAX_LOGPROBS
+from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
+from minirt.server.errors import bad_field
+from minirt.server.exchange import Exchange, encode_json
+from minirt.server.front import Front
+from minirt.server.generation import Choice
+from minirt.server.protocol import Int, Sampling, check_nesting, decode, sampling_params
+from minirt.text.tokenizer import Tokenizer
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_NO_TOOLS = "tools are not supported"
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """The fields of a request for the next message of a conversation."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    echo: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+
+
+async def chat_completions(front: Front, exchange: Exchange) -> None:
+    front.check_ready()
+    request = decode(front, await exchange.body(front.options.max_body_size), ChatRequest)
+    exchange.cancel_on_disconnect()
+    front.check_model(request.model)
+    exchange.prompt_field = "messages"
+    _check(request)
+    if front.options.log_prompts:
+        exchange.log["messages"] = request.messages
+    tokens = await encode_chat(front, request)
+    params = sampling_params(
+        request, {"max_tokens": "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"},
+        max_tokens=max_tokens(front, request.max_completion_tokens or request.max_tokens, len(tokens)),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )  # fmt: skip
+    call = await front.prepare([tokens], params, request.priority or 0, request.cache_salt)
+    fields = {
+        "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()), "model": front.options.names[0]
+    }  # fmt: skip
+    prefix = _last_content(request) if request.echo else ""
+    if request.stream:
+        form = _Events(fields | {"object": "chat.completion.chunk"}, front.tokenizer, request, prefix)
+        await stream(front, exchange, request, call, form)
+        return
+    choices = [_choice(front.tokenizer, i, own, request, prefix) for i, own in enumerate(await collect(front, exchange, call))]
+    await exchange.answer(fields | {"choices": choices, "usage": usage_of(call)})
+
+
+def max_tokens(front: Front, asked: int | None, prompt_tokens: int) -> int:
+    """The most tokens of a completion: those asked for, else all that fit, up to those of generation_config.json."""
+    _, info = front.check_ready()
+    if asked is not None:
+        return asked
+    room, stated = max(1, info.max_len - prompt_tokens), (info.generation_config or {}).get("max_new_tokens")
+    return min(room, stated) if type(stated) is int and stated > 0 else room
+
+
+def _check(request: ChatRequest) -> None:
+    if request.tools:
+        raise bad_field("tools", _NO_TOOLS)
+    if request.tool_choice not in (None, "none", "auto"):
+        raise bad_field("tool_choice", _NO_TOOLS, expected='"none" or "auto"', found=repr(request.tool_choice)[:80])
+    if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
+        what = "max_tokens and max_completion_tokens are the same limit, and differ"
+        raise bad_field("max_completion_tokens", what, expected=request.max_tokens, found=request.max_completion_tokens)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (value := getattr(request, name)) is not None and value < 1:
+            raise bad_field(name, "not an acceptable value", expected="an integer >= 1", found=value)
+    if request.top_logprobs is not None:
+        if not request.logprobs:
+            raise bad_field("top_logprobs", "needs logprobs", expected="logprobs: true")
+        if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
+            expected = f"an integer from 0 to {MAX_LOGPROBS}"
+            raise bad_field("top_logprobs", "not an acceptable value", expected=expected, found=request.top_logprobs)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise bad_field("continue_final_message", "excludes add_generation_prompt: true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
+    check_nesting("chat_template_kwargs", request.chat_template_kwargs)
+
+
+async def encode_chat(front: Front, request: Any) -> list[int]:
+    """The token ids of a request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
+    processor, _ = front.check_ready()
+    tokenizer = processor.text()
+    messages = plain_messages(request.messages, front)
+    if request.continue_final_message and messages[-1]["role"] != "assistant":
+        raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
+    variables = dict(request.chat_template_kwargs or {})
+    unused = [f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)]
+    front.note_unknown(unused)
+    if request.reasoning_effort is not None:
+        if not tokenizer.template_uses("reasoning_effort"):
+            raise bad_field("reasoning_effort", "the model's chat template does not use it")
+        variables["reasoning_effort"] = request.reasoning_effort
+    continues = bool(request.continue_final_message)
+    adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    limit = processor.limit(None) if request.truncate_prompt_tokens is None else None
+
+    def work() -> list[int]:
+        return tokenizer.encode_chat(
+            messages, limit, add_generation_prompt=adds, continue_final_message=continues, variables=variables
+        )
+
+    return await front.in_thread(work)
+
+
+def plain_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, str]]:
+    """Messages as the chat template takes them: a role and a text. Parts of a text are joined."""
+    if not messages:
+        raise bad_field("messages", "is empty", expected="at least one message")
+    plain = []
+    for i, message in enumerate(messages):
+        where, role = f"messages[{i}]", message.get("role")
+        if role not in _ROLES:
+            what = _NO_TOOLS if role in ("tool", "function") else "not an acceptable role"
+            raise bad_field(f"{where}.role", what, expected=", ".join(_ROLES), found=repr(role)[:80])
+        for name in ("tool_calls", "function_call", "audio"):
+            if message.get(name):
+                raise bad_field(f"{where}.{name}", _NO_TOOLS if name != "audio" else "the models read text only")
+        front.note_unknown([f"messages[].{own}" for own in message if own not in _MESSAGE_FIELDS])
+        plain.append({"role": _ROLES[role], "content": _text(message.get("content"), f"{where}.content")})
+    return plain
+
+
+_MESSAGE_FIELDS = {"role", "content", "tool_calls", "function_call", "audio", "refusal"}
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a message's content: a string, or a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        expected = "a string, or a list of text parts"
+        raise bad_field(where, "not an acceptable content", expected=expected, found=repr(content)[:80])
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text") or not isinstance(text, str):
+            what = "the models read text only" if isinstance(kind, str) and kind != "text" else "not an acceptable part"
+            expected = '{"type": "text", "text": a string}'
+            raise bad_field(f"{where}[{i}]", what, expected=expected, found=repr(part)[:80])
+        texts.append(text)
+    return "".join(texts)
+
+
+def _last_content(request: ChatRequest) -> str:
+    return _text(request.messages[-1].get("content"), "messages")
+
+
+def _choice(tokenizer: Tokenizer | None, index: int, done: Completion, request: ChatRequest, prefix: str) -> dict[str, Any]:
+    count = request.top_logprobs or 0
+    logprobs = None if done.logprobs is None else {"content": _rows(tokenizer, done.logprobs, count), "refusal": None}
+    choice = {
+        "index": index, "message": {"role": "assistant", "content": prefix + done.text, "refusal": None},
+        "logprobs": logprobs, "finish_reason": done.finish_reason,
+    }  # fmt: skip
+    if done.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = [None if row is None else row_by_id(tokenizer, row) for row in done.prompt_logprobs]
+    return choice
+
+
+def row_by_id(tokenizer: Tokenizer | None, row: TokenLogprobs) -> dict[str, Any]:
+    """vLLM's form of a prompt token's log-probabilities: token id → value, rank and text."""
+    ranks = {token: (rank, logprob) for rank, (token, logprob) in enumerate(row.top, 1)} | {row.token_id: (row.rank, row.logprob)}
+    return {
+        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+        for token, (rank, logprob) in ranks.items()
+    }
+
+
+def _rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs], count: int) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        own = token_text(tokenizer, token)
+        data = list(own.encode() if tokenizer is None else tokenizer.token_bytes(token))
+        return {"token": own, "logprob": finite(logprob), "bytes": data}
+
+    return [
+        entry(row.token_id, row.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in top_of(row, count)]}
+        for row in rows
+    ]
+
+
+class _Events(Format):
+    def __init__(self, fields: dict[str, Any], tokenizer: Tokenizer | None, request: ChatRequest, prefix: str) -> None:
+        super().__init__(fields, bool(request.logprobs))
+        self._tokenizer, self._count, self._prefix = tokenizer, request.top_logprobs or 0, prefix
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"delta":{"content":' % index, b"}"
+
+    def opening(self, choice: Choice) -> bytes:
+        delta = encode_json({"role": "assistant", "content": self._prefix})
+        return self.start + b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (choice.index, delta)
+
+    def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
+        rows = choice.stream.completion.logprobs or []
+        return {"content": _rows(self._tokenizer, rows[start:stop], self._count), "refusal": None}
+
+
+ROUTES = {"POST /v1/chat/completions": chat_completions}

@@ -1,0 +1,156 @@
+"""The engine's process: loads the model, and runs the requests that the front sends. `python -m minirt.server.engine_process FD`.
+
+The main thread reads the front's messages; the thread of `EngineThread` computes, and sends the outputs of each step. If the
+front ends, so does this process. If the front does not read, sending waits, and so does the engine.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minirt.engine.request import Request, TokenOutput
+from minirt.errors import DeviceFailedError, MinirtError, printable
+from minirt.generator import Generator
+from minirt.loading.load import find
+from minirt.loading.options import LoadOptions
+from minirt.progress import load_bars
+from minirt.server.wire import (
+    TO_ENGINE,
+    Abort,
+    AskStats,
+    Failed,
+    Found,
+    Frames,
+    Ready,
+    Start,
+    Stats,
+    Step,
+    Submit,
+    ToFront,
+    frame,
+)
+from minirt.sizes import format_bytes
+
+_READ = 1 << 20
+
+
+class _Connection:
+    """The socket to the front. Messages may be sent from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._frames, self._lock = Frames(), threading.Lock()
+
+    def send(self, message: ToFront) -> None:
+        data = frame(message)
+        with self._lock:
+            self._socket.sendall(data)
+
+    def receive(self) -> list[Any]:
+        """The next messages. Empty if the front has closed the connection."""
+        while data := self._socket.recv(_READ):
+            if messages := [TO_ENGINE.decode(body) for body in self._frames.feed(data)]:
+                return messages
+        return []
+
+
+def main(descriptor: int) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
+    warnings.showwarning = lambda message, *_, **__: sys.stderr.write(f"minirt: warning: {printable(message)}\n")  # type: ignore
+    connection = _Connection(descriptor)
+    messages = connection.receive()
+    if not messages:
+        return 1
+    start: Start = messages[0]
+    try:
+        generator = _load(connection, start)
+    except MinirtError as error:
+        connection.send(Failed(error))
+        return 1
+    except Exception as error:
+        connection.send(Failed(MinirtError(f"the model cannot be loaded: {type(error).__name__}: {error}")))
+        return 1
+    server = _Server(connection, generator)
+    try:
+        while messages := connection.receive():
+            for message in messages:
+                server.handle(message)
+    except ConnectionError:
+        pass
+    generator.close()
+    return 0
+
+
+def _load(connection: _Connection, start: Start) -> Generator:
+    options = LoadOptions(**start.options)
+    found = find(options.model, options.revision, need_weights=not options.random_weights, progress=start.progress)
+    connection.send(Found(str(found.files.folder) if found.files else None))
+    with load_bars(start.progress) as progress:
+        generator = Generator.from_pretrained(options, progress=progress)
+    facts = {
+        "model": generator.name, "device": str(generator.device), "plan": generator.plan.title,
+        "weights": format_bytes(generator.plan.weight_bytes), "kv_cache": format_bytes(generator.kv_cache_bytes),
+        "max_num_batched_tokens": generator.max_num_batched_tokens, "max_waiting": generator.max_waiting,
+        "prefix_cache": generator.prefix_cache_stats is not None, "load_time_s": round(generator.load_time_s, 3),
+        "warm_up_time_s": round(generator.warm_up_time_s, 3),
+    }  # fmt: skip
+    connection.send(
+        Ready(
+            generator.max_len, generator.config.vocab_size, generator.max_num_seqs, generator.eos_token_ids,
+            generator.generation_config, facts,
+        )
+    )  # fmt: skip
+    return generator
+
+
+class _Server:
+    """Carries out the front's messages on a generator's engine."""
+
+    def __init__(self, connection: _Connection, generator: Generator) -> None:
+        self._connection, self._thread = connection, generator._engine
+        self._client = self._thread.connect(_sender(connection))
+
+    def handle(self, message: Submit | Abort | AskStats) -> None:
+        match message:
+            case Submit(requests=requests):
+                self._submit(requests)
+            case Abort(request_ids=request_ids):
+                self._client.abort(request_ids)
+            case AskStats():
+                self._thread.ask(lambda engine: Stats(engine.stats), self._connection.send)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""
+        try:
+            for request in requests:
+                self._thread.check(request)
+            self._client.submit(requests)
+        except MinirtError as error:
+            self._connection.send(Step([TokenOutput(request.id, (), "error", error) for request in requests]))
+
+
+def _sender(connection: _Connection) -> Callable[[list[TokenOutput]], None]:
+    """Sends outputs from the engine's thread. Ends the process if nobody can use it any more."""
+
+    def send(outputs: list[TokenOutput]) -> None:
+        try:
+            connection.send(Step(outputs))
+        except OSError:  # the front has ended
+            os._exit(1)
+        for output in outputs:
+            if isinstance(output.error, DeviceFailedError):  # only a new process can use the GPU again
+                os._exit(1)
+
+    return send
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # PyTorch takes a second to tear down what the system frees anyway

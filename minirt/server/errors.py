@@ -1,0 +1,104 @@
+"""Errors of the HTTP interface, and how every error becomes a status and a body in OpenAI's shape."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from minirt.errors import (
+    ContextLengthError,
+    DeviceFailedError,
+    EngineError,
+    InputError,
+    MinirtError,
+    QueueFullError,
+    SlowReaderError,
+    TokenizerError,
+    UnsupportedError,
+)
+
+
+class HTTPError(MinirtError):
+    """An answer with an error status that is about the HTTP request itself.
+
+    Args:
+        status: the HTTP status.
+        param: the field of the request concerned.
+        code: OpenAI's code, such as "model_not_found".
+        retry_after: seconds after which the client may try again.
+    """
+
+    def __init__(
+        self, status: int, what: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None,
+        **details: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(what, where=param, **details)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    def at(self, where: object) -> "HTTPError":
+        """The same error about another field."""
+        return HTTPError(
+            self.status, self.what, param=None if where is None else str(where), code=self.code, retry_after=self.retry_after,
+            expected=self.expected, found=self.found, hint=self.hint,
+        )  # fmt: skip
+
+
+def bad_field(param: str, what: str, *, expected: object = None, found: object = None, hint: str | None = None) -> HTTPError:
+    """400: a field of the request is not acceptable."""
+    return HTTPError(400, what, param=param, expected=expected, found=found, hint=hint)
+
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "cancelled", 500: "server_error",
+    503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def status_of(error: MinirtError) -> int:
+    """The HTTP status of an error."""
+    match error:
+        case HTTPError(status=status):
+            return status
+        case InputError() | TokenizerError() | UnsupportedError():
+            return 400
+        case QueueFullError():
+            return 429
+        case SlowReaderError():
+            return 499
+        case EngineError() | DeviceFailedError():
+            return 503
+    return 500
+
+
+def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
+    """The field of the request that an error is about. `prompt_field`: the one of the prompt, which others do not name."""
+    if isinstance(error, HTTPError):
+        return error.param
+    if isinstance(error, TokenizerError):
+        return prompt_field
+    if not isinstance(error, InputError):
+        return None
+    where = str(error.where or "").rpartition(", ")[2].removeprefix("SamplingParams.")
+    return where if re.fullmatch(r"[a-z_]+(\[[0-9]+\])?", where) and not where.startswith("prompts[") else prompt_field
+
+
+def retry_after(error: MinirtError) -> int | None:
+    if isinstance(error, HTTPError):
+        return error.retry_after
+    return 1 if isinstance(error, QueueFullError) else None
+
+
+def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:
+    """The body of an error's answer: {"error": {"message", "type", "param", "code"}}."""
+    status = status_of(error)
+    code: str | None = None
+    if isinstance(error, HTTPError):
+        code = error.code
+    elif isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
+    content = {
+        "message": str(error), "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+        "param": param_of(error, prompt_field), "code": code,
+    }  # fmt: skip
+    return msgspec.json.encode({"error": content})

@@ -1,0 +1,160 @@
+"""`Exchange`: one HTTP request and its answer, on top of ASGI."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from minirt.errors import MinirtError
+from minirt.server.errors import HTTPError, error_body, retry_after, status_of
+
+BODY_SECONDS = 60  # how long the upload of a body may take
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
+)  # fmt: skip
+encode_json = msgspec.json.Encoder().encode
+
+
+class HTTPProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol. It passes the connection on, so that a reader that does not read can be dropped."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # A token must not wait until the client has acknowledged the one before. asyncio sees to it only if the listening socket
+        # names its protocol.
+        if (own := transport.get_extra_info("socket")) is not None and own.family in (socket.AF_INET, socket.AF_INET6):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {"minirt": {"transport": self.transport}}  # type: ignore[typeddict-unknown-key]
+
+
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+        id: of the request, for the log and the answer.
+        method, path, client: of the request.
+        status: of the answer; 0 before it begins, 499 if the client has gone.
+        started: `time.perf_counter()` at the beginning.
+        log: more fields of the line in the log.
+        streaming: whether the answer is a stream of events.
+        prompt_field: the field that errors of the prompt are about.
+    """
+
+    def __init__(self, scope: Any, receive: Any, send: Any, exchange_id: str, cors: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self._scope, self._receive, self._send, self._cors = scope, receive, send, cors
+        self.id = exchange_id
+        self.method, self.path = scope["method"], scope["path"]
+        self.client = scope["client"][0] if scope.get("client") else ""
+        self.status, self.started = 0, time.perf_counter()
+        self.log: dict[str, Any] = {}
+        self.streaming = self.disconnected = False
+        self.prompt_field: str | None = None
+        self._watch: asyncio.Task | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
+
+    async def body(self, limit: int) -> bytes:
+        """The body of the request.
+
+        Raises:
+            HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 499 if the client goes.
+        """
+        stated = self.header(b"content-length") or b"0"
+        size, parts = int(stated) if stated.isdigit() else 0, []
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more = size <= limit
+                size = size if not more else 0
+                while more and size <= limit:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self.disconnected = True
+                        raise HTTPError(499, "the client has gone")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise HTTPError(408, "the body did not arrive in time", expected=f"{BODY_SECONDS} s") from None
+        if size > limit:
+            raise HTTPError(413, "the body is too large", expected=f"at most {limit:,} bytes", found=f"{size:,} or more")
+        return b"".join(parts)
+
+    def cancel_on_disconnect(self) -> None:
+        """From here on, cancel the running task when the client goes. Call it after `body`."""
+        task = asyncio.current_task()
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.disconnected = True
+            if task is not None:
+                task.cancel()
+
+        self._watch = asyncio.get_running_loop().create_task(watch())
+
+    def stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    async def answer(
+        self, content: Any, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = (), content_type: bytes | None = None
+    ) -> None:
+        """Send the whole answer. `content`: bytes, or what becomes JSON."""
+        self.stop_watching()  # a client that closes now has its answer
+        body = content if isinstance(content, bytes) else encode_json(content)
+        kind = _JSON if content_type is None else (b"content-type", content_type)
+        await self._begin(status, [kind, (b"content-length", str(len(body)).encode()), *headers])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def answer_error(self, error: MinirtError) -> None:
+        """Send an error: as the answer, or as the last event of a stream."""
+        body = error_body(error, self.prompt_field)
+        if self.streaming:
+            await self.send_events(b"data: " + body + b"\n\n")
+            await self.end_events()
+            return
+        headers = []
+        if (seconds := retry_after(error)) is not None:
+            headers.append((b"retry-after", str(seconds).encode()))
+        if isinstance(error, HTTPError) and error.status in (408, 413):  # the rest of the body is not read
+            headers.append((b"connection", b"close"))
+        await self.answer(body, status_of(error), headers)
+
+    async def begin_events(self) -> None:
+        """Begin a stream of events."""
+        self.streaming = True
+        await self._begin(200, list(_EVENTS))
+
+    async def send_events(self, data: bytes) -> None:
+        """Send events. Waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_events(self) -> None:
+        self.stop_watching()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def drop(self) -> None:
+        """Close the connection at once, without what was not sent yet."""
+        transport = self._scope.get("extensions", {}).get("minirt", {}).get("transport")
+        if transport is not None:
+            transport.abort()
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers += [(b"x-request-id", self.id.encode()), *self._cors]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,0 +1,148 @@
+"""`Front`: what the handlers of the front process share. Holds the tokenizer and the chat template, not the weights."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from minirt.errors import printable
+from minirt.processor import Call, Processor
+from minirt.sampling_params import SamplingParams
+from minirt.server.errors import HTTPError
+from minirt.server.exchange import Exchange
+from minirt.server.generation import Generation
+from minirt.server.metrics import Metrics
+from minirt.server.remote_engine import RemoteEngine
+from minirt.server.wire import Ready
+from minirt.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+_LONG = 2000  # characters or tokens of a prompt: from here on, encoding takes longer than a change of threads
+_THREADS = 4  # that encode long texts and render chat templates
+_MAX_NOTED = 1000  # names of unknown fields that are remembered
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of `minirt serve` that are not about loading; docs/serving.md describes them."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    metrics_need_key: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    request_timeout: float | None = None
+    drain_timeout: float = 60.0
+    stream_interval: int = 1
+    max_body_size: int = 32 << 20
+    log_prompts: bool = False
+    quiet: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which clients may ask for the model. The first one is in the answers."""
+        return self.served_model_names or (self.model,)
+
+
+@dataclass(eq=False)
+class Front:
+    """The state of the front process.
+
+    Attributes:
+        processor, info: once the model is loaded.
+        draining: whether new requests are refused, because the server is about to end.
+        exchanges: those that are being answered.
+        generations: those that are running.
+        created: the time of the start, as Unix time.
+    """
+
+    options: ServerOptions
+    engine: RemoteEngine
+    metrics: Metrics
+    created: int
+    processor: Processor | None = None
+    tokenizer: Tokenizer | None = None
+    info: Ready | None = None
+    draining: bool = False
+    exchanges: set[Exchange] = field(default_factory=set)
+    generations: set[Generation] = field(default_factory=set)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "minirt-encode"))
+    _noted: set[str] = field(default_factory=set)
+
+    async def load(self) -> None:
+        """Load the tokenizer while the engine's process loads the weights, then wait for it.
+
+        Raises:
+            MinirtError: the model cannot be loaded.
+        """
+        folder = await self.engine.found
+        if folder is not None:
+            self.tokenizer = await self.in_thread(Tokenizer.load, Path(folder))
+        info = await self.engine.ready
+        name = self.options.names[0]
+        self.processor = Processor(self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids)
+        self.info = info
+
+    @property
+    def state(self) -> str:
+        """"loading", "ready", "draining" or "failed"."""
+        if self.engine.ended.done():
+            return "failed"
+        if self.draining:
+            return "draining"
+        return "loading" if self.info is None else "ready"
+
+    def check_ready(self) -> tuple[Processor, Ready]:
+        """The processor and the model's limits.
+
+        Raises:
+            HTTPError: 503 while the model is loaded, while the server drains, and after the engine has ended.
+        """
+        state = self.state
+        if state != "ready" or self.processor is None or self.info is None:
+            if state == "failed":
+                raise HTTPError(503, "the engine has failed, and the server is ending", found=str(self.engine.ended.result()))
+            what = "the model is being loaded" if state == "loading" else "the server is ending, and takes no new requests"
+            raise HTTPError(503, what, retry_after=5 if state == "loading" else None)
+        return self.processor, self.info
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 unless it is a name of the model. None is."""
+        if name is not None and name not in self.options.names:
+            expected = " or ".join(self.options.names)
+            what, code = "there is no such model", "model_not_found"
+            raise HTTPError(404, what, param="model", code=code, expected=expected, found=name[:200])
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    async def prepare(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, priority: int, cache_salt: str | None
+    ) -> Call:
+        """The requests of prompts with the same parameters; in another thread, if encoding takes long."""
+        processor, _ = self.check_ready()
+
+        def work() -> Call:
+            return processor.prepare(list(prompts), params, priority, single=False, cache_salt=cache_salt)
+
+        return work() if sum(map(len, prompts)) < _LONG else await self.in_thread(work)
+
+    def start(self, call: Call, interval: int | None, on_slow: Callable[[], None] = lambda: None) -> Generation:
+        """The running requests of a call; see `Generation`."""
+        return Generation(self.engine, call, self.metrics, self.generations, interval, on_slow)
+
+    def note_unknown(self, names: Sequence[str]) -> None:
+        """Write the names of unknown fields to the log, each once."""
+        new = [name for name in names if name not in self._noted][: _MAX_NOTED - len(self._noted)]
+        if new:
+            self._noted.update(new)
+            shown = ", ".join(printable(name[:80]) for name in new)
+            sys.stderr.write(f"minirt: unknown fields of requests are ignored: {shown}\n")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,167 @@
+"""`Generation`: the running requests of one HTTP request. The engine's outputs go in; its handler waits for text."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from minirt.engine.request import TokenOutput
+from minirt.errors import MinirtError, SlowReaderError
+from minirt.outputs import CompletionStream
+from minirt.processor import Call
+from minirt.server.metrics import Metrics
+from minirt.server.remote_engine import RemoteEngine
+
+MAX_UNSENT = 4096  # tokens of a stream that may wait for its reader
+
+
+class Choice:
+    """One completion of the response, and what of it was not sent yet.
+
+    Attributes:
+        index: its place in the response.
+        text, num_tokens: what is to be sent.
+        finish_reason: None while it runs.
+        begun: whether something was sent.
+    """
+
+    __slots__ = ("begun", "finish_reason", "index", "last_time", "num_tokens", "stream", "text")
+
+    def __init__(self, index: int, stream: CompletionStream) -> None:
+        self.index, self.stream = index, stream
+        self.text, self.num_tokens = "", 0
+        self.finish_reason: str | None = None
+        self.begun, self.last_time = False, 0.0
+
+
+class Generation:
+    """Collects the outputs of a call's requests until its handler takes them. A context manager that aborts what still runs.
+
+    Text that is not sent yet is joined, so that a slow socket gets few large chunks. A stream whose reader is too slow fails.
+
+    Args:
+        running: has it while it runs.
+        interval: tokens of a choice after which the handler is woken; the first one and the last one always do. None: it is
+            woken at the end of all requests.
+        on_slow: called when more than `MAX_UNSENT` tokens wait for the reader. Without effect if `interval` is None.
+    """
+
+    def __init__(
+        self, engine: RemoteEngine, call: Call, metrics: Metrics, running: "set[Generation]", interval: int | None,
+        on_slow: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._engine, self._call, self._metrics = engine, call, metrics
+        self._running, self._interval, self._on_slow = running, interval, on_slow
+        self.choices = [Choice(index, stream) for index, stream in enumerate(call.streams)]
+        self._by_id = {request.id: choice for request, choice in zip(call.requests, self.choices, strict=True)}
+        self._pending: dict[Choice, None] = {}  # choices with something to send, in order
+        self._unsent = 0
+        self._error: MinirtError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.queue_time_s: float | None = None
+
+    def __enter__(self) -> "Generation":
+        engine, metrics = self._engine, self._metrics
+        requests = self._call.start()
+        engine.submit(requests, self)
+        self._running.add(self)
+        for result in self._call.results:
+            metrics.prompt_tokens += len(result.prompt_token_ids)
+            metrics.request_prompt_tokens.observe(len(result.prompt_token_ids))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.discard(self)
+        if self._call.open:
+            self._stop("error" if self._error is not None else "abort")
+
+    @property
+    def done(self) -> bool:
+        """Whether all requests have ended."""
+        return not self._call.open
+
+    def put(self, output: TokenOutput) -> None:
+        """Take an output of one of the requests. Called for each token of each stream."""
+        if output.error is not None:
+            self.fail(output.error)
+            return
+        choice, metrics = self._by_id[output.request_id], self._metrics
+        stream, piece = self._call.push(output)
+        count = len(piece.token_ids)
+        now = stream.completion.token_times_s[-1]
+        metrics.generation_tokens += count
+        if choice.last_time:
+            metrics.inter_token_latency.observe((now - choice.last_time) / count, count)
+        else:
+            metrics.time_to_first_token.observe(now)
+            if output.queue_time_s is not None:
+                metrics.queue_time.observe(output.queue_time_s)
+                self.queue_time_s = output.queue_time_s
+        first, choice.last_time = not choice.last_time, now
+        choice.num_tokens += count
+        if piece.text:
+            choice.text += piece.text
+        if piece.finish_reason is not None:
+            choice.finish_reason = piece.finish_reason
+            if output.finish_reason is None:  # a stop string
+                self._engine.abort([output.request_id])
+            else:
+                self._engine.forget(output.request_id)
+            metrics.finished[piece.finish_reason] += 1
+            metrics.e2e_latency.observe(now)
+            metrics.request_generation_tokens.observe(len(stream.completion.token_ids))
+        interval = self._interval
+        if interval is None:
+            if not self._call.open:
+                self._wake()
+            return
+        self._unsent += count
+        if self._unsent > MAX_UNSENT:
+            expected, hint = f"at most {MAX_UNSENT} unread tokens", "read faster, or ask for fewer tokens"
+            self.fail(SlowReaderError("the stream is read too slowly, and is aborted", expected=expected, hint=hint))
+            self._on_slow()
+            return
+        if first or choice.num_tokens >= interval or piece.finish_reason is not None:
+            self._pending[choice] = None
+            if self._waiter is not None:
+                self._wake()
+
+    def fail(self, error: MinirtError) -> None:
+        """End all requests with an error, which `wait` raises."""
+        if self._error is None:
+            self._error = error
+            self._stop("error")
+            self._wake()
+
+    def _stop(self, reason: str) -> None:
+        """End the requests that still run."""
+        open_ids = list(self._call.open)
+        self._call.open.clear()
+        self._engine.abort(open_ids)
+        self._metrics.finished[reason] += len(open_ids)
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until there is something to send, or all requests have ended.
+
+        Raises:
+            MinirtError: a request failed, so that all have ended.
+        """
+        if self._error is None and not self._pending and self._call.open:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+
+    def take(self) -> Sequence[Choice]:
+        """The choices with something to send. The caller sends it and calls `sent` for each."""
+        pending = list(self._pending)
+        self._pending.clear()
+        return pending
+
+    def sent(self, choice: Choice) -> None:
+        """What the choice had to send is in a chunk now."""
+        self._unsent -= choice.num_tokens
+        choice.text, choice.num_tokens, choice.begun = "", 0, True

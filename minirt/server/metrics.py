@@ -1,0 +1,109 @@
+"""`Metrics`: counters and histograms of the front, and the engine's state, under vLLM's names.
+
+The front counts in plain attributes, because it counts every token. `exposition` writes them in Prometheus' text format.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from minirt.engine.request import EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+# vLLM's bounds, in seconds.
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0, 160.0,
+)  # fmt: skip
+_TOKEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+    20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Histogram:
+    """Counts of values between bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def metric(self, name: str, help_text: str, model: str) -> Metric:
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family = HistogramMetricFamily(name, help_text, labels=["model_name"])
+        family.add_metric([model], buckets, self._sum)
+        return family
+
+
+class Metrics:
+    """What the front has counted since its start.
+
+    Args:
+        model: the value of the label `model_name`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.prompt_tokens = self.generation_tokens = 0
+        self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.time_to_first_token, self.inter_token_latency = Histogram(_FIRST_TOKEN), Histogram(_TOKEN)
+        self.e2e_latency, self.queue_time = Histogram(_REQUEST), Histogram(_REQUEST)
+        self.request_prompt_tokens, self.request_generation_tokens = Histogram(_TOKENS), Histogram(_TOKENS)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)  # type: ignore[arg-type]  # a collector is anything with `collect`
+        self._engine: EngineStats | None = None
+
+    def exposition(self, engine: EngineStats | None) -> bytes:
+        """All metrics as text. Without the engine's state, those that it knows are left out."""
+        self._engine = engine
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        def gauge(name: str, help_text: str, value: float) -> Metric:
+            family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
+            family.add_metric([self.model], value)
+            return family
+
+        def counter(name: str, help_text: str, value: float) -> Metric:
+            family = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
+            family.add_metric([self.model], value)
+            return family
+
+        if (engine := self._engine) is not None:
+            yield gauge("num_requests_running", "Requests that hold KV pages.", engine.num_running)
+            yield gauge("num_requests_waiting", "Requests that wait.", engine.num_waiting)
+            yield gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", engine.kv_cache_usage)
+            yield counter("num_preemptions", "Running requests that lost their KV pages to others.", engine.num_preemptions)
+            yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", engine.prefix_cache_queries)
+            yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", engine.prefix_cache_hits)
+        yield counter("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
+        yield counter("generation_tokens", "Generated tokens.", self.generation_tokens)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Finished requests, by reason.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            success.add_metric([self.model, reason], count)
+        yield success
+        for name, help_text, histogram in (
+            ("time_to_first_token_seconds", "From the arrival of a request to its first token.", self.time_to_first_token),
+            ("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency),
+            ("e2e_request_latency_seconds", "From the arrival of a request to its last token.", self.e2e_latency),
+            ("request_queue_time_seconds", "Until the first step of a request.", self.queue_time),
+            ("request_prompt_tokens", "Prompt tokens of a request.", self.request_prompt_tokens),
+            ("request_generation_tokens", "Generated tokens of a request.", self.request_generation_tokens),
+        ):
+            yield histogram.metric(f"vllm:{name}", help_text, self.model)

@@ -1,0 +1,280 @@
+"""Requests: from the bytes of a body to checked fields, and from fields to `SamplingParams`.
+
+A field is one of three kinds: a field of the request's class, which works; a name in `REFUSED`, which is an error unless its
+value means "off"; or unknown, which is ignored and named once in the log, because routers add fields of their own.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from minirt.errors import InputError
+from minirt.sampling_params import SamplingParams
+from minirt.server.errors import HTTPError, bad_field
+from minirt.server.front import Front
+
+MAX_CHOICES = 4096  # prompts × n of one request
+MAX_N = 128
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1000
+MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
+MAX_NESTING = 64  # of values that have no fixed form
+
+Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+Body = TypeVar("Body", bound="Sampling")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI's padding of chunks; there is none
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """The fields that every request for a completion has."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    n: Int | None = None
+    seed: int | None = None  # up to 2**64 - 1, which `SamplingParams` checks
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: str | list[str] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    # Without effect here.
+    user: str | None = None
+    metadata: Any = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+_NO_TEMPLATE = "a request cannot bring its own chat template"
+_GUIDED = "is not supported under this name: use response_format or structured_outputs"
+# Known fields that are not supported: why, and which values mean "off" (null does, too).
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "chat_template": (_NO_TEMPLATE, ()),
+    "documents": ("documents are not supported", ([],)),
+    "suffix": ("text between two texts is not supported", ("",)),
+    "use_beam_search": ("beam search is not supported", (False,)),
+    "length_penalty": ("beam search is not supported", (1, 1.0)),
+    "early_stopping": ("beam search is not supported", (False,)),
+    "logits_processors": ("code from requests is not run", ([],)),
+    "mm_processor_kwargs": ("the models read text only", ({},)),
+    "spaces_between_special_tokens": ("only true is supported", (True,)),
+    "audio": ("the models write text only", ()),
+    "modalities": ("the models write text only", (["text"], [])),
+    "prediction": ("predicted outputs are not supported", ()),
+    "store": ("answers are not stored", (False,)),
+    "functions": ("is replaced by tools", ([],)),
+    "function_call": ("is replaced by tool_choice", ("none",)),
+    "web_search_options": ("there is no web search", ()),
+    "verbosity": ("is not supported", ("medium",)),
+    "return_hidden_states": ("hidden states are not returned", (False,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), (_GUIDED, ())),
+    "guided_whitespace_pattern": (_GUIDED, ()),
+}
+
+
+def decode_json(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        HTTPError: it is no JSON object.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise HTTPError(400, "the body is nested too deeply", param="body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HTTPError(400, f"the body is not JSON: {error}", param="body") from None
+    if not isinstance(value, dict):
+        raise HTTPError(400, "the body is not a JSON object", param="body", found=type(value).__name__)
+    return value
+
+
+def decode(front: Front, body: bytes, kind: type[Body]) -> Body:
+    """A body as a request of this kind, with checked types and limits."""
+    value = decode_json(body)
+    known = _fields(kind)
+    unknown = []
+    for name in value.keys() - known.keys():
+        if name not in REFUSED:
+            unknown.append(name)
+        elif (found := value[name]) is not None and found not in REFUSED[name][1]:
+            raise bad_field(name, REFUSED[name][0], found=repr(found)[:80])
+    front.note_unknown(unknown)
+    request = convert(value, kind)
+    _check_limits(request)
+    return request
+
+
+Any_ = TypeVar("Any_", bound=msgspec.Struct)
+
+
+def convert(value: dict[str, Any], kind: type[Any_]) -> Any_:
+    """A JSON object as a struct. Integral floats become integers where those are meant."""
+    for name, (integer, integers) in _fields(kind).items():
+        found = value.get(name)
+        if integer and type(found) is float and found.is_integer():
+            value[name] = int(found)
+        elif integers and type(found) is list and float in set(map(type, found)):
+            value[name] = [int(own) if type(own) is float and own.is_integer() else own for own in found]
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        missing = re.fullmatch("Object missing required field `(.*)`", what)
+        field = path.rstrip("`").lstrip(".") or (missing[1] if missing else "body")
+        raise HTTPError(400, what[:300], param=field[:100]) from None
+    except RecursionError:
+        raise HTTPError(400, "the body is nested too deeply", param="body") from None
+
+
+_KINDS: dict[type, dict[str, tuple[bool, bool]]] = {}
+
+
+def _fields(kind: type) -> dict[str, tuple[bool, bool]]:
+    """Field → (whether it is an integer, whether it is a list of integers)."""
+    if kind not in _KINDS:
+        _KINDS[kind] = {name: (_takes(hint, int), _takes(hint, list)) for name, hint in get_type_hints(kind).items()}
+    return _KINDS[kind]
+
+
+def _takes(hint: Any, wanted: type) -> bool:
+    options = get_args(hint) if get_origin(hint) is not list else (hint,)
+    if int in (hint, *options) and wanted is int:
+        return float not in options
+    return wanted is list and any(get_origin(option) is list and get_args(option)[0] is int for option in (hint, *options))
+
+
+def _check_limits(request: Sampling) -> None:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    words = [request.bad_words] if isinstance(request.bad_words, str) else request.bad_words or []
+    for name, found, limit in (
+        ("stop", stops, MAX_STOPS), ("bad_words", words, MAX_IDS), ("stop_token_ids", request.stop_token_ids or (), MAX_IDS),
+        ("logit_bias", request.logit_bias or (), MAX_IDS),
+    ):  # fmt: skip
+        if len(found) > limit:
+            raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(found))
+    for name, texts in (("stop", stops), ("bad_words", words)):
+        longest = max(map(len, texts), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
+    if request.n is not None and not 1 <= request.n <= MAX_N:
+        raise bad_field("n", "not an acceptable value", expected=f"an integer from 1 to {MAX_N}", found=request.n)
+    if request.stream_options is not None and not request.stream:
+        raise bad_field("stream_options", "is for streams only", expected="stream: true")
+    check_nesting("metadata", request.metadata)
+    check_nesting("response_format", request.response_format)
+    check_nesting("structured_outputs", request.structured_outputs)
+
+
+def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
+    """Raise 400 if a JSON value has more levels than `limit`."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child for own in level if isinstance(own, dict | list) for child in (own.values() if isinstance(own, dict) else own)
+        ]
+        if not level:
+            return
+    raise bad_field(name, "is nested too deeply", expected=f"at most {limit} levels")
+
+
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
+)  # fmt: skip
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+
+
+def sampling_params(request: Sampling, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:
+    """The sampling parameters of a request.
+
+    Args:
+        renamed: names of parameters → names of the fields that they come from, for messages.
+        changes: more parameters, or other values.
+    """
+    given = {name: getattr(request, name) for name in _SAME}
+    given |= {name: own for name in _SWITCHES if (own := getattr(request, name)) is not None}
+    given |= {"n": request.n or 1, "prompt_logprobs": request.prompt_logprobs} | structured_outputs(request) | changes
+    try:
+        return SamplingParams(**given)
+    except InputError as error:
+        name = str(error.where).removeprefix("SamplingParams.")
+        raise error.at(renamed.get(name, name)) from error
+
+
+def structured_outputs(request: Sampling) -> dict[str, Any]:
+    """`response_format` and `structured_outputs` as parameters of `SamplingParams`.
+
+    `response_format` is OpenAI's: text, json_object or json_schema. `structured_outputs` is vLLM's: json, regex, choice, grammar.
+    """
+    form, own = request.response_format, request.structured_outputs
+    if form is not None and not isinstance(form, dict):
+        raise bad_field("response_format", "not an object", found=repr(form)[:80])
+    kind = form.get("type") if form else "text"
+    if own in (None, {}):
+        field, own = "response_format", None
+        if kind == "json_object":
+            own = {"json_object": True}
+        elif kind == "json_schema":
+            schema = form.get("json_schema") if form else None
+            if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
+                expected = '{"name": …, "schema": a JSON schema}'
+                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=repr(schema)[:80])
+            own = {"json": schema["schema"]}
+        elif kind != "text":
+            expected = "text, json_object or json_schema"
+            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=repr(kind)[:80])
+    elif kind == "text":
+        field = "structured_outputs"
+    else:
+        raise bad_field("structured_outputs", "excludes response_format", found=repr(own)[:80])
+    if own is None:
+        return {}
+    if "structured_outputs" not in SamplingParams.__dataclass_fields__:
+        raise bad_field(field, "only text is supported", found=repr(own)[:80])
+    return {"structured_outputs": own}
+
+
+def usage(prompt_tokens: Sequence[int], completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """The `usage` of a response. `prompt_tokens`: of each prompt."""
+    total = sum(prompt_tokens)
+    return {
+        "prompt_tokens": total, "completion_tokens": completion_tokens, "total_tokens": total + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }  # fmt: skip

@@ -1,0 +1,135 @@
+"""`serve`: the front process from its start to its end: the engine's process, the HTTP server, signals, draining."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from minirt.errors import InputError
+from minirt.server.app import App
+from minirt.server.errors import HTTPError
+from minirt.server.exchange import HTTPProtocol
+from minirt.server.front import Front, ServerOptions
+from minirt.server.metrics import Metrics
+from minirt.server.remote_engine import RemoteEngine
+
+_CLOSE_SECONDS = 5  # how long connections may take to close at the end
+_KEEP_ALIVE_SECONDS = 75
+
+
+def serve(options: ServerOptions, load_options: dict[str, Any]) -> None:
+    """Run the server until a signal ends it.
+
+    Args:
+        load_options: the fields of `LoadOptions`.
+    Raises:
+        MinirtError: the address cannot be used, the model cannot be loaded, or the engine has failed.
+    """
+    listening = _listen(options.host, options.port)
+    try:
+        asyncio.run(_serve(options, load_options, listening))
+    finally:
+        listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+    except (OSError, OverflowError) as error:
+        what = f"cannot listen: {getattr(error, 'strerror', None) or error}"
+        raise InputError(what, where=f"--host {host} --port {port}") from error
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, without its own handling of signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """The first SIGTERM or SIGINT asks for the end; a second one ends the process at once."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self.asked = asyncio.Event()
+        self._engine = engine
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: int) -> None:
+        if self.asked.is_set():
+            self._engine.kill()
+            os._exit(128 + number)
+        self.asked.set()
+
+
+async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
+    engine = await RemoteEngine.start(load_options, progress=not options.quiet)
+    signals = _Signals(engine)
+    front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
+    server = _Server(
+        uvicorn.Config(
+            App(front), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            log_level="critical", timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_CLOSE_SECONDS, proxy_headers=False,
+        )
+    )  # fmt: skip
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        await _until_end(front, signals, listening)
+    finally:
+        server.should_exit = True
+        await serving
+        await engine.stop()
+        front.close()
+
+
+async def _until_end(front: Front, signals: _Signals, listening: socket.socket) -> None:
+    """Load the model and serve, until a signal comes and the running requests have ended, or the engine fails."""
+    asked = asyncio.create_task(signals.asked.wait())
+    loading = asyncio.create_task(front.load())
+    await asyncio.wait((loading, asked), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()
+        return
+    loading.result()
+    if not front.options.quiet:
+        host, port = listening.getsockname()[:2]
+        sys.stderr.write(f"minirt: serving {front.options.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}\n")
+    await asyncio.wait((front.engine.ended, asked), return_when=asyncio.FIRST_COMPLETED)
+    if not front.engine.ended.done():
+        await _drain(front)
+    if front.engine.ended.done():
+        await _wait_for_exchanges(front, _CLOSE_SECONDS)  # each answers with the error
+        raise front.engine.ended.result()
+
+
+async def _drain(front: Front) -> None:
+    """Refuse new requests, and wait for the running ones. After the time limit, these end with an error."""
+    front.draining = True
+    running = len(front.exchanges)
+    if running and not front.options.quiet:
+        sys.stderr.write(f"minirt: ending; {running} requests are still running\n")
+    await _wait_for_exchanges(front, front.options.drain_timeout)
+    for generation in list(front.generations):
+        generation.fail(HTTPError(503, "the server has ended before the answer was complete"))
+    await _wait_for_exchanges(front, _CLOSE_SECONDS)
+
+
+async def _wait_for_exchanges(front: Front, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while front.exchanges and time.monotonic() < end:
+        await asyncio.sleep(0.02)

@@ -1,0 +1,70 @@
+"""/tokenize and /detokenize: text to token ids and back, as the model's tokenizer does it."""
+
+from typing import Any
+
+import msgspec
+
+from minirt.errors import InputError
+from minirt.server.chat import encode_chat
+from minirt.server.errors import bad_field
+from minirt.server.exchange import Exchange
+from minirt.server.front import Front
+from minirt.server.protocol import Int, check_nesting, convert, decode_json
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A text in `prompt`, or a conversation in `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    truncate_prompt_tokens: None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[Int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+async def tokenize(front: Front, exchange: Exchange) -> None:
+    processor, info = front.check_ready()
+    request = convert(decode_json(await exchange.body(front.options.max_body_size)), TokenizeRequest)
+    exchange.cancel_on_disconnect()
+    front.check_model(request.model)
+    exchange.prompt_field = "prompt" if request.messages is None else "messages"
+    check_nesting("chat_template_kwargs", request.chat_template_kwargs)
+    tokenizer = processor.text()
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_field("prompt", "either prompt or messages must be given")
+    if request.prompt is None:
+        tokens = await encode_chat(front, request)
+    elif request.add_special_tokens is False:
+        tokens = await front.in_thread(tokenizer.encode_plain, request.prompt, info.max_len)
+    else:
+        tokens = await front.in_thread(tokenizer.encode, request.prompt, info.max_len)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_len, "tokens": tokens}
+    if request.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    await exchange.answer(answer)
+
+
+async def detokenize(front: Front, exchange: Exchange) -> None:
+    processor, info = front.check_ready()
+    request = convert(decode_json(await exchange.body(front.options.max_body_size)), DetokenizeRequest)
+    front.check_model(request.model)
+    for i, token in enumerate(request.tokens):
+        if not 0 <= token < info.vocab_size:
+            expected = f"an integer from 0 to {info.vocab_size - 1}"
+            raise InputError("not a token id of this model", where=f"tokens[{i}]", expected=expected, found=token)
+    skip = bool(request.skip_special_tokens)
+    await exchange.answer({"prompt": processor.text().decode(request.tokens, skip)})
+
+
+ROUTES = {"POST /tokenize": tokenize, "POST /detokenize": detokenize}

@@ -1,0 +1,137 @@
+"""Messages between the front process and the engine's process: plain values, as MessagePack, in frames with their length.
+
+The engine sends one message a step, with the new tokens of all sequences. docs/design/serving.md describes both processes.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from minirt import errors
+from minirt.engine.request import EngineStats, Request, TokenOutput
+from minirt.errors import MinirtError
+
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME = 1 << 30  # bytes; a larger length means that the stream is damaged
+
+
+# ── from the front ──
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message. `options`: the fields of `LoadOptions`. `progress`: draw progress bars on stderr."""
+
+    options: dict[str, Any]
+    progress: bool
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """Requests of one call. One that the engine refuses ends with an error in its output."""
+
+    requests: list[Request]
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    """Drop requests."""
+
+    request_ids: list[int]
+
+
+class AskStats(msgspec.Struct, tag=True, array_like=True):
+    """Ask for the engine's `Stats`."""
+
+
+# ── from the engine ──
+
+
+class Found(msgspec.Struct, tag=True, array_like=True):
+    """The model's files are on the disk, and loading begins. `folder` is None if there is no tokenizer to load."""
+
+    folder: str | None
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The model is loaded and warmed up. `facts`: what /server_info shows."""
+
+    max_len: int
+    vocab_size: int
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+    generation_config: dict[str, Any] | None
+    facts: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The model cannot be loaded, or the engine cannot go on. The process ends after this message."""
+
+    error: MinirtError
+
+
+class Step(msgspec.Struct, tag=True, array_like=True):
+    """The outputs of one step."""
+
+    outputs: list[TokenOutput]
+
+
+class Stats(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `AskStats`."""
+
+    stats: EngineStats
+
+
+ToEngine = Start | Submit | Abort | AskStats
+ToFront = Found | Ready | Failed | Step | Stats
+
+
+def _encode_error(value: Any) -> Any:
+    if isinstance(value, MinirtError):
+        texts = (None if text is None else str(text) for text in (value.where, value.expected, value.found))
+        return [type(value).__name__, value.what, *texts, value.hint]
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+def _decode_error(_: type, value: Any) -> MinirtError:
+    name, what, where, expected, found, hint = value
+    known = getattr(errors, name, MinirtError)
+    return known(what, where=where, expected=expected, found=found, hint=hint)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_error)
+TO_ENGINE = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_error)
+TO_FRONT = msgspec.msgpack.Decoder(ToFront, dec_hook=_decode_error)
+
+
+def frame(message: ToEngine | ToFront) -> bytearray:
+    """A message in its frame.
+
+    Raises:
+        OverflowError: an integer has more than 64 bits.
+    """
+    buffer = bytearray(4)
+    _encoder.encode_into(message, buffer, 4)
+    _LENGTH.pack_into(buffer, 0, len(buffer) - 4)
+    return buffer
+
+
+class Frames:
+    """Cuts a stream of bytes into the bodies of frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Add bytes; yields each body that is complete."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= 4:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > _MAX_FRAME:
+                raise errors.EngineError("the messages between the processes are damaged", found=f"a length of {length}")
+            end = start + 4 + length
+            if len(self._buffer) < end:
+                break
+            yield bytes(self._buffer[start + 4 : end])
+            start = end
+        del self._buffer[:start]

@@ -1,0 +1,94 @@
+"""`minirt serve` as a command: its options reach the server, from the command line, the environment and a file."""
+
+import subprocess
+import sys
+
+import pytest
+from support.cli import caller, refused
+
+from minirt.server import run
+
+
+@pytest.fixture
+def call(capfd, monkeypatch):
+    """Call `minirt serve …` without serving → (exit code, stdout, stderr), and the options of the last call."""
+    monkeypatch.delenv("MINIRT_API_KEY", raising=False)
+    seen = []
+    monkeypatch.setattr(run, "serve", lambda server, load: seen.append((server, load)))
+    invoke = caller(capfd, monkeypatch)
+
+    def call(*arguments):
+        result = invoke("serve", *arguments)
+        return result, seen[-1] if seen else None
+
+    return call
+
+
+def test_the_options_of_the_command_line(call):
+    words = "-q --model m --port 0 --host ::1 --served-model-name a --served-model-name b --api-key k --fp8 --max-num-seqs 9"
+    words += " --no-prefix-cache --drain-timeout 3 --request-timeout 1.5 --allow-origin *"
+    (code, out, err), (server, load) = call(*words.split())
+    assert (code, out, err) == (0, "", "")
+    assert (server.model, server.port, server.host, server.names, server.api_keys) == ("m", 0, "::1", ("a", "b"), ("k",))
+    assert (server.drain_timeout, server.request_timeout, server.allowed_origins, server.quiet) == (3, 1.5, ("*",), True)
+    assert load.items() >= {"model": "m", "quantization": "fp8", "max_num_seqs": 9, "prefix_cache": False, "warmup": True}.items()
+
+
+def test_a_file_of_options(call, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "model: m\nport: 1234\nmax_num_seqs: 5\nfp8: true\nno-fp8-head: true\napi-key: [a, b]\nimpl: eager\nquiet: true\n"
+        "kv-cache-memory: 2GiB\nrequest-timeout: 2\n"
+    )
+    _, (server, load) = call("--config", file, "--port", 99)
+    assert (server.model, server.port, server.api_keys, server.request_timeout) == ("m", 99, ("a", "b"), 2)
+    expected = {"max_num_seqs": 5, "quantization": "fp8", "quantize_head": False, "impl": ["eager"], "kv_cache_memory": 2 << 30}
+    assert load.items() >= expected.items()
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("prot: 5", ["prot", "no such option"]), ("config: x", ["config"]), ("port: [1]", ["port"]),
+    ("fp8: 1", ["fp8", "true or false"]), ("- 1", ["mapping"]), ("a: [", ["YAML"]), ("port:", ["port"]),
+    ("model: {a: 1}", ["model"]),
+])  # fmt: skip
+def test_files_of_options_that_are_wrong(call, tmp_path, text, words):
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    result, seen = call("--config", file)
+    refused(result, str(file), *words)
+    assert seen is None
+
+
+def test_a_value_in_the_file_that_the_option_does_not_take(call, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("port: 70000")
+    result, _ = call("--config", file)
+    refused(result, "--port", code=2)
+
+
+def test_the_key_of_the_environment(call, monkeypatch):
+    monkeypatch.setenv("MINIRT_API_KEY", "secret")
+    assert call("-q")[1][0].api_keys == ("secret",)
+    assert call("-q", "--api-key", "other")[1][0].api_keys == ("other",)
+
+
+def test_packages_that_are_missing():
+    script = (
+        "import sys\n"
+        "from importlib import util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name in ('msgspec', 'prometheus_client') else find(name, *rest)\n"
+        "from minirt.cli.app import main\n"
+        "main(['serve'])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "msgspec, prometheus-client" in done.stderr
+    assert "pip install 'minirt[serve]'" in done.stderr
+
+
+def test_the_front_needs_no_torch():
+    """It starts fast, and holds no weights."""
+    script = "import sys, minirt.server.run; print([m for m in ('torch', 'triton', 'transformers', 'numpy') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,140 @@
+"""How the KV cache and the largest step are sized. Sizes are counted by hand, for a model of round numbers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
+from minirt.engine.step_memory import largest_steps
+from minirt.errors import ConfigError, OutOfMemoryError
+from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
+from minirt.loading import memory
+from minirt.loading.memory import MemoryOptions, does_not_fit, measured_plan, out_of_memory_while, plan_memory
+from minirt.sizes import format_size
+
+MB = 1 << 20
+GPU = torch.device("cuda", 0)
+LENGTH = 100 * PAGE_SIZE
+
+
+class Model:
+    """One attention layer whose pages take 1 MiB; weights of 1,000 MiB; rope tables of 100 MiB."""
+
+    cache_specs = (PagesSpec(2, MB // (2 * 2 * PAGE_SIZE * 2)),)
+    kv_dtype = dtype = torch.bfloat16
+    config = SimpleNamespace(head_dim=100 * MB // (4 * LENGTH))
+    device, max_model_len, capturable = GPU, LENGTH, False
+
+    def weight_bytes(self, dtype):
+        return 1000 * MB
+
+
+@pytest.fixture
+def free(monkeypatch):
+    def set_free(megabytes):
+        monkeypatch.setattr(memory, "free_memory", lambda device: megabytes * MB)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    return set_free
+
+
+def plan(step, *, device=GPU, **options):
+    return plan_memory(
+        Model(), LENGTH, device, MemoryOptions(**options), step_bytes=lambda tokens: step(tokens) and step(tokens) * MB
+    )
+
+
+def test_the_largest_step_that_leaves_a_full_sequence(free):
+    """Free before loading: 400 + 1,100 MiB; 90% are 1,350, of which weights and tables leave 250."""
+    free(400)
+    made = plan(lambda tokens: tokens // 32)  # 8,192 tokens: 256 MiB, 4,096: 128
+    assert (made.max_num_batched_tokens, made.step, made.pages) == (4096, 128 * MB, 250 - 128)
+    assert (made.free, made.budget, made.context) == (1500 * MB, 1350 * MB, LENGTH)
+    made = plan(lambda tokens: tokens // 32, max_num_batched_tokens=2048)
+    assert (made.max_num_batched_tokens, made.pages) == (2048, 250 - 64)
+    assert plan(lambda tokens: 10, max_num_seqs=2).pages == 200, "no more than full sequences need"
+    assert plan(lambda tokens: 100, gpu_memory_utilization=1.0).pages == 300
+
+
+def test_a_context_that_does_not_fit_gets_shorter(free):
+    free(400)
+    made = plan(lambda tokens: 100 + tokens // 16)
+    assert (made.max_num_batched_tokens, made.pages, made.context) == (1024, 250 - 164, (250 - 164) * PAGE_SIZE)
+    assert made.fits
+    made = plan(lambda tokens: None if tokens > 2048 else 240)
+    assert (made.max_num_batched_tokens, made.pages) == (1024, 10), "steps that ran out of memory while they were measured"
+    assert not plan(lambda tokens: 250).fits
+    assert not plan(lambda tokens: None).fits or plan(lambda tokens: None).pages == 0
+
+
+def test_pages_that_were_asked_for(free):
+    free(400)
+    made = plan(lambda tokens: tokens // 32, kv_cache_memory=200 * MB)
+    assert (made.pages, made.max_num_batched_tokens) == (200, 1024), "beside 200 pages, only 1,024 tokens fit"
+    assert made.context == LENGTH
+
+
+def test_a_measured_plan_says_what_it_cannot_do(free, monkeypatch):
+    free(400)
+    monkeypatch.setattr(
+        "minirt.engine.step_memory.measure_step_bytes", lambda model, *, tokens, **_: 100 * MB + tokens * MB // 16
+    )
+    with pytest.warns(
+        RuntimeWarning, match=r"room for 5,504 tokens, so the context is that instead of 6,400.*--kv-cache-dtype fp8"
+    ):
+        made = measured_plan(Model(), MemoryOptions())
+    assert made.measured
+    monkeypatch.setattr("minirt.engine.step_memory.measure_step_bytes", lambda model, **_: None)
+    with pytest.raises(OutOfMemoryError, match=r"weights 1,?000MiB.*expected .*found 1\.32GiB, 90% of 1\.46GiB free"):
+        measured_plan(Model(), MemoryOptions())
+
+
+def test_an_estimate_counts_nothing_as_loaded(free):
+    free(2000)
+    options = MemoryOptions(kv_cache_memory=300 * MB, max_num_batched_tokens=1)
+    made = plan_memory(Model(), LENGTH, torch.device("cpu"), options)
+    assert (made.free, made.budget, made.step) == (2000 * MB, 2000 * MB, 0)
+    assert made.needed == (1000 + 400 + 300) * MB, "rope tables are computed with temporary tensors"
+    assert plan_memory(Model(), LENGTH, torch.device("cpu"), MemoryOptions()).pages == 600 // 4
+
+
+@pytest.mark.parametrize("wrong", [0, -0.5, 1.01, True, "0.9", float("nan")])
+def test_bad_shares(wrong):
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization.*above 0, at most 1"):
+        MemoryOptions(gpu_memory_utilization=wrong)
+
+
+def test_a_share_of_no_gpu_is_refused(free):
+    free(2000)
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization.*CPU"):
+        plan(lambda tokens: 0, device=torch.device("cpu"), gpu_memory_utilization=0.5)
+
+
+def test_the_message_has_every_number(free):
+    free(0)
+    made = plan(lambda tokens: 50)
+    error = does_not_fit(made, "cuda:0", "use --fp8")
+    for size in (made.weights, made.step, made.budget, made.free):
+        assert format_size(size) in str(error)
+
+
+def test_torch_errors_do_not_leak():
+    with pytest.raises(OutOfMemoryError, match="no memory left while warming up"), out_of_memory_while("warming up", GPU):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+    with pytest.raises(ValueError, match="CUDA"), out_of_memory_while("warming up", GPU):
+        raise ValueError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "seqs"), [(8192, 131072, 64), (1024, 256, 1), (7, 5, 3), (2048, 32768, 64), (1, 1, 1)]
+)
+def test_largest_steps(tokens, longest, seqs):
+    steps = largest_steps(tokens, longest, seqs)
+    for chunks in steps:
+        assert sum(len(chunk.tokens) for chunk in chunks) == tokens
+        assert all(chunk.start >= 0 and chunk.start + len(chunk.tokens) <= longest for chunk in chunks)
+        assert sum(chunk.num_logits for chunk in chunks) == min(len(chunks), seqs)
+    assert max(chunk.start + len(chunk.tokens) for chunks in steps for chunk in chunks) == longest
+    widened = [sum(chunk.start + len(chunk.tokens) for chunk in chunks) for chunks in steps]
+    assert max((total for total in widened if total <= MAX_WIDENED_TOKENS), default=0) >= min(longest, MAX_WIDENED_TOKENS)

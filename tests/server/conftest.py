@@ -1,0 +1,54 @@
+"""Fixtures of the server's tests: one process for all tests of a session, and one with a real chat model."""
+
+import json
+import shutil
+
+import pytest
+from support.server import Server
+
+from minirt import models
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}{% if mood is defined %} ({{ mood }}){% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The embedded model with a chat template, as a folder."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(models.embedded(), folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def running(folder, tmp_path_factory):
+    """A server of the embedded model, for up to 8 requests at once and 32 that wait."""
+    options = ("--kv-cache-memory", "16MiB", "--max-num-seqs", 8, "--max-waiting", 32, "--served-model-name", "tiny")
+    server = Server(tmp_path_factory.mktemp("server") / "log", "--model", folder, *options).wait()
+    yield server
+    assert server.stop() == 0, server.log[-5000:]
+    assert "Traceback" not in server.log, server.log[-5000:]
+
+
+@pytest.fixture
+def tiny(running):
+    """`running`, which the test must leave without open requests."""
+    yield running
+    running.until(lambda: running.metric("vllm:num_requests_running") + running.metric("vllm:num_requests_waiting") == 0)
+
+
+@pytest.fixture(scope="session")
+def smol(smollm2, tmp_path_factory):
+    """A server of SmolLM2-135M-Instruct."""
+    options = ("--kv-cache-memory", "128MiB", "--max-num-seqs", 4, "--served-model-name", "smol", "--max-model-len", 1024)
+    server = Server(tmp_path_factory.mktemp("server") / "log", "--model", smollm2, *options).wait()
+    yield server
+    assert "Traceback" not in server.log, server.log[-5000:]
+    engine = server.engine
+    server.process.kill()  # the engine's process must not stay behind
+    server.process.wait(30)
+    engine.wait(30)

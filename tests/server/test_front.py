@@ -1,0 +1,521 @@
+"""The front beside a fake engine, which sends what a test decides: streams, errors, disconnects, slow readers."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+from support.server import answer, chunks, events, front, message
+
+from minirt import models
+from minirt.engine.request import TokenLogprobs, TokenOutput
+from minirt.errors import InputError, NumericsError, OutOfMemoryError, QueueFullError
+from minirt.server import exchange, generation
+from minirt.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.load(models.embedded())
+PATH = "/v1/completions"
+
+
+def run(scenario, folder=True, **options):
+    async def main():
+        async with front(models.embedded() if folder else None, **options) as (this, engine, ask):
+            await scenario(this, engine, ask)
+
+    asyncio.run(main())
+
+
+def stream(**fields):
+    return message({"prompt": "Once", "stream": True, "max_tokens": 2000} | fields, PATH)
+
+
+def ids_of(text):
+    return TOKENIZER.encode_plain(text)
+
+
+def texts(found):
+    return [event["choices"][0]["text"] for event in found if event != "[DONE]" and event["choices"]]
+
+
+def test_a_stream_token_by_token():
+    ids = ids_of("Once there was a dog named \"Max\"\n who said:\t'hi \\ ho'")
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream_options={"include_usage": True}))
+        await engine.until(lambda e: e.requests)
+        request = engine.requests[0]
+        assert request.prompt_token_ids == TOKENIZER.encode("Once")
+        assert request.sampling.max_tokens == 2000
+        found = []
+        for i, token in enumerate(ids):
+            engine.send(TokenOutput(request.id, (token,), "length" if i == len(ids) - 1 else None, num_cached=3))
+            if i == 0:
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b"200 OK" in head
+                assert b"text/event-stream" in head
+                body = chunks(reader)
+            if i < len(ids) - 1:
+                part = await anext(body)
+                assert part.startswith(b"data: ")
+                assert part.endswith(b"\n\n")
+                found.append(part)
+        found += [part async for part in body]
+        found = events(b"".join(found))
+        assert texts(found) == [TOKENIZER.decode([token]) for token in ids]
+        assert found[-1] == "[DONE]"
+        assert found[-2]["choices"] == []
+        assert found[-2]["usage"] == {
+            "prompt_tokens": 1, "completion_tokens": len(ids), "total_tokens": 1 + len(ids),
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }  # fmt: skip
+        reasons = [event["choices"][0]["finish_reason"] for event in found[:-2]]
+        assert reasons == [None] * (len(ids) - 1) + ["length"]
+        assert {(event["id"], event["object"], event["model"]) for event in found[:-1]} == {
+            (found[0]["id"], "text_completion", "fake")
+        }
+
+    run(scenario)
+
+
+def test_no_character_is_cut():
+    text = "a€b😀é"
+    pieces = [token for c in text for token in [TOKENIZER.token_id(p) for p in _byte_tokens(c)]]
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream())
+        await engine.until(lambda e: e.requests)
+        found, body = b"", None
+        for i, token in enumerate(pieces):
+            engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(pieces) - 1 else None))
+            await asyncio.sleep(0)  # the front sees each token alone
+            if body is None:
+                await reader.readuntil(b"\r\n\r\n")
+                body = chunks(reader)
+        async for part in body:
+            found += part
+        assert "".join(texts(events(found))) == text
+        assert all("�" not in own for own in texts(events(found)))
+
+    run(scenario)
+
+
+def _byte_tokens(character):
+    from minirt.text.tokenizer_file import byte_alphabet
+
+    spelled = {byte: own for own, byte in byte_alphabet().items()}
+    return [spelled[byte] for byte in character.encode()]
+
+
+def test_tokens_that_arrive_together_are_sent_together():
+    ids = ids_of("Once upon a time there was a little girl who lived in a house.")
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream())
+        await engine.until(lambda e: e.requests)
+        engine._writer.writelines([])
+        for i, token in enumerate(ids):  # one write, and so one read of the front
+            engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(ids) - 1 else None))
+        _, _, body = await answer(reader)
+        assert len(events(body)) < len(ids)
+        assert "".join(texts(events(body))) == TOKENIZER.decode(ids)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("interval", [2, 5])
+def test_stream_interval(interval):
+    ids = ids_of("a b c d e f g h i j k l m")
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream())
+        await engine.until(lambda e: e.requests)
+        for i, token in enumerate(ids):
+            engine.send(TokenOutput(engine.requests[0].id, (token,), "length" if i == len(ids) - 1 else None))
+            await asyncio.sleep(0.002)
+        _, _, body = await answer(reader)
+        found = texts(events(body))
+        assert found[0] == TOKENIZER.decode(ids[:1])  # the first token does not wait
+        assert len(found) <= 2 + len(ids) // interval
+        assert "".join(found) == TOKENIZER.decode(ids)
+
+    run(scenario, stream_interval=interval)
+
+
+def test_a_stop_string_over_several_tokens_ends_the_request():
+    ids = ids_of("one two three four")
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stop=["o three"]))
+        await engine.until(lambda e: e.requests)
+        for token in ids:
+            engine.send(TokenOutput(engine.requests[0].id, (token,), None))
+        _, _, body = await answer(reader)
+        assert "".join(texts(events(body))) == "one tw"
+        assert [event["choices"][0]["finish_reason"] for event in events(body)[:-1]][-1] == "stop"
+        await engine.until(lambda e: e.aborted)
+        assert engine.aborted == [engine.requests[0].id]
+        assert this.metrics.finished == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+
+    run(scenario)
+
+
+def test_several_choices():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(n=3, seed=5, prompt=["a", "b"]))
+        await engine.until(lambda e: len(e.requests) == 6)
+        assert [request.sampling.seed for request in engine.requests] == [5, 6, 7] * 2
+        words = ["red", "green", "blue", "cat", "dog", "house"]
+        for i in (4, 1, 0, 5, 3, 2):
+            engine.send(TokenOutput(engine.requests[i].id, tuple(ids_of(words[i])), "stop" if i % 2 else "length"))
+        _, _, body = await answer(reader)
+        joined, reasons = [""] * 6, [None] * 6
+        for event in events(body)[:-1]:
+            (choice,) = event["choices"]
+            joined[choice["index"]] += choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+        # The token that ends a text by "stop" is no part of it.
+        assert joined == [word if i % 2 == 0 else TOKENIZER.decode(ids_of(word)[:-1]) for i, word in enumerate(words)]
+        assert reasons == ["length", "stop"] * 3
+
+    run(scenario)
+
+
+def test_usage_in_every_event():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream_options={"continuous_usage_stats": True}))
+        await engine.until(lambda e: e.requests)
+        for i in range(3):
+            engine.send(TokenOutput(engine.requests[0].id, (ids_of("a")[0],), "length" if i == 2 else None))
+            await asyncio.sleep(0.01)
+        _, _, body = await answer(reader)
+        counts = [event["usage"]["completion_tokens"] for event in events(body)[:-1]]
+        assert counts[-1] == 3
+        assert counts == sorted(counts)
+
+    run(scenario)
+
+
+ROW = TokenLogprobs(ids_of("a")[0], -0.5, 1, tuple((i, -0.1 * i) for i in range(300, 320)))
+
+
+@pytest.mark.parametrize(("error", "status", "code"), [
+    (QueueFullError("too many requests wait"), 429, "rate_limit_error"), (NumericsError("NaN"), 500, "server_error"),
+    (OutOfMemoryError("no memory left"), 500, "server_error"), (InputError("bad", where="top_k"), 400, "invalid_request_error"),
+])  # fmt: skip
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_error_before_the_first_token_has_its_status(error, status, code, streams):
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream=streams))
+        await engine.until(lambda e: e.requests)
+        engine.send(TokenOutput(engine.requests[0].id, (), "error", error))
+        found, headers, body = await answer(reader)
+        content = json.loads(body)["error"]
+        assert (found, content["type"], content["message"]) == (status, code, str(error))
+        assert ("retry-after" in headers) == (status == 429)
+        assert content["param"] == ("top_k" if status == 400 else None)
+
+    run(scenario)
+
+
+def test_an_error_later_is_the_last_event():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(n=2, seed=1))
+        await engine.until(lambda e: len(e.requests) == 2)
+        first, second = engine.requests
+        engine.send(TokenOutput(first.id, (ids_of("a")[0],), None))
+        await reader.readuntil(b"\r\n\r\n")
+        body = chunks(reader)
+        found = await anext(body)
+        engine.send(TokenOutput(second.id, (), "error", NumericsError("NaN")))
+        async for part in body:
+            found += part
+        assert events(found)[-1]["error"]["message"] == "NaN"
+        await engine.until(lambda e: first.id in e.aborted)
+        assert not this.generations
+        assert not this.engine._sinks
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_aborts_its_requests(begun, streams, capfd):
+    async def scenario(this, engine, ask):
+        reader, writer = await ask(stream(stream=streams, n=2, seed=0))
+        await engine.until(lambda e: len(e.requests) == 2)
+        if begun:
+            engine.send(TokenOutput(engine.requests[0].id, (ids_of("a")[0],), None))
+            if streams:
+                await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        await engine.until(lambda e: len(e.aborted) == 2)
+        assert sorted(engine.aborted) == [request.id for request in engine.requests]
+        assert not this.engine._sinks
+        while this.exchanges:
+            await asyncio.sleep(0.01)
+        assert this.metrics.finished["abort"] == 2
+
+    run(scenario, quiet=False)
+    (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert (line["status"], line["finish"]) == (499, "abort")
+
+
+def test_a_client_that_goes_while_its_prompt_is_encoded():
+    async def scenario(this, engine, ask):
+        entered, gate = asyncio.Event(), asyncio.Event()
+
+        async def in_thread(function, *arguments):
+            entered.set()
+            await gate.wait()
+            return function(*arguments)
+
+        this.in_thread = in_thread
+        _, writer = await ask(stream(prompt="word " * 600))
+        await entered.wait()
+        writer.transport.abort()
+        while this.exchanges:
+            await asyncio.sleep(0.01)
+        gate.set()
+        assert not engine.requests
+
+    run(scenario)
+
+
+def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch):
+    monkeypatch.setattr(generation, "MAX_UNSENT", 50)
+
+    async def scenario(this, engine, ask):
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        probe, _ = await ask(message(b"", "/health", "GET"))
+        await answer(probe)
+        slow.connect(_._transport.get_extra_info("peername"))
+        slow.sendall(stream(logprobs=20))
+        await engine.until(lambda e: len(e.requests) == 1)
+        reader, _w = await ask(stream())
+        await engine.until(lambda e: len(e.requests) == 2)
+        first, second = engine.requests
+        sent = 0
+        while not engine.aborted:
+            token = ROW.token_id
+            engine.send(TokenOutput(first.id, (token,) * 20, None, logprobs=(ROW,) * 20), TokenOutput(second.id, (token,), None))
+            sent += 1
+            await asyncio.sleep(0)
+            assert sent < 20_000
+        assert engine.aborted == [first.id]
+        engine.send(TokenOutput(second.id, (token,), "length"))
+        _, _, body = await answer(reader)
+        assert "".join(texts(events(body))) == "a" * (sent + 1)
+        while this.exchanges:
+            await asyncio.sleep(0.01)
+        received = b""
+        while data := slow.recv(1 << 20):
+            received += data
+        slow.close()
+        assert not received.endswith(b"0\r\n\r\n")  # the client sees that the answer is incomplete
+        assert received.count(b"data: ") < sent
+
+    run(scenario, max_len=1 << 20)
+
+
+def test_the_engine_dies():
+    async def scenario(this, engine, ask):
+        begun, _ = await ask(stream())
+        await engine.until(lambda e: e.requests)
+        engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), None))
+        await begun.readuntil(b"\r\n\r\n")
+        waiting, _ = await ask(stream(stream=False))
+        await engine.until(lambda e: len(e.requests) == 2)
+        await engine.close()
+        status, _, body = await answer(waiting)
+        assert status == 503
+        assert "has ended" in json.loads(body)["error"]["message"]
+        found = b"".join([part async for part in chunks(begun)])
+        assert "has ended" in events(found)[-1]["error"]["message"]
+        for data in (stream(), message(b"", "/health", "GET"), message({"prompt": "a"}, "/tokenize")):
+            reader, _ = await ask(data)
+            assert (await answer(reader))[0] == 503
+        assert this.engine.ended.done()
+
+    run(scenario)
+
+
+def test_metrics_without_an_answer_of_the_engine(monkeypatch):
+    """The engine is busy or stuck. The front's own metrics still come."""
+    monkeypatch.setattr("minirt.server.admin._STATS_SECONDS", 0.05)
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(message(b"", "/metrics", "GET"))
+        status, _, body = await answer(reader)
+        assert status == 200
+        assert b"vllm:generation_tokens_total" in body
+        assert b"num_requests_running" not in body
+
+    run(scenario)
+
+
+def test_request_timeout():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream=False))
+        status, _, body = await answer(reader)
+        assert status == 504
+        assert "too long" in json.loads(body)["error"]["message"]
+        await engine.until(lambda e: e.aborted)
+
+    run(scenario, request_timeout=0.1)
+
+
+def test_draining_refuses_new_requests_and_ends_running_ones():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream=False))
+        await engine.until(lambda e: e.requests)
+        this.draining = True
+        for path, method in ((PATH, "POST"), ("/health", "GET"), ("/v1/models", "GET")):
+            refused, _ = await ask(message({"prompt": "a"}, path, method))
+            assert (await answer(refused))[0] == 503
+        engine.send(TokenOutput(engine.requests[0].id, (ROW.token_id,), "length"))
+        status, _, body = await answer(reader)
+        assert status == 200
+        assert json.loads(body)["choices"][0]["text"] == "a"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("path", "method", "key", "status"), [
+    (PATH, "POST", None, 401), (PATH, "POST", "Bearer wrong", 401), (PATH, "POST", "Bearer one", 400),
+    (PATH, "POST", "bearer two", 400), (PATH, "POST", "one", 401), (PATH, "POST", "Bearer ", 401),
+    ("/v1/models", "GET", None, 401), ("/nothing", "GET", None, 401), ("/health", "GET", None, 200),
+    ("/ping", "GET", None, 200), ("/metrics", "GET", None, 401), ("/version", "GET", "Bearer one", 200),
+])  # fmt: skip
+def test_api_keys(path, method, key, status, monkeypatch):
+    monkeypatch.setattr("minirt.server.admin._STATS_SECONDS", 0.01)
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(message({}, path, method, **({} if key is None else {"authorization": key})))
+        assert (await answer(reader))[0] == status
+
+    run(scenario, api_keys=("one", "two"), metrics_need_key=True)
+
+
+def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
+    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.1)
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(message(b"x" * 2000, PATH))
+        assert (await answer(reader))[0] == 413
+        reader, _ = await ask(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n".encode())
+        assert (await answer(reader))[0] == 413  # before the body
+        chunked = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+        reader, _ = await ask(chunked + b"400\r\n" + b"x" * 1024 + b"\r\n1\r\nx\r\n")
+        assert (await answer(reader))[0] == 413
+        reader, _ = await ask(f'POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{{"prompt"'.encode())
+        assert (await answer(reader))[0] == 408
+        assert not engine.requests
+
+    run(scenario, max_body_size=1024)
+
+
+def test_tokens_do_not_wait_for_acknowledgements():
+    async def scenario(this, engine, ask):
+        await ask(stream())
+        await engine.until(lambda e: e.requests)
+        (own,) = this.exchanges
+        connection = own._scope["extensions"]["minirt"]["transport"].get_extra_info("socket")
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(scenario)
+
+
+def test_several_requests_on_one_connection():
+    async def scenario(this, engine, ask):
+        reader, writer = await ask(stream(stream=False))
+        for i in range(3):
+            await engine.until(lambda e, i=i: len(e.requests) > i)
+            engine.send(TokenOutput(engine.requests[i].id, (ROW.token_id,), "length"))
+            assert (await answer(reader))[0] == 200
+            writer.write(stream(stream=False, seed=i))
+        await engine.until(lambda e: len(e.requests) == 4)
+        assert not engine.aborted
+
+    run(scenario)
+
+
+def test_cross_origin():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(message(b"", PATH, "OPTIONS", origin="https://a.example", access_control_request_headers="x-y"))
+        status, headers, _ = await answer(reader)
+        assert (status, headers["access-control-allow-origin"], headers["access-control-allow-headers"]) == (
+            200, "https://a.example", "x-y",
+        )  # fmt: skip
+        for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+            reader, _ = await ask(message(b"", "/version", "GET", origin=origin))
+            assert ("access-control-allow-origin" in (await answer(reader))[1]) == allowed
+
+    run(scenario, allowed_origins=("https://a.example",))
+
+
+def test_no_cross_origin_by_default():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(message(b"", "/version", "GET", origin="https://a.example"))
+        assert "access-control-allow-origin" not in (await answer(reader))[1]
+        reader, _ = await ask(message(b"", PATH, "OPTIONS", origin="https://a.example"))
+        assert (await answer(reader))[0] == 405
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_the_log(prompts, capfd):
+    async def scenario(this, engine, ask):
+        for _ in range(2):
+            reader, _ = await ask(stream(stream=False, prompt="a secret", separate_reasoning=True, no_stop_trim=False))
+            count = len(engine.requests)
+            await engine.until(lambda e, count=count: len(e.requests) > count)
+            engine.send(TokenOutput(engine.requests[-1].id, (ROW.token_id,), "length", num_cached=1, queue_time_s=0.25))
+            assert (await answer(reader))[0] == 200
+
+    run(scenario, quiet=False, log_prompts=prompts)
+    err = capfd.readouterr().err.splitlines()
+    lines = [json.loads(line) for line in err if line.startswith("{")]
+    assert len(lines) == 2
+    assert lines[0].items() >= {
+        "status": 200, "path": PATH, "method": "POST", "prompt_tokens": len(TOKENIZER.encode("a secret")), "cached_tokens": 1,
+        "completion_tokens": 1, "finish": "length", "queue_ms": 250.0, "client": "127.0.0.1",
+    }.items()  # fmt: skip
+    assert ("a secret" in "".join(err)) == prompts
+    unknown = [line for line in err if "unknown fields" in line]
+    assert len(unknown) == 1
+    assert "separate_reasoning" in unknown[0]
+    assert "no_stop_trim" in unknown[0]
+
+
+def test_a_model_without_a_tokenizer():
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream=False))
+        status, _, body = await answer(reader)
+        assert status == 400
+        assert json.loads(body)["error"]["param"] == "prompt"
+        reader, _ = await ask(stream(stream=False, prompt=[1, 2], logprobs=1))
+        await engine.until(lambda e: e.requests)
+        row = TokenLogprobs(7, -1.0, 1, ((7, -1.0),))
+        engine.send(TokenOutput(engine.requests[0].id, (7,), "length", logprobs=(row,)))
+        _, _, body = await answer(reader)
+        assert json.loads(body)["choices"][0]["logprobs"]["tokens"] == ["token_id:7"]
+
+    run(scenario, folder=False)
+
+
+def test_an_unforeseen_exception_ends_one_request_only(capfd):
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(stream(stream=False))
+        await engine.until(lambda e: e.requests)
+        other, _ = await ask(stream(stream=False))
+        await engine.until(lambda e: len(e.requests) == 2)
+        (broken,) = (own for own in this.generations if engine.requests[0].id in own._by_id)
+        broken.choices[0].stream.stops = None
+        for request in engine.requests:
+            engine.send(TokenOutput(request.id, (ROW.token_id,), "length"))
+        assert (await answer(reader))[0] == 500
+        assert (await answer(other))[0] == 200
+
+    run(scenario)
