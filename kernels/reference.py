@@ -169,7 +169,8 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [N, K] → codes [N, K] uint8 from 0 to 15 and scales [N, ⌈K / group⌉] fp32, with (codes − 8) · scale ≈ x.
 
     The scale of a group is the best of several for the squared error, then the least-squares scale of its codes, twice. A
-    negative scale gives the group's largest value the code −8, which 4 bits have in addition to −7 to 7. It is 1 for a group of zeros.
+    negative scale gives the group's largest value the code −8, which 4 bits have in addition to −7 to 7. It is 1 for a group of
+    zeros.
     """
     K = x.shape[1]
     values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))

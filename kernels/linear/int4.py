@@ -1,8 +1,8 @@
 """Linear layers with 4-bit weights: the packed layout, products of any number of tokens, and unpacking to 16 bits.
 
 A weight [N, K] is stored as words [N, ⌈K / 128⌉ · 32] of 16 bits and `scale` [groups, N] int32. In each chunk of 128 columns,
-word s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So two neighbouring words are one register of the
-tensor cores' left operand four times over, and unpacking moves no value between threads. A scale is an fp32 number with the
+word s holds the columns s, 32 + s, 64 + s and 96 + s, the lowest four bits first. So two neighbouring words are one register of
+the tensor cores' left operand four times over, and unpacking moves no value between threads. A scale is an fp32 number with the
 group's zero point in its four lowest bits; see `reference.dequantize_int4`.
 
 One token: `gemv_int4`. Few tokens (`gemm_int4`): the weights are the tensor cores' left operand, as in `gemm_small`. The

@@ -80,6 +80,8 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "tiles_before_wait": "cp.async" in before_wait,
                 "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
                 "scales_or_bias": "scale_ptr" in given or "bias_ptr" in given,
+                "bias": "bias_ptr" in given,
+                "flushes_denormals": bool(re.search(r"\b(fma|mul|add)(\.rn)?\.ftz", ptx)),
                 "options": {k: v for k, v in kwargs.items() if isinstance(v, int | str)},
             }
         )
