@@ -667,7 +667,7 @@ def int4_quality_table(records: Records) -> str:
         rows.append([f"{model}, KL", *(f"{found[name]['kl']:.4f}" if name in found else NONE for name in columns)])
     shown = table(["nats per token above fp32", "`--quantize int4`", "round to nearest", "MSE observer"], rows)
     where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
-    return f"{shown}\n\nFrom `cpu-int4-quality` ({where}); ± is the standard error over windows of 512 tokens."
+    return f"{shown}\n\nFrom `cpu-int4-quality` ({where}); ± is the standard error over windows of 512 tokens, SmolLM2 256."
 
 
 # For each row of the table, the result's name for each column. None: the column does not differ from the first.

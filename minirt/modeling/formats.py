@@ -260,7 +260,7 @@ class _Int4(LinearFormat):
 class QuantizedToInt4(_Int4):
     """`--quantize int4`: 16- or 32-bit weights in the checkpoint, quantized while they are loaded.
 
-    A scale for each row and 128 columns, chosen to minimize the squared error of the weights (`reference.quantize_int4`).
+    A scale for each row and 128 columns, chosen to minimize the error of the weights (`reference.quantize_int4`).
     """
 
     group: int = INT4_CHUNK

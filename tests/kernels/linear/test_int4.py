@@ -207,7 +207,7 @@ def test_scales_and_zero_points_share_words():
 
 @pytest.mark.parametrize("group", [128, 32])
 def test_quantization_is_near_the_best(group):
-    """The squared error of each group, against 400 scales; ragged groups, zeros, one outlier, and all values equal."""
+    """The errors to the power of 2.5, against 400 scales; ragged groups, zeros, one outlier, and all values equal."""
     weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
     weight[0], weight[1, :group], weight[2, 5], weight[3] = 0.0, 0.25, 40.0, -0.125
     codes, scale = reference.quantize_int4(weight, group)
@@ -220,13 +220,13 @@ def test_quantization_is_near_the_best(group):
         part = weight[:, first : first + group]
         largest = part.abs().amax(1, keepdim=True).clamp(min=1e-9)
         errors = torch.stack([
-            ((part / (s * largest)).round().clamp(-8, 7) * s * largest - part).square().sum(1)
+            ((part / (s * largest)).round().clamp(-8, 7) * s * largest - part).abs().pow(2.5).sum(1)
             for s in torch.cat((torch.linspace(0.06, 0.16, 200), -torch.linspace(0.06, 0.16, 200)))
         ])  # fmt: skip
         best += errors.amin(0).sum().item()
-        nearest += ((part / (largest / 7.5)).round().clamp(-8, 7) * (largest / 7.5) - part).square().sum().item()
-    found = (back - weight).square().sum().item()
-    assert found < 1.02 * best
+        nearest += ((part / (largest / 7.5)).round().clamp(-8, 7) * (largest / 7.5) - part).abs().pow(2.5).sum().item()
+    found = (back - weight).abs().pow(2.5).sum().item()
+    assert found < 1.03 * best
     assert found < 0.9 * nearest
 
 
