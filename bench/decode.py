@@ -12,7 +12,8 @@ from typing import Any
 
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
 from minirt.bench.flops import linear_flops
-from minirt.bench.measure import Clock, check_room, random_prompts, summarize, timed_run
+from minirt.bench.measure import Clock, check_room, random_prompts, timed_run
+from minirt.bench.summary import summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError, MinirtError, UnsupportedError
 from minirt.generator import Generator

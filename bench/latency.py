@@ -5,7 +5,8 @@ import statistics
 import time
 from typing import Any
 
-from minirt.bench.measure import Clock, percentile, random_prompts, summarize, timed_run
+from minirt.bench.measure import Clock, random_prompts, timed_run
+from minirt.bench.summary import percentile, summarize
 from minirt.device import peak_memory
 from minirt.generator import Generator
 from minirt.sampling_params import SamplingParams

@@ -1,8 +1,7 @@
-"""Prompts of random token ids, timed runs through `Generator.generate`, memory checks, GPU timing, and statistics of times."""
+"""Prompts of random token ids, timed runs through `Generator.generate`, memory checks and GPU timing."""
 
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -103,18 +102,3 @@ def forget_peak_memory(device: torch.device) -> None:
     """Reset the peak memory of a GPU, so that earlier, freed allocations do not count. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def summarize(values: Sequence[float]) -> dict[str, float | list[float] | None]:
-    """Return median, minimum, sample standard deviation (None for a single value), and the values themselves."""
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    return {"median": statistics.median(values), "min": min(values), "stddev": spread, "all": list(values)}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile with linear interpolation between neighbours (NumPy's default; Hyndman & Fan, type 7)."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

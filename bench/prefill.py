@@ -12,7 +12,8 @@ from typing import Any
 
 from minirt.bench.ceiling import MatmulCeiling
 from minirt.bench.flops import prompt_flops
-from minirt.bench.measure import Clock, check_room, check_rooms, percentile, random_prompts, summarize, timed_run
+from minirt.bench.measure import Clock, check_room, check_rooms, random_prompts, timed_run
+from minirt.bench.summary import percentile, summarize
 from minirt.device import peak_memory
 from minirt.errors import InputError
 from minirt.generator import Generator

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import minirt
 
-from minirt import models
-from minirt.bench.ceiling import Ceiling, MatmulCeiling, datasheet_bandwidth, device_name
-from minirt.device import environment
-from minirt.generator import Generator
-from minirt.modeling.model import Model
+if TYPE_CHECKING:  # `minirt bench serve` reports without PyTorch
+    import torch
+
+    from minirt.bench.ceiling import Ceiling, MatmulCeiling
+    from minirt.generator import Generator
 
 FORMATS = ("md", "csv", "json", "jsonl")
 Row = dict[str, Any]
@@ -77,18 +77,21 @@ def heading(shared: Row) -> list[str]:
 
 def context(
     benchmark: str,
-    generator: Generator,
+    generator: "Generator",
     *,
     name: str,
     command: list[str],
     correctness: Row,
-    ceiling: Ceiling | None,
-    products: MatmulCeiling | None = None,
+    ceiling: "Ceiling | None",
+    products: "MatmulCeiling | None" = None,
 ) -> Row:
     """Return the values that all results of one run of a model share: `machine`, model, correctness, ceilings.
 
     Sizes are in bytes, times in seconds.
     """
+    from minirt import models
+    from minirt.modeling.model import Model
+
     own = {
         "model": name,
         "model_type": generator.config.model_type,
@@ -103,8 +106,13 @@ def context(
     return machine(benchmark, generator.device, command, ceiling) | own
 
 
-def machine(benchmark: str, device: torch.device, command: list[str], ceiling: Ceiling | None) -> Row:
+def machine(benchmark: str, device: "torch.device", command: list[str], ceiling: "Ceiling | None") -> Row:
     """Return where and with what a benchmark ran: device, versions, commit, command line, memory bandwidth."""
+    import torch
+
+    from minirt.bench.ceiling import datasheet_bandwidth, device_name
+    from minirt.device import environment
+
     facts = environment()
     return {
         "schema": 1,
@@ -113,12 +121,17 @@ def machine(benchmark: str, device: torch.device, command: list[str], ceiling: C
         "device": device_name(device),
         "versions": {name: facts[name] for name in ("python", "minirt", "triton")} | {"torch": torch.__version__},
         "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date(),
         "command": command,
         "environment": facts,
         "read_ceiling": vars(ceiling) if ceiling else None,
         "datasheet_bytes_per_s": datasheet_bandwidth(device),
     }
+
+
+def date() -> str:
+    """Return the date and time of a result."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def commit() -> str:
@@ -141,7 +154,7 @@ def commit() -> str:
     head = git("rev-parse", "--short=10", "HEAD")
     if head and git("ls-files", "--error-unmatch", file.name) is not None:
         return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    return environment()["minirt"]
+    return minirt.__version__
 
 
 def _flat(row: Row, prefix: str = "") -> list[tuple[str, Any]]:

@@ -9,12 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.launch import cdiv
+from minirt.kernels.prepared import prepared
 
 CASES = [{"n": 1}, {"n": 65_537}, {"n": 131_072}, {"n": 200_003}]
 _BLOCK_BYTES = 16_384  # per load: 64 bytes a thread, four vector loads in flight
 _ITERATIONS = 8  # loads per program
 
 
+@prepared
 @triton.jit
 def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
     pid = tl.program_id(0)
@@ -44,7 +47,7 @@ def read_sums(x: Tensor, out: Tensor | None = None, *, check: bool = True) -> Te
     if check:
         check_activations("x", x, 1)
     n, size = x.shape[0], chunk(x.element_size())
-    programs = triton.cdiv(n, size)
+    programs = cdiv(n, size)
     if out is None:
         out = torch.empty(programs, dtype=torch.float32, device=x.device)
     elif check:
@@ -61,4 +64,4 @@ def reference(x: Tensor) -> Tensor:
 
 def cost(n: int, itemsize: int) -> tuple[int, int]:
     """(bytes read and written, floating-point operations)."""
-    return n * itemsize + 4 * triton.cdiv(n, chunk(itemsize)), n
+    return n * itemsize + 4 * cdiv(n, chunk(itemsize)), n

@@ -6,10 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.prepared import prepared
 
 _BLOCK = 256  # page numbers copied at a time
 
 
+@prepared
 @triton.jit
 def _expand_kernel(pages_ptr, starts_ptr, tables_ptr, width, BLOCK: tl.constexpr):
     b = tl.program_id(0)

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
+from minirt.kernels.launch import cdiv
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"T": 1, "V": 7, "H": 16},
@@ -16,6 +18,7 @@ CASES = [
 _BLOCK_H = 1024
 
 
+@prepared
 @triton.jit
 def _embedding_kernel(tokens_ptr, previous_ptr, table_ptr, out_ptr, H, BLOCK_H: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
@@ -46,7 +49,7 @@ def embedding(
     elif check:
         check_tensor("out", out, (T, H), table.dtype, table.device)
     if T:
-        _embedding_kernel[(T, triton.cdiv(H, _BLOCK_H))](tokens, previous, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
+        _embedding_kernel[(T, cdiv(H, _BLOCK_H))](tokens, previous, table, out, H, BLOCK_H=_BLOCK_H, num_warps=4)
     return out
 
 

@@ -9,6 +9,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from minirt.kernels.prepared import Tile, Tiled
+
 # Triton renamed these after 3.6.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -19,15 +21,16 @@ CHANNELS = gl.constexpr(64)  # of 16 bits each: the 128 bytes of one TMA swizzle
 
 
 @functools.cache
-def _layout(rows: int, columns: int, itemsize: int) -> gl.NVMMASharedLayout:
-    """The shared-memory layout of a tile. Cached, because Triton takes microseconds to build one and a product needs five."""
+def tma_tile(rows: int, columns: int, itemsize: int) -> Tile:
+    """Tiles of rows × columns. Cached, because Triton takes microseconds to build a layout and a product needs five."""
     dtype = {1: gl.float8e4nv, 2: gl.float16, 4: gl.float32}[itemsize]  # only the item size matters
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return Tile(TensorDescriptor.from_tensor, [rows, columns], layout)
 
 
-def tma_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of a matrix, for tiles of rows × columns."""
-    return TensorDescriptor.from_tensor(tensor, [rows, columns], _layout(rows, columns, tensor.element_size()))
+def tma_descriptor(tensor: Tensor, rows: int, columns: int) -> Tiled:
+    """A matrix that a kernel gets as a TMA descriptor, for tiles of rows × columns."""
+    return Tiled(tensor, tma_tile(rows, columns, tensor.element_size()))
 
 
 @gluon.jit

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import launch_options, require_fp8
+from minirt.kernels.launch import launch_options, next_power_of_2, require_fp8
 from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.prepared import prepared
 from minirt.kernels.quantize import quantized_buffers
 
 CASES = [
@@ -23,6 +24,7 @@ CASES = [
 ]
 
 
+@prepared
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, H, eps, BLOCK_H: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
@@ -100,7 +102,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
 def _launch(x: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None, early: bool, pdl: bool) -> None:
     T, H = x.shape
     if T:
-        block = triton.next_power_of_2(H)
+        block = next_power_of_2(H)
         options = launch_options(min(16, max(1, block // 512)), 1, pdl)
         _rms_norm_kernel[(T,)](x, weight, out, scale, H, eps, BLOCK_H=block, EARLY=early, **options)
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import cdiv, launch_options, require_fp8, sm_count
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, require_fp8, sm_count
 from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.prepared import prepared
 from minirt.kernels.regimes import Regime
 
 CASES = [
@@ -30,6 +31,7 @@ def _token_block(T: int) -> int:
 REGIMES = (Regime("quantize", "tokens", 1, variant=_token_block),)
 
 
+@prepared
 @triton.jit
 def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
@@ -94,7 +96,7 @@ def quantize(
     out, scale = quantized_buffers(x, out, scale, check)
     T, K = x.shape
     if T and K:
-        block = min(_BLOCK, triton.next_power_of_2(K))
+        block = min(_BLOCK, next_power_of_2(K))
         # With few tokens, there are enough SMs for several programs per row.
         parts = max(1, min(cdiv(K, block), sm_count(x.device) // _token_block(T)))
         options = launch_options(max(1, block // 256), 1, pdl)

@@ -7,8 +7,9 @@ tests read the tables as well. A new regime in a table is therefore warmed up an
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
-from typing import Literal
+from typing import Literal, TypeVar
 
 Axis = Literal["tokens", "sequences"]
 TABLES = (  # (module, name) of each operation's table. All regimes of a table are on one axis.
@@ -27,7 +28,7 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
 SPECIAL_KERNELS = {90: ("decode_fp8_sm90", "decode_sm90", "gemm_sm90", "prefill_sm90")}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal only to itself, so that a table of regimes is hashed in no time
 class Regime:
     """Sizes from `first` to `last` of a step for which an operation launches one kernel.
 
@@ -56,6 +57,15 @@ class Regime:
     def variant_end(self, size: int) -> int | None:
         """The largest size that launches the same compiled kernel as `size`; None: no limit."""
         return self.variant(size) if self.variant is not None else self.last
+
+
+RegimeKind = TypeVar("RegimeKind", bound=Regime)
+
+
+@lru_cache(4096)
+def covering(table: tuple[RegimeKind, ...], size: int, capability: int) -> tuple[RegimeKind, ...]:
+    """The regimes of a table that cover a size on a compute capability. Cached: every launch asks."""
+    return tuple(regime for regime in table if regime.covers(size, capability))
 
 
 def operations(axis: Axis) -> list[list[Regime]]:

@@ -20,8 +20,9 @@ from minirt.bench.ceiling import Ceiling, MatmulCeiling, matmul_ceiling, read_ce
 from minirt.bench.kernels import attention_operations as attention
 from minirt.bench.kernels import operations as ops
 from minirt.bench.kernels.operations import FP8, Form, Problem, Step
-from minirt.bench.measure import gpu_seconds, summarize
+from minirt.bench.measure import gpu_seconds
 from minirt.bench.report import Row
+from minirt.bench.summary import summarize
 from minirt.device import is_out_of_memory
 from minirt.errors import InputError, UnsupportedError
 from minirt.modeling.config import ModelConfig
@@ -270,7 +271,7 @@ Clock = Callable[[Callable[[], Any]], float]
 
 
 def _time(runs: dict[str, Callable[[], Any]], clock: Clock, repeats: int) -> Row:
-    """Time each run `repeats` times and return `measure.summarize` of its seconds by name. The runs take turns."""
+    """Time each run `repeats` times and return `summary.summarize` of its seconds by name. The runs take turns."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(_WARM + repeats if repeats > 1 else 1):
         for name, run in runs.items():

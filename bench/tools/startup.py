@@ -49,8 +49,8 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as cache:
         empty = child(words, cache)
         warm = [child(words, cache) for _ in range(WARM)]
-    from minirt.bench.measure import summarize
     from minirt.bench.report import machine
+    from minirt.bench.summary import summarize
     from minirt.device import pick_device
 
     shared = machine("startup", pick_device("auto"), ["python", "bench/tools/startup.py", *words], None)

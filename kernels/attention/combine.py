@@ -8,6 +8,7 @@ import triton.language as tl
 
 from minirt.kernels.attention.operands import Decode
 from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.prepared import prepared
 
 BLOCK_S = 32  # partial results that a program loads at once
 PROGRAMS = 12  # programs that fit on an SM
@@ -38,6 +39,7 @@ def merge(sums_ptr, row_stats_ptr, first, step, count, head, NQ: tl.constexpr, D
     return acc, total
 
 
+@prepared
 @triton.jit(do_not_specialize=["heads"])
 def _combine_kernel(
     starts_ptr, query_starts_ptr, out_ptr, sums_ptr, row_stats_ptr, heads,

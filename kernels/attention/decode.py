@@ -31,6 +31,7 @@ from minirt.kernels.attention.rope_write import as_integers
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.pdl import wait_inside_loop
+from minirt.kernels.prepared import prepared
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def _store_new(x, row, pages_ptr, scales_ptr, slot, kv_head, NKV: tl.constexpr, 
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
 
 
+@prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _decode_kernel(
     q_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, seq_lens_ptr,

@@ -54,6 +54,7 @@ from minirt.kernels.attention.work_items_sm90 import (
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.gluon_sm90 import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.prepared import prepared
 
 PAIRS = CHANNELS  # pairs of channels of a tile
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -484,6 +485,7 @@ def _attend_items(
         gdc_launch_dependents()
 
 
+@prepared
 @gluon.jit(do_not_specialize=["B", "table_width"])
 def _decode_fp8_sm90_kernel(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_pages, v_pages, tables_ptr,

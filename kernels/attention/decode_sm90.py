@@ -36,6 +36,7 @@ from minirt.kernels.attention.work_items_sm90 import (
 )
 from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, zero_rows_from
 from minirt.kernels.launch import launch_options, sm_count
+from minirt.kernels.prepared import prepared
 
 STAGES = 6  # blocks of K or V that fit in a program's ring; a block has D // CHANNELS tiles
 
@@ -238,6 +239,7 @@ def _attend_items(
         gdc_launch_dependents()
 
 
+@prepared
 @gluon.jit(do_not_specialize=["B", "table_width"])
 def _decode_sm90_kernel(
     qkv_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, k_pages, v_pages, tables_ptr, lens_ptr, starts_ptr, out_ptr,

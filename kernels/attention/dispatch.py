@@ -30,12 +30,12 @@ from minirt.kernels.attention.work_items_sm90 import MOST_SEQUENCES
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear.dispatch import fetches_early
-from minirt.kernels.regimes import Regime
+from minirt.kernels.regimes import Regime, covering
 
 _SPLITS = (64, 128, 256, 512, 1024)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodeRegime(Regime):
     """`launch` runs the kernel on operands that `accepts` does not refuse."""
 
@@ -43,7 +43,7 @@ class DecodeRegime(Regime):
     accepts: Callable[[Decode], bool] = lambda decode: True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefillRegime(Regime):
     """For heads of `head_dim` channels (None: any). `launch` runs the kernel on operands that `accepts` does not refuse."""
 
@@ -269,15 +269,15 @@ def paged_attention_prefill(
 
 def decode_regime(operands: Decode) -> DecodeRegime:
     """The regime that computes decode attention."""
-    cc = capability(operands.out.device)
-    return next(own for own in DECODE if own.covers(operands.num_seqs, cc) and own.accepts(operands))
+    found = covering(DECODE, operands.num_seqs, capability(operands.out.device))
+    return next(own for own in found if own.accepts(operands))
 
 
 def prefill_regime(operands: Prefill) -> PrefillRegime:
     """The regime that computes the attention of prompts."""
-    (tokens, _, head_dim), cc = operands.q.shape, capability(operands.q.device)
-    fits = (own for own in PREFILL if own.covers(tokens, cc) and own.head_dim in (None, head_dim))
-    return next(own for own in fits if own.accepts(operands))
+    tokens, _, head_dim = operands.q.shape
+    found = covering(PREFILL, tokens, capability(operands.q.device))
+    return next(own for own in found if own.head_dim in (None, head_dim) and own.accepts(operands))
 
 
 def _decode(operands: Decode, max_seq_len: int | None, config: decode.DecodeConfig | None) -> Tensor:

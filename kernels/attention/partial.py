@@ -18,6 +18,7 @@ from minirt.kernels.attention.online_softmax import LOG2_E, attend_context, blan
 from minirt.kernels.attention.operands import Prefill, Scratch, prefill_lookup_size
 from minirt.kernels.attention.rope_write import as_integers
 from minirt.kernels.launch import Workspace, sm_count
+from minirt.kernels.prepared import prepared
 
 _ROWS = 4  # a sequence has at most this many partial results (parts × new tokens) for each KV split of its context
 MOST = tl.constexpr(256)  # most new tokens; with more, there are enough tiles
@@ -59,6 +60,7 @@ def _before(ends, b, BLOCK_B: tl.constexpr):
     return tl.max(tl.where(tl.arange(0, BLOCK_B) < b, ends, 0), 0)
 
 
+@prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _chunk_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, starts_ptr, lens_ptr, sums_ptr, row_stats_ptr, B, table_width,
@@ -107,6 +109,7 @@ def _chunk_kernel(
         tl.store(row_stats_ptr + 2 * at + 1, total, mask=valid)
 
 
+@prepared
 @triton.jit(do_not_specialize=["B"])
 def _combine_chunks_kernel(
     starts_ptr, lens_ptr, out_ptr, sums_ptr, row_stats_ptr, B, NQ: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr,

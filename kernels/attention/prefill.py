@@ -16,6 +16,7 @@ from minirt.kernels.attention.operands import Prefill, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.attention.rope_write import as_integers
 from minirt.kernels.launch import capability
+from minirt.kernels.prepared import prepared
 
 CASES = [  # contexts: tokens cached before each sequence's new ones
     {"Nq": 4, "Nkv": 4, "D": 64, "page_size": 16, "lens": (1,), "contexts": (0,)},
@@ -52,6 +53,7 @@ def _find(block, starts_ptr, B, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
     return b, start, tl.load(starts_ptr + b + 1) - start
 
 
+@prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _prefill_kernel(
     q_ptr,

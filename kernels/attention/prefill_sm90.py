@@ -20,6 +20,7 @@ from minirt.kernels.attention.operands import Prefill, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, tma_load, zero_rows_from
 from minirt.kernels.launch import sm_count
+from minirt.kernels.prepared import prepared
 
 TEAMS = gl.constexpr(2)  # three are slower, because a thread then has 160 registers
 ROWS = gl.constexpr(64)  # rows of a team: those of a product of four warps
@@ -222,6 +223,7 @@ def _ring(dtype: gl.constexpr, D: gl.constexpr):
     return tiles, full, empty
 
 
+@prepared
 @gluon.jit(do_not_specialize=["B", "table_width", "tiles"])
 def _prefill_sm90_kernel(
     q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, out_ptr, B, table_width, tiles, scale, NQ: gl.constexpr,

@@ -12,6 +12,7 @@ from minirt.kernels.attention.limits import HEAD_DIMS
 from minirt.kernels.checks import check_activations, check_tensor
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
 from minirt.kernels.launch import capability, cdiv, launch_options
+from minirt.kernels.prepared import prepared
 from minirt.kernels.regimes import Regime
 
 CASES = [
@@ -22,7 +23,7 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WriteRegime(Regime):
     """`block_t`: tokens of a program. Small batches need few tokens per program to have enough programs."""
 
@@ -36,6 +37,7 @@ REGIMES = (
 )
 
 
+@prepared
 @triton.jit(do_not_specialize=["T"])
 def _kv_write_kernel(
     qkv_ptr,

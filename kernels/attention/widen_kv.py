@@ -10,6 +10,7 @@ import triton.language as tl
 from minirt.kernels.attention.operands import KVPages, Prefill, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
 from minirt.kernels.launch import sm_count
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"Nkv": 3, "D": 64, "page_size": 16, "lens": (40, 1, 0, 17), "contexts": (9, 33, 5, 0), "shortest": 2},
@@ -17,6 +18,7 @@ CASES = [
 ]
 
 
+@prepared
 @triton.jit(do_not_specialize=["B", "table_width"])
 def _widen_kernel(
     k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, starts_ptr, lens_ptr, wide_k_ptr, wide_v_ptr, wide_tables_ptr, B,

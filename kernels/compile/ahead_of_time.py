@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ import triton
 from triton import JITFunction
 
 from minirt.kernels.compile.processes import CompileProcesses, CompileRequest, warn
+from minirt.kernels.prepared import by_triton
 
 _mode: ContextVar[str] = ContextVar("launches", default="run")  # or "compile" or "skip"; each thread has its own value
 
@@ -47,7 +48,7 @@ def compile_ahead(
         if asynchronous is None:
             yield
             return
-        mode = _mode.set("compile")
+        mode = _set_mode("compile")
         try:
             with _PATCHES, asynchronous:
                 try:
@@ -60,7 +61,7 @@ def compile_ahead(
                         future.cancel()
                     raise
         finally:
-            _mode.reset(mode)
+            _reset_mode(mode)
     if not ignore_errors:
         for future in pool.futures:
             future.result()
@@ -75,12 +76,23 @@ def without_launches(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    mode = _mode.set("skip")
+    mode = _set_mode("skip")
     try:
         with _PATCHES:
             yield
     finally:
-        _mode.reset(mode)
+        _reset_mode(mode)
+
+
+def _set_mode(mode: str) -> tuple[Token[str], Token[bool]]:
+    """Set what this thread's launches do. They have to take Triton's own path, which is patched."""
+    return _mode.set(mode), by_triton.set(True)
+
+
+def _reset_mode(before: tuple[Token[str], Token[bool]]) -> None:
+    mode, own = before
+    _mode.reset(mode)
+    by_triton.reset(own)
 
 
 class _Compilers(ThreadPoolExecutor):

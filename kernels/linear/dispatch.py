@@ -31,7 +31,7 @@ from minirt.kernels.linear import gemv_int4, int4
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
-from minirt.kernels.regimes import Regime
+from minirt.kernels.regimes import Regime, covering
 
 
 def _any(product: Product) -> bool:
@@ -42,7 +42,7 @@ def _none(product: Product) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearRegime(Regime):
     """A regime of the linear layers.
 
@@ -194,8 +194,8 @@ def gemm(
 
 def regime(product: Product) -> LinearRegime:
     """The regime that computes a product. Its x must be normalized already, and quantized if the weight is fp8 and T > 1."""
-    T, cc = product.x.shape[0], capability(product.weight.device)
-    return next(own for own in REGIMES if own.covers(T, cc) and own.accepts(product))
+    found = covering(REGIMES, product.x.shape[0], capability(product.weight.device))
+    return next(own for own in found if own.accepts(product))
 
 
 def launch(product: Product) -> None:
@@ -222,7 +222,7 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype) -> int:
 
 def fetches_early(tokens: int, device: torch.device) -> bool:
     """Whether a product of `tokens` tokens fetches weights while the kernel before it runs, if that kernel triggers early."""
-    return any(own.fetches_early and own.covers(tokens, capability(device)) for own in REGIMES)
+    return any(own.fetches_early for own in covering(REGIMES, tokens, capability(device)))
 
 
 def _output(x: Tensor, weight: Tensor, out: Tensor | None, dtype: torch.dtype | None, gated: bool) -> Tensor:
@@ -243,7 +243,7 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
             raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
         (gemv_int4.gemv_int4 if four_bits else vector.gemv)(product, norm_weight, eps)
         return out
-    early = any(own.covers(T, capability(x.device)) for own in EARLY)
+    early = bool(covering(EARLY, T, capability(x.device)))
     if product.scale is None or four_bits:
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))

@@ -8,17 +8,18 @@ less time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minirt.kernels.launch import capability, fit_stages, require_fp8, shared_limit, sm_count
+from minirt.kernels.launch import capability, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.prepared import prepared, tiled
 
 CASES = [
     {"T": 129, "N": 96, "K": 576},
@@ -152,6 +153,7 @@ def _compute_tile(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=valid)
 
 
+@prepared
 @triton.jit(do_not_specialize=["T", "whole"])
 def _gemm_kernel(
     x,
@@ -235,19 +237,19 @@ def best_tile(
 
     def time(tile: tuple[int, int, int, int]) -> tuple[float, int]:
         block_t, block_n, _, rest = tile
-        count = triton.cdiv(T, block_t) * triton.cdiv(N, block_n)
-        rounds = count // num_sms if rest > 1 else triton.cdiv(count, num_sms)
+        count = cdiv(T, block_t) * cdiv(N, block_n)
+        rounds = count // num_sms if rest > 1 else cdiv(count, num_sms)
         last = one_round(block_t, block_n // rest) if rest > 1 else 0.0
         return rounds * one_round(block_t, block_n) + last, rest
 
-    counts = (triton.cdiv(T, block_t) * triton.cdiv(N, block_n) for block_t, block_n, _ in tiles)
+    counts = (cdiv(T, block_t) * cdiv(N, block_n) for block_t, block_n, _ in tiles)
     rests = (parts_of_rest(n, num_sms, tile[1]) for n, tile in zip(counts, tiles, strict=True))
     return min(((*tile, rest) for tile, rest in zip(tiles, rests, strict=True)), key=time)
 
 
 def token_regime(T: int) -> int:
     """T rounded up to a power of two, on which configurations depend."""
-    return triton.next_power_of_2(T)
+    return next_power_of_2(T)
 
 
 def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmConfig:
@@ -261,7 +263,7 @@ def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
         tiles = tuple(tile for tile in tiles if tile[0] * tile[1] <= 2**14 and not (gated and tile[1] > 64))
     block_k = (128 if large else 64) // itemsize
     block_t, block_n, num_warps, rest = best_tile(
-        tiles, token_regime(T), N, triton.cdiv(K, block_k), gated, num_sms
+        tiles, token_regime(T), N, cdiv(K, block_k), gated, num_sms
     )
     stage_bytes = (block_t + block_n * (2 if gated else 1)) * block_k * itemsize
     tma = cc >= 90 and K * itemsize % 16 == 0
@@ -276,7 +278,7 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     if eight:
         require_fp8(x.device)
     c = config or choose_gemm_config(T, N, K, x.element_size(), gated, capability(x.device), sm_count(x.device))
-    tiles = triton.cdiv(T, c.block_t) * triton.cdiv(N, c.block_n)
+    tiles = cdiv(T, c.block_t) * cdiv(N, c.block_n)
     whole = whole_tiles(tiles, c)
     tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
     # A wider output (fp32 logits) does not fit in shared memory beside the tiles, so it is stored from registers.
@@ -297,5 +299,5 @@ def gemm(product: Product, config: GemmConfig | None = None) -> None:
     )  # fmt: skip
 
 
-def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Tensor | TensorDescriptor | None:
-    return TensorDescriptor.from_tensor(tensor, tile) if tma and tensor is not None else tensor
+def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Any:
+    return tiled(tensor, *tile) if tma and tensor is not None else tensor

@@ -18,6 +18,7 @@ fp32 or, if registers do not suffice, in fp16, scaled so that the largest possib
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -33,10 +34,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.gluon_sm90 import cta_barrier, tma_descriptor, tma_load, tma_store
+from minirt.kernels.gluon_sm90 import cta_barrier, tma_load, tma_store, tma_tile
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.prepared import Tile, Tiled, prepared
 from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 
@@ -420,6 +422,7 @@ def _multiply_tiles(
     tma.store_wait(0)
 
 
+@prepared
 @gluon.jit(do_not_specialize=["T", "tiles"])
 def _gemm_sm90_kernel(
     x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr,
@@ -632,24 +635,60 @@ def lookup_gemm_sm90_config(
 def accepts(product: Product) -> bool:
     """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output."""
     x, residual, out = product.x, product.residual, product.out
-    ends = (out,) if residual is None else (out, residual)
-    aligned = all(t.data_ptr() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in (x, product.weight, *ends))
-    fits = residual is None or (residual.dtype == out.dtype and out.element_size() == 2)
-    return aligned and x.element_size() <= 2 and fits
+    (_, N, K), itemsize, out_itemsize = product.shape, x.element_size(), out.element_size()
+    addresses = x.data_ptr() | product.weight.data_ptr() | out.data_ptr()
+    if residual is not None:
+        if residual.dtype != out.dtype or out_itemsize != 2:
+            return False
+        addresses |= residual.data_ptr()
+    return itemsize <= 2 and (addresses | K * itemsize | N * out_itemsize) % 16 == 0
 
 
-def _config(product: Product) -> GemmSm90Config:
-    """The configuration for a product, by its token regime."""
-    (T, N, K), x = product.shape, product.x
-    splits = product.workspace is not None and product.row_maxima is None
-    facts = (x.element_size(), product.activation is not None, product.residual is not None, product.out.element_size(), splits)
-    return lookup_gemm_sm90_config(product.weight.device, token_regime(T), N, K, *facts)
+class _Plan(NamedTuple):
+    """What the launches of products of one shape and token regime have in common.
+
+    Args:
+        columns: output columns of a tile.
+        block_k: values of a row per step in K.
+        few_rows, rows: tiles of x, for at most 128 rows and for more.
+        weights, ends: tiles of the weight; and of the residual and the output. None: there is no second pair of strips.
+        scale: factor of the sums that are set aside.
+    """
+
+    config: GemmSm90Config
+    columns: int
+    few_rows: Tile
+    rows: Tile
+    weights: tuple[Tile | None, Tile | None]
+    ends: tuple[Tile | None, Tile | None]
+    scale: float
+
+
+def _plan(c: GemmSm90Config, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int) -> _Plan:
+    block_k, columns = _ROW_BYTES // itemsize, c.width + c.more
+    pieces = _pieces(c.width, c.more, c.groups, out_itemsize, residual)
+    weights = [tma_tile(n // 2, block_k, itemsize) if n else None for n in (c.width, c.more)]
+    ends = [tma_tile(64, n, out_itemsize) if n else None for n in pieces]
+    few_rows, rows = tma_tile(64, block_k, itemsize), tma_tile(_ROWS if c.groups == 2 else 64, block_k, itemsize)
+    # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
+    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if columns > 192 else 0
+    columns //= 2 if gated else 1
+    return _Plan(c, columns, few_rows, rows, (weights[0], weights[1]), (ends[0], ends[1]), 2.0**halvings)
+
+
+@cached_lookup
+def _lookup_plan(
+    device: torch.device, tokens: int, N: int, K: int, itemsize: int, gated: bool, residual: bool, out_itemsize: int, splits: bool
+) -> _Plan:
+    config = lookup_gemm_sm90_config(device, tokens, N, K, itemsize, gated, residual, out_itemsize, splits)
+    return _plan(config, K, itemsize, gated, residual, out_itemsize)
 
 
 def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row. K is not split then."""
-    c = _config(product._replace(workspace=None))
-    return cdiv(product.shape[1], c.width + c.more)
+    (T, N, K), x, out = product.shape, product.x, product.out
+    facts = (x.element_size(), product.activation is not None, product.residual is not None, out.element_size(), False)
+    return cdiv(N, _lookup_plan(product.weight.device, token_regime(T), N, K, *facts).columns)
 
 
 def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
@@ -659,8 +698,13 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     """
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
     (T, N, K), gated = product.shape, activation is not None
-    c = config or _config(product)
-    tiles_n = cdiv(N, (c.width + c.more) // (2 if gated else 1))
+    facts = (K, x.element_size(), gated, residual is not None, out.element_size())
+    if config is None:
+        plan = _lookup_plan(weight.device, token_regime(T), N, *facts, workspace is not None and row_maxima is None)
+    else:
+        plan = _plan(config, *facts)
+    c, columns, few_rows, rows, weights, ends, sums_scale = plan
+    tiles_n = cdiv(N, columns)
     tiles = cdiv(T, 64 * c.groups) * tiles_n
     sums, counters, values, needed = None, None, None, None
     if row_maxima is not None:
@@ -674,17 +718,12 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
         if workspace is None:
             raise InputError("missing", where="workspace", expected="room for the sums of a split K")
         sums, counters = workspace.sums(tiles * 2 * _ROWS * (c.width + c.more)), workspace.counters(2 * tiles)
-    block_k = _ROW_BYTES // x.element_size()
-    operands = [tma_descriptor(weight, n // 2, block_k) if n else None for n in (c.width, c.more)]
-    pieces = _pieces(c.width, c.more, c.groups, out.element_size(), residual is not None)
-    for tensor in (residual, out):
-        operands += [tma_descriptor(tensor, 64, n) if n and tensor is not None else None for n in pieces]
+    parts = ((weight, weights[0]), (weight, weights[1]), (residual, ends[0]), (residual, ends[1]), (out, ends[0]), (out, ends[1]))
+    operands = [None if tensor is None or tile is None else Tiled(tensor, tile) for tensor, tile in parts]
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice: see `_first`
-    # Sums of fp8 products are at most _LARGEST² · K, and fp16 holds 65504.
-    halvings = max(0, math.ceil(math.log2(_LARGEST**2 * K / 65504))) if c.width + c.more > 192 else 0
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
-        tma_descriptor(x, _ROWS if T > _ROWS and c.groups == 2 else 64, block_k), *operands, x_scale, scale, bias, sums, counters,
-        values, needed, 0 if values is None else values.stride(0), T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
-        STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=2.0**halvings, SPLIT=c.split, GROUPS=c.groups,
+        Tiled(x, rows if T > _ROWS else few_rows), *operands, x_scale, scale, bias, sums, counters, values, needed,
+        0 if values is None else values.stride(0), T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
+        STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=sums_scale, SPLIT=c.split, GROUPS=c.groups,
         **launch_options(4, 1, pdl),
     )  # fmt: skip

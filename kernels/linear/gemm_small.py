@@ -14,20 +14,22 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import (
     capability,
+    cdiv,
     fit_stages,
     launch_options,
+    next_power_of_2,
     require_fp8,
     shared_limit,
     sm_count,
 )
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
+from minirt.kernels.prepared import prepared, tiled
 from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 MAX_TOKENS = 128
@@ -128,6 +130,7 @@ def _store_row_maxima(acc, n, t, N, T, row_maxima_ptr, stride):
     tl.store(row_maxima_ptr + t.to(tl.int64) * stride, packed, mask=t < T)
 
 
+@prepared
 @triton.jit(do_not_specialize=["T"])
 def _gemm_small_kernel(
     x,
@@ -231,7 +234,7 @@ def _gemm_small_kernel(
 
 def token_block(T: int) -> int:
     """T padded to the power of two, at least 16, that the kernel computes."""
-    return max(16, triton.next_power_of_2(T))
+    return max(16, next_power_of_2(T))
 
 
 def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) -> tuple[int, int, int]:
@@ -256,7 +259,7 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
 
 def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int) -> GemmSmallConfig:
     """The configuration for a shape, by the rule. It depends on T only through `token_block`."""
-    block_t, tiles, large = token_block(T), triton.cdiv(N, 64), shared_limit(cc) > _LARGE
+    block_t, tiles, large = token_block(T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
         block_n, step, programs = 32, 128, 2
     elif large:
@@ -273,7 +276,7 @@ def choose_gemm_small_config(T: int, N: int, K: int, itemsize: int, gated: bool,
     # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
     enough = min(2.5, programs) * num_sms
     shortest = block_k * (12 if block_t == 128 else 2)  # a shorter part of K costs more for its sums than it gains
-    split = 1 if gated else max(1, min(int(enough / triton.cdiv(N, block_n)), _MOST_PARTS, K // shortest))
+    split = 1 if gated else max(1, min(int(enough / cdiv(N, block_n)), _MOST_PARTS, K // shortest))
     # With 128 tokens, eight warps have the registers for the sums; fp8 needs them for its second, fp32 sums.
     num_warps = 8 if block_t == 128 and (itemsize == 1 or not large) else 4
     tma = cc >= 90 and itemsize <= 2 and K * itemsize % 16 == 0
@@ -292,7 +295,7 @@ def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row."""
     (T, N, K), x = product.shape, product.x
     c = lookup_gemm_small_config(product.weight.device, token_block(T), N, K, x.element_size(), False)
-    return triton.cdiv(N, c.block_n)
+    return cdiv(N, c.block_n)
 
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
@@ -303,10 +306,10 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
         require_fp8(x.device)
     block_t = token_block(T)
     c = config or lookup_gemm_small_config(x.device, block_t, N, K, x.element_size(), activation is not None)
-    tiles, blocks = triton.cdiv(N, c.block_n), triton.cdiv(K, c.block_k)
+    tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
-        split = triton.cdiv(blocks, triton.cdiv(blocks, c.split))  # no part is empty
+        split = cdiv(blocks, cdiv(blocks, c.split))  # no part is empty
         sums, counters = workspace.sums(tiles * split * c.block_n * block_t), workspace.counters(tiles)
     values, needed, stride = None, None, 0
     if row_maxima is not None:
@@ -318,8 +321,7 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     tma = c.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     operands = (x, weight)
     if tma:
-        tiles_of = ([block_t, c.block_k], [c.block_n, c.block_k])
-        operands = tuple(TensorDescriptor.from_tensor(a, tile) for a, tile in zip(operands, tiles_of, strict=True))
+        operands = (tiled(x, block_t, c.block_k), tiled(weight, c.block_n, c.block_k))
     _gemm_small_kernel[(tiles * split,)](
         *operands, weight, scale, x_scale, bias, residual, out, sums, counters, values, needed, stride, T, N, K=K,
         ACTIVATION=activation, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import launch_options, require_fp8, sm_count
+from minirt.kernels.launch import cdiv, launch_options, require_fp8, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
+from minirt.kernels.prepared import prepared
 
 WARP = 32
 
@@ -70,6 +71,7 @@ def _row_results(sums, inverse_rms, scale, bias_ptr, row, valid):
     return result
 
 
+@prepared
 @triton.jit
 def _gemv_kernel(
     x_ptr,
@@ -146,24 +148,24 @@ def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int)
     A row is about four tiles long. With a few rows, a program has 8 to 16 loads in flight: half of each row, or all of it.
     """
     fp8 = itemsize == 1
-    chunks = triton.cdiv(K, WARP * chunk_size(itemsize))
+    chunks = cdiv(K, WARP * chunk_size(itemsize))
     at_once = not gated and 64 * num_sms >= N  # all programs run at the same time
     num_warps = min(8, _nearest_power_of_two(chunks / (5.5 if at_once and fp8 else 4)))
-    count = triton.cdiv(chunks, num_warps)
+    count = cdiv(chunks, num_warps)
     if num_warps == 8:
         # Long rows: four programs run on an SM. With more rows in a program, x is read less often. This matters more for fp8,
         # where x costs more instructions than the weights. But the last round of programs should be nearly full.
         rows, fewest, full = (2 if gated else 4), *((2, 0.8) if fp8 else (1, 0.9))
-        while rows > fewest and (rounds := triton.cdiv(N, rows) / (4 * num_sms)) < full * math.ceil(rounds):
+        while rows > fewest and (rounds := cdiv(N, rows) / (4 * num_sms)) < full * math.ceil(rounds):
             rows //= 2
         loads = (16 if fp8 else 10) // (2 * rows if gated else rows)  # that fit in 64 registers
-        return GemvConfig(rows, 8, min(triton.cdiv(count, 2), loads), 64)
+        return GemvConfig(rows, 8, min(cdiv(count, 2), loads), 64)
     if at_once:
         few = fp8 or 24 * num_sms > N
         return GemvConfig(4, num_warps, 4) if few else GemvConfig(8, num_warps, 2)
     if fp8:
         return GemvConfig(4 if gated else 8, num_warps, 4)
-    return GemvConfig(2 if gated else 4, num_warps, triton.cdiv(count, 2))
+    return GemvConfig(2 if gated else 4, num_warps, cdiv(count, 2))
 
 
 @cached_lookup
@@ -199,8 +201,8 @@ def gemv(
     block_k = chunk * WARP * config.num_warps
     if K % chunk or weight.data_ptr() % 16:
         chunk = 1  # unaligned rows: each thread loads and sums single values
-    _gemv_kernel[(triton.cdiv(N, config.block_n),)](
+    _gemv_kernel[(cdiv(N, config.block_n),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, ACTIVATION=activation,
-        BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk, TILES=min(config.tiles, triton.cdiv(K, block_k)),
+        BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk, TILES=min(config.tiles, cdiv(K, block_k)),
         maxnreg=config.registers, **launch_options(config.num_warps, 1, product.pdl),
     )  # fmt: skip

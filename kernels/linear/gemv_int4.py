@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import launch_options, sm_count
+from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.reference import INT4_CHUNK, int4_group
@@ -229,8 +229,8 @@ def gemv_int4(
         raise InputError("missing", where="scale", expected="scale words")
     c = config or lookup_gemv_int4_config(x.device, N, K, activation is not None)
     pairs, block = weight.view(torch.int32), _WARP_PAIRS * c.num_warps
-    tiles = min(c.tiles, triton.cdiv(pairs.shape[1], block))
-    _gemv_int4_kernel[(triton.cdiv(N, c.rows),)](
+    tiles = min(c.tiles, cdiv(pairs.shape[1], block))
+    _gemv_int4_kernel[(cdiv(N, c.rows),)](
         x, norm_weight, pairs, scale, bias, residual, out, N, eps, K=K, GROUP=int4_group(K, scale.shape[0]) // 32,
         ACTIVATION=activation, ROWS=c.rows, BLOCK=block, TILES=tiles,
         maxnreg=c.registers, **launch_options(c.num_warps, 1, product.pdl),

@@ -25,7 +25,7 @@ from torch import Tensor
 from minirt.device import interpreting
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.launch import capability, launch_options, shared_limit, sm_count
+from minirt.kernels.launch import capability, cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.reference import INT4_CHUNK, int4_group
@@ -387,7 +387,7 @@ def choose_int4_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
 
     The rule follows sweeps over the layers of Qwen2.5-7B on an H200 (docs/decisions/int4.md).
     """
-    block_t, chunks = token_block(T), triton.cdiv(K, CHUNK)
+    block_t, chunks = token_block(T), cdiv(K, CHUNK)
     if itemsize == 4:
         return Int4Config(32, min(block_t, 32), 4, 1, 1 if gated else min(4, chunks))
     # Rows, warps, stages, programs of an SM, programs of all SMs for each of them, and the fewest chunks of a part of K.
@@ -400,7 +400,7 @@ def choose_int4_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
     else:
         block_n, warps, stages, programs, enough, shortest = 64, 4, 3, (3 if block_t <= 64 else 1), 2.0, 4
     block_t = min(block_t, 128)
-    tiles = triton.cdiv(N, block_n) * triton.cdiv(token_block(T), block_t)
+    tiles = cdiv(N, block_n) * cdiv(token_block(T), block_t)
     step = (block_n * 64 + 8 * block_n) * (2 if gated else 1) + block_t * 2 * CHUNK  # bytes of a stage: words, scales, tokens
     while programs > 1 and 2 * step > shared_limit(cc) // programs - 2048:
         programs -= 1
@@ -423,11 +423,11 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")
     c = config or lookup_int4_config(x.device, token_block(T), N, K, x.element_size(), activation is not None)
-    tiles, chunks = triton.cdiv(N, c.block_n) * triton.cdiv(T, c.block_t), triton.cdiv(K, CHUNK)
+    tiles, chunks = cdiv(N, c.block_n) * cdiv(T, c.block_t), cdiv(K, CHUNK)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
-        steps = triton.cdiv(chunks, c.unroll)
-        split = triton.cdiv(steps, triton.cdiv(steps, c.split))  # no part is empty
+        steps = cdiv(chunks, c.unroll)
+        split = cdiv(steps, cdiv(steps, c.split))  # no part is empty
         sums, counters = workspace.sums(tiles * split * c.block_n * c.block_t), workspace.counters(tiles)
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[x.dtype]
     asm = x.element_size() == 2 and not interpreting()
@@ -442,7 +442,7 @@ def unpack(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype, pdl: bool =
     """Packed words [N, ⌈K / 128⌉ · 32] and scale words [groups, N] → the weight [N, K] in `dtype`."""
     N = words.shape[0]
     out = torch.empty(N, K, dtype=dtype, device=words.device)
-    _unpack_kernel[(triton.cdiv(N, 32) * triton.cdiv(K, CHUNK),)](
+    _unpack_kernel[(cdiv(N, 32) * cdiv(K, CHUNK),)](
         words, scale, out, N, K=K, GROUP=int4_group(K, scale.shape[0]) // 32, BLOCK_N=32, **launch_options(4, 1, pdl)
     )
     return out

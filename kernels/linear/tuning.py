@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
-from minirt.kernels.launch import Workspace, capability, fit_stages, shared_limit
+from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
 from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
@@ -47,7 +46,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
         rule = gemm_small.choose_gemm_small_config(block_t, shape.N, shape.K, itemsize, shape.gated, cc, _sm_count(device))
         around = []
         # With enough tiles for several rounds, splitting K gains nothing, and the workspace has no room for the sums.
-        parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
+        parts = (1,) if shape.gated or cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6)
         for programs, block_k, split in itertools.product((1, 2, 3), _around(rule.block_k, 256), parts):
             row = (rule.block_n * (2 if shape.gated else 1) + block_t) * itemsize
             stages = fit_stages(row * block_k, shared_limit(cc) // programs - 2048, 8)
@@ -91,7 +90,7 @@ def gemm_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
         key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=shape.dtype.itemsize, gated=shape.gated)
         sizes = (block_t, shape.N, shape.K, shape.dtype.itemsize, shape.gated, capability(device), _sm_count(device))
         rule = int4.choose_int4_config(*sizes)
-        parts = (1,) if shape.gated or triton.cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6, 9)
+        parts = (1,) if shape.gated or cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6, 9)
         around = [
             replace(rule, block_n=block_n, num_warps=warps, num_stages=stages, programs=programs, split=split)
             for block_n, warps in ((64, 4), (128, 4), (128, 8)) for stages in (3, 4) for programs in (1, 2, 3) for split in parts
@@ -137,7 +136,7 @@ def _prepare(
 
     x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
     itemsize = 0.5 if shape.int4 else 1 if shape.fp8 else shape.dtype.itemsize
-    copies = max(2, triton.cdiv(_COLD, int(rows * shape.K * itemsize)))
+    copies = max(2, cdiv(_COLD, int(rows * shape.K * itemsize)))
     weights: list[tuple[Tensor, Tensor | None]] = []
     for _ in range(copies):
         weight = normal(rows, shape.K) / shape.K**0.5

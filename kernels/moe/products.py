@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.launch import fit_stages, shared_limit
+from minirt.kernels.launch import cdiv, fit_stages, next_power_of_2, shared_limit
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.moe.route import Routing
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40},
@@ -87,6 +88,7 @@ def _accumulate(
     return acc, acc_up
 
 
+@prepared
 @triton.jit(do_not_specialize=["most"])
 def _experts_kernel(
     x_ptr, weight_ptr, out_ptr, order_ptr, tiles_ptr, x_scale_ptr, scale_ptr, pair_weight_ptr, most, N, K: tl.constexpr,
@@ -142,6 +144,7 @@ def _experts_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < N)[None, :])
 
 
+@prepared
 @triton.jit
 def _sum_experts_kernel(
     x_ptr, rows_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
@@ -181,7 +184,7 @@ def _launch(
     scale: Tensor | None, x_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     N, c, most = out.shape[1], config, routing.tiles.shape[1]
-    _experts_kernel[(most * triton.cdiv(N, c.block_n),)](
+    _experts_kernel[(most * cdiv(N, c.block_n),)](
         x, weight, out, routing.order, routing.tiles, x_scale, scale, routing.weights, most, N, K=x.shape[1],
         TOP_K=routing.weights.shape[1], ACTIVATION=activation, BLOCK_T=c.block_t, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
         PROMOTE=_PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn else 0, num_warps=c.num_warps,
@@ -193,8 +196,8 @@ def _launch(
 def combine(x: Tensor, rows: Tensor, out: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
     """out = x + Σ_j rows[t, j] + sigmoid(gate) · shared: x, shared and out [T, H], rows [T · k, H], gate [T, 1]."""
     T, H = x.shape
-    block = min(1024, triton.next_power_of_2(H))
-    _sum_experts_kernel[(T, triton.cdiv(H, block))](
+    block = min(1024, next_power_of_2(H))
+    _sum_experts_kernel[(T, cdiv(H, block))](
         x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, num_warps=max(1, block // 256)
     )
     return out

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations
+from minirt.kernels.launch import next_power_of_2
+from minirt.kernels.prepared import prepared
 
 CASES = [
     {"T": 1, "E": 5, "k": 2},
@@ -41,6 +43,7 @@ class Routing(NamedTuple):
     tiles: Tensor
 
 
+@prepared
 @triton.jit
 def _choose_kernel(
     logits_ptr, weights_ptr, experts_ptr, E, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -70,6 +73,7 @@ def _choose_kernel(
     tl.store(experts_ptr + at, experts, mask=j < TOP_K)
 
 
+@prepared
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr):
     """Count the pairs of one expert."""
@@ -81,6 +85,7 @@ def _count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr):
     tl.store(counts_ptr + e, tl.sum(count, 0))
 
 
+@prepared
 @triton.jit(do_not_specialize=["pairs", "most"])
 def _place_kernel(
     experts_ptr, counts_ptr, order_ptr, tiles_ptr, pairs, most, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -143,10 +148,10 @@ def route(logits: Tensor, top_k: int, normalize: bool, block_t: int, *, check: b
     tiles = torch.empty(3, most, dtype=torch.int32, device=device)
     counts = torch.empty(E, dtype=torch.int32, device=device)
     if T:
-        block_e = triton.next_power_of_2(E)
+        block_e = next_power_of_2(E)
         _choose_kernel[(T,)](
             logits, weights, experts, E, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e,
-            BLOCK_K=triton.next_power_of_2(top_k), num_warps=1 if block_e <= 256 else 4,
+            BLOCK_K=next_power_of_2(top_k), num_warps=1 if block_e <= 256 else 4,
         )  # fmt: skip
         _count_kernel[(E,)](experts, counts, pairs, BLOCK=_BLOCK)
         _place_kernel[(E,)](experts, counts, order, tiles, pairs, most, E, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=_BLOCK)

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.kernels.launch import cdiv, next_power_of_2
+from minirt.kernels.prepared import prepared
+
 BLOCK_V = 2048
 _BINS = tl.constexpr(16)
 NUM_SUMS = tl.constexpr(64)  # for each row: 2 filters × (16 bins, then 15 bins and the number of candidates)
@@ -30,7 +33,7 @@ class SamplingWorkspace:
 
     def __init__(self, max_batch: int, vocab: int, device: torch.device | str, *, greedy_only: bool = False) -> None:
         self.max_batch, self.vocab, self.greedy_only = max_batch, vocab, greedy_only
-        splits, rows = triton.cdiv(vocab, BLOCK_V), 0 if greedy_only else max_batch
+        splits, rows = cdiv(vocab, BLOCK_V), 0 if greedy_only else max_batch
         self.row_maxima = torch.empty(max_batch, splits, dtype=torch.int64, device=device)
         self.races = torch.empty(rows, splits, dtype=torch.int64, device=device)
         self.sums = torch.empty(rows, NUM_SUMS.value, dtype=torch.int64, device=device)
@@ -181,6 +184,7 @@ def _bracket(sums_ptr, b, spread, top_k_ptr, top_p_ptr, LEVELS: tl.constexpr, BY
         return lo, hi, target
 
 
+@prepared
 @triton.jit
 def _sum_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, V,
@@ -210,6 +214,7 @@ def _sum_kernel(
             tl.atomic_add(sums_ptr + _BINS - 1, total.to(tl.int64), sem="relaxed")
 
 
+@prepared
 @triton.jit
 def _collect_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V,
@@ -238,6 +243,7 @@ def _mass(key, counted, BY_MASS: tl.constexpr):
     return tl.where(counted, ((-key).to(tl.float32, bitcast=True) * MASS_SCALE).to(tl.int64) if BY_MASS else 1, 0)
 
 
+@prepared
 @triton.jit
 def _select_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, sums_ptr, checks_ptr, limits_ptr, candidates_ptr, V, SPLITS,
@@ -287,8 +293,8 @@ def select(
     `rows`: temperature, top_k and top_p, each [B].
     """
     B, V = logits.shape
-    splits = triton.cdiv(V, BLOCK_V)
-    sizes = {"BLOCK": BLOCK_V, "BLOCK_S": triton.next_power_of_2(splits)}
+    splits = cdiv(V, BLOCK_V)
+    sizes = {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
     options = {"ANY_TOP_K": any_top_k, "BY_MASS": by_mass, **sizes}
     found = (w.row_maxima, w.sums, w.checks, w.limits)
     for level in (0, 1):

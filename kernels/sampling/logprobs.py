@@ -12,6 +12,8 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.launch import cdiv, next_power_of_2
+from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, LOWEST, MAX_INT, logit_of, pack, row_block, sortable
 
 MAX_TOP = 20  # tokens that can be listed for each row
@@ -24,6 +26,7 @@ def _token_logit(logits_ptr, tokens_ptr, b, V):
     return tl.load(logits_ptr + b.to(tl.int64) * V + tl.maximum(tl.load(tokens_ptr + b), 0))
 
 
+@prepared
 @triton.jit
 def _parts_kernel(
     logits_ptr, tokens_ptr, wanted_ptr, maxima_ptr, sums_ptr, larger_ptr, candidates_ptr, V, BLOCK: tl.constexpr
@@ -45,6 +48,7 @@ def _parts_kernel(
         packed = tl.where(packed == best, LOWEST, packed)
 
 
+@prepared
 @triton.jit
 def _combine_kernel(
     logits_ptr, tokens_ptr, wanted_ptr, maxima_ptr, sums_ptr, larger_ptr, candidates_ptr, out_ptr, V, SPLITS,
@@ -78,7 +82,7 @@ class LogprobsWorkspace:
     """Scratch memory of `token_logprobs` for up to `max_rows` rows of up to `vocab` logits."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device | str) -> None:
-        parts = max_rows * triton.cdiv(vocab, BLOCK_V)
+        parts = max_rows * cdiv(vocab, BLOCK_V)
         self.maxima = torch.empty(parts, dtype=torch.float32, device=device)
         self.sums = torch.empty(parts, dtype=torch.float32, device=device)
         self.larger = torch.empty(parts, dtype=torch.int32, device=device)
@@ -100,7 +104,7 @@ def token_logprobs(
     check_tensor("tokens", tokens, (R,), torch.int64, logits.device)
     check_tensor("wanted", wanted, (R,), torch.int32, logits.device)
     check_tensor("out", out, (R, 2 + 2 * MAX_TOP), torch.int32, logits.device)
-    splits = triton.cdiv(V, BLOCK_V)
+    splits = cdiv(V, BLOCK_V)
     w = workspace or LogprobsWorkspace(R, V, logits.device)
     if w.maxima.numel() < R * splits:
         raise InputError("too small", where="workspace", expected=f"{R * splits} parts", found=w.maxima.numel())
@@ -108,6 +112,6 @@ def token_logprobs(
         return out
     found = (w.maxima, w.sums, w.larger, w.candidates)
     _parts_kernel[(splits, R)](logits, tokens, wanted, *found, V, BLOCK=BLOCK_V)
-    sizes = {"BLOCK_S": triton.next_power_of_2(splits), "BLOCK_C": triton.next_power_of_2(splits * MAX_TOP)}
+    sizes = {"BLOCK_S": next_power_of_2(splits), "BLOCK_C": next_power_of_2(splits * MAX_TOP)}
     _combine_kernel[(R,)](logits, tokens, wanted, *found, out, V, splits, **sizes)
     return out

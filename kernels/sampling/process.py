@@ -10,6 +10,8 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.launch import cdiv
+from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import BLOCK_V, row_block
 from minirt.kernels.sampling.slots import ALLOWED, HISTORY, PENALTIES, Slots
 
@@ -37,6 +39,7 @@ def _penalized(x, count, penalties_ptr, slot):
     return x - tl.where(generated > 0, presence, 0.0)
 
 
+@prepared
 @triton.jit
 def _process_kernel(
     logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, V, WORDS,
@@ -58,6 +61,7 @@ def _process_kernel(
     tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=valid)
 
 
+@prepared
 @triton.jit
 def _bias_kernel(
     logits_ptr, out_ptr, slots_ptr, meta_ptr, penalties_ptr, counts_ptr, allowed_ptr, mask_ptr, ids_ptr, biases_ptr, V, WORDS,
@@ -82,6 +86,7 @@ def _bias_kernel(
         tl.store(out_ptr + b.to(tl.int64) * V + v, x, mask=inside)
 
 
+@prepared
 @triton.jit
 def _ban_kernel(
     out_ptr, slots_ptr, step_ptr, meta_ptr, bans_ptr, prefixes_ptr, history_ptr, V, ROOM, PREFIXES, HISTORY_LEN,
@@ -106,6 +111,7 @@ def _ban_kernel(
         tl.store(out_ptr + b.to(tl.int64) * V + v, minus_infinity, mask=banned)
 
 
+@prepared
 @triton.jit
 def _record_kernel(tokens_ptr, slots_ptr, step_ptr, meta_ptr, counts_ptr, history_ptr, V, HISTORY_LEN):
     """Counts a row's token and appends it to the slot's history."""
@@ -139,7 +145,7 @@ def process(
     check_tensor("out", out, (B, V), torch.float32, logits.device)
     check_tensor("rows", rows, (B,), torch.int32, logits.device)
     check_tensor("step", step, (B,), torch.int64, logits.device)
-    words = triton.cdiv(V, 32)
+    words = cdiv(V, 32)
     if mask is not None:
         check_tensor("mask", mask, (B, words), torch.int32, logits.device)
     if out.data_ptr() == logits.data_ptr() and B:
@@ -149,17 +155,17 @@ def process(
     # PyTorch rounds each product. Fused products and sums would differ in the last bit.
     options = {"HAS_MASK": mask is not None, "enable_fp_fusion": False}
     shared = (slots.meta, slots.penalties, slots.counts, slots.allowed, slots.meta if mask is None else mask)
-    _process_kernel[(triton.cdiv(V, BLOCK_V), B)](logits, out, rows, *shared, V, words, BLOCK=BLOCK_V, **options)
+    _process_kernel[(cdiv(V, BLOCK_V), B)](logits, out, rows, *shared, V, words, BLOCK=BLOCK_V, **options)
     if any_bias:
         room = slots.bias_ids.shape[1]
-        _bias_kernel[(triton.cdiv(room, _ENTRIES), B)](
+        _bias_kernel[(cdiv(room, _ENTRIES), B)](
             logits, out, rows, *shared, slots.bias_ids, slots.biases, V, words, room, BLOCK=_ENTRIES, **options
         )
     if any_ban:
         room = slots.bans.shape[1]
         lists = (slots.bans, slots.prefixes, slots.history)
         sizes = (V, room, slots.prefixes.shape[1], slots.history.shape[1])
-        _ban_kernel[(triton.cdiv(room, _ENTRIES), B)](out, rows, step, slots.meta, *lists, *sizes, BLOCK=_ENTRIES)
+        _ban_kernel[(cdiv(room, _ENTRIES), B)](out, rows, step, slots.meta, *lists, *sizes, BLOCK=_ENTRIES)
     return out
 
 

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import check_tensor
+from minirt.kernels.launch import cdiv, next_power_of_2
+from minirt.kernels.prepared import prepared
 from minirt.kernels.sampling.filters import (
     BLOCK_V,
     LOWEST,
@@ -60,6 +62,7 @@ class Variant(NamedTuple):
 VARIANTS = (Variant(True, False, False, False), *(Variant(False, *flags) for flags in product((False, True), repeat=3)))
 
 
+@prepared
 @triton.jit
 def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
     """Stores the largest logit of each block of each row. CLEAR: also zeroes the sums for the kernels that follow."""
@@ -71,6 +74,7 @@ def _row_maxima_kernel(logits_ptr, row_maxima_ptr, sums_ptr, checks_ptr, V, CLEA
         tl.store(checks_ptr + 2 * b + tl.arange(0, 2), tl.zeros((2,), tl.int64))
 
 
+@prepared
 @triton.jit
 def _race_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, step_ptr, row_maxima_ptr, races_ptr, checks_ptr,
@@ -115,6 +119,7 @@ def _race_kernel(
     tl.store(races_ptr + b * tl.num_programs(0) + tl.program_id(0), best)
 
 
+@prepared
 @triton.jit
 def _check_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_maxima_ptr, races_ptr, checks_ptr, V, BLOCK: tl.constexpr,
@@ -140,6 +145,7 @@ def _check_kernel(
         tl.atomic_add(checks_ptr + 2 * b + 1, total, sem="relaxed")
 
 
+@prepared
 @triton.jit
 def _token_kernel(
     temperature_ptr, row_maxima_ptr, races_ptr, out_ptr, SPLITS, stride, ALL_GREEDY: tl.constexpr, BLOCK_S: tl.constexpr
@@ -217,8 +223,8 @@ def sample(
     if all_greedy and row_maxima is not None:
         _tokens(temperature, row_maxima, row_maxima, out, True)
         return out
-    w, splits = workspace, triton.cdiv(V, BLOCK_V)
-    grid, sizes = (splits, B), {"BLOCK": BLOCK_V, "BLOCK_S": triton.next_power_of_2(splits)}
+    w, splits = workspace, cdiv(V, BLOCK_V)
+    grid, sizes = (splits, B), {"BLOCK": BLOCK_V, "BLOCK_S": next_power_of_2(splits)}
     _row_maxima_kernel[grid](logits, w.row_maxima, w.sums, w.checks, V, CLEAR=not all_greedy, BLOCK=BLOCK_V)
     if not all_greedy:
         rows = (temperature, top_k, top_p)
@@ -237,7 +243,7 @@ def sample(
 
 def _tokens(temperature: Tensor, row_maxima: Tensor, races: Tensor, out: Tensor, all_greedy: bool) -> None:
     B, parts = row_maxima.shape
-    block = triton.next_power_of_2(parts)
+    block = next_power_of_2(parts)
     _token_kernel[(1, B)](
         temperature, row_maxima, races, out, parts, row_maxima.stride(0), ALL_GREEDY=all_greedy, BLOCK_S=block,
         num_warps=max(1, min(4, block // 256)),

@@ -15,7 +15,11 @@ from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.kernels.regimes import Axis, next_end, operations
 
 SHORT_SEQS = 8  # decode steps of at least this many sequences have a CUDA graph for short sequences, too
-MAX_PROMPT_TOKENS = 2048  # in larger steps with prompts, the GPU takes longer than the host, also in FP8; they are not captured
+# In larger steps with prompts, the GPU takes longer than the host, also in FP8; they are not captured. With small layers, the
+# host is slower up to more tokens: it launches at most 5 kernels for a residual layer, in some 0.2 ms on a slow host.
+MAX_PROMPT_TOKENS = 2048
+MAX_PROMPT_TOKENS_SMALL = 4096
+SMALL_LAYER = 50e6  # floating-point operations of a token: 4096 tokens at 1000 TFLOP/s take 0.2 ms
 
 
 class Bucket(NamedTuple):
@@ -42,10 +46,16 @@ def batch_bucket(count: int) -> int:
 
 
 def token_bucket(count: int) -> int:
-    """The bucket of `count` tokens. Buckets end at 16, 32, 64, 128, then at multiples of 128, and wherever a kernel's regime or
-    its padding ends."""
-    size = max(16, 1 << (count - 1).bit_length()) if count <= 128 else -(-count // 128) * 128
+    """The bucket of `count` tokens. Buckets end at 16, 32, 64, 128, then at multiples of 128, from 2,048 on at multiples of 256,
+    and wherever a kernel's regime or its padding ends."""
+    step = 128 if count <= MAX_PROMPT_TOKENS else 256
+    size = max(16, 1 << (count - 1).bit_length()) if count <= 128 else -(-count // step) * step
     return size if count <= 16 else min(size, _regime_end(count, size, "tokens"))
+
+
+def max_prompt_tokens(flops: float) -> int:
+    """Tokens of the largest step with prompts that has a CUDA graph. `flops`: of a token, in a residual layer on average."""
+    return MAX_PROMPT_TOKENS_SMALL if flops <= SMALL_LAYER else MAX_PROMPT_TOKENS
 
 
 def _regime_end(count: int, most: int, axis: Axis) -> int:
@@ -65,10 +75,12 @@ class Buckets:
     Args:
         max_num_seqs: sequences of the largest step.
         max_num_batched_tokens: tokens of the largest step.
+        max_prompt_tokens: tokens of the largest step with prompts that has a CUDA graph.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS
 
     @cached_property
     def _batches(self) -> list[int]:
@@ -88,7 +100,7 @@ class Buckets:
     @property
     def max_tokens(self) -> int:
         """Number of tokens of the largest bucket of steps with prompts."""
-        return min(MAX_PROMPT_TOKENS, token_bucket(self.max_num_batched_tokens))
+        return min(self.max_prompt_tokens, token_bucket(self.max_num_batched_tokens))
 
     def all(self) -> list[Bucket]:
         """Every bucket, largest first, so that smaller CUDA graphs reuse the memory pool of larger ones."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import on_device
-from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_splits
+from minirt.engine.buckets import Bucket, Buckets, batch_bucket, max_prompt_tokens, max_splits
 from minirt.engine.cuda_graphs import StepGraphs
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.logprobs import TokenLogprobs
@@ -109,7 +109,7 @@ class Runner:
         cuda_graphs: bool,
     ) -> None:
         self._model, self._cache, self._device, self._vocab_size = model, cache, device, vocab_size
-        self._max_seq_len, self._buckets = max_seq_len, Buckets(max_num_seqs, max_num_batched_tokens)
+        self._max_seq_len, self._buckets = max_seq_len, _buckets(model, max_num_seqs, max_num_batched_tokens)
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._static: _Static | None = None
         self._cuda = device.type == "cuda"
@@ -283,3 +283,10 @@ class Runner:
         finally:
             for own in pages:
                 cache.allocator.release(own)
+
+
+def _buckets(model: ModelLike, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
+    flops = [layer.flops(1) for layer in model.layers if layer.residual] if isinstance(model, Model) else []
+    if not flops:
+        return Buckets(max_num_seqs, max_num_batched_tokens)
+    return Buckets(max_num_seqs, max_num_batched_tokens, max_prompt_tokens(sum(flops) / len(flops)))

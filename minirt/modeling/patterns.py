@@ -34,7 +34,7 @@ def matches(pattern: str, text: str) -> bool:
     Raises:
         UnsupportedError: see `check`.
     """
-    return bool(_ends(_parsed(pattern), text, frozenset({0})))
+    return bool(_ends(parsed(pattern), text, frozenset({0})))
 
 
 def check(pattern: str) -> None:
@@ -45,11 +45,12 @@ def check(pattern: str) -> None:
     Raises:
         UnsupportedError: the pattern is no regular expression, or uses something else.
     """
-    _parsed(pattern)
+    parsed(pattern)
 
 
 @lru_cache(maxsize=4096)
-def _parsed(pattern: str) -> Any:
+def parsed(pattern: str) -> Any:
+    """The syntax tree of a pattern that `check` accepts, as Python's own parser makes it."""
     if len(pattern) > MAX_LENGTH:
         raise UnsupportedError("the pattern is too long", expected=f"at most {MAX_LENGTH} characters", found=len(pattern))
     try:
@@ -95,7 +96,7 @@ def _ends(nodes: Iterable[Any], text: str, starts: frozenset[int]) -> frozenset[
         elif operation in _REPEATS:
             starts = _repeated(argument[2], text, starts, int(argument[0]), int(argument[1]))
         else:
-            starts = frozenset(i + 1 for i in starts if i < len(text) and _accepts(operation, argument, text[i]))
+            starts = frozenset(i + 1 for i in starts if i < len(text) and accepts(operation, argument, text[i]))
     return starts
 
 
@@ -114,7 +115,8 @@ def _repeated(body: Any, text: str, starts: frozenset[int], least: int, most: in
     return reached
 
 
-def _accepts(operation: Any, argument: Any, character: str) -> bool:
+def accepts(operation: Any, argument: Any, character: str) -> bool:
+    """Whether a node of the tree for one character (a literal, a class or a dot) accepts this one."""
     if operation is ops.ANY:
         return character != "\n"
     if operation is not ops.IN:

@@ -24,11 +24,12 @@ class Format:
 
     Args:
         fields: the first fields of every event: id, object, created, model.
+        tokenizer: None if the model has none. Its events have no text, but there are as many.
         wants_logprobs: whether events have the log-probabilities of their tokens.
     """
 
-    def __init__(self, fields: dict[str, Any], wants_logprobs: bool) -> None:
-        self.wants_logprobs = wants_logprobs
+    def __init__(self, fields: dict[str, Any], tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
+        self.tokenizer, self.wants_logprobs = tokenizer, wants_logprobs
         self.start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
@@ -61,6 +62,7 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
     heads = [form.start + before for before, _ in parts]
     tails = [after + b',"logprobs":null,"finish_reason":null}]}\n\n' for _, after in parts]
     continuous, wants_logprobs = request.continuous_usage, form.wants_logprobs
+    without_text = form.tokenizer is None
     num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
     events: list[bytes] = []
     while True:
@@ -69,7 +71,7 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
             if not choice.begun:
                 events.append(form.opening(choice))
             if choice.finish_reason is None and not wants_logprobs and not continuous:
-                if text:  # else only part of a character, or of what may be a stop string, has come
+                if text or without_text:  # else only part of a character, or of what may be a stop string, has come
                     events += heads[index], encode_json(text), tails[index]
             else:
                 logprobs = b"null"

@@ -52,12 +52,12 @@ class App:
         except asyncio.CancelledError:
             if not exchange.disconnected:
                 raise
-        except HTTPError as own:
-            error = own
         except MinirtError as own:
             error = own
         except TimeoutError:
             error = HTTPError(504, "the request took too long", expected=f"at most {self._options.request_timeout} s")
+        except RecursionError:  # a value that could just be read
+            error = HTTPError(400, "the body is nested too deeply", param="body")
         except Exception as unforeseen:
             traceback.print_exc(file=sys.stderr)
             error = HTTPError(500, f"unexpected {type(unforeseen).__name__}: {unforeseen}")

@@ -13,9 +13,15 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
 from minirt.server.protocol import Int, Sampling, check_nesting, decode, sampling_params
+from minirt.text.messages import checked_messages
 from minirt.text.tokenizer import Tokenizer
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Those that `checked_messages` knows.
+_MESSAGE_FIELDS = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal", "audio",
+    "annotations", "function_call",
+)  # fmt: skip
 _NO_TOOLS = "tools are not supported"
 
 
@@ -47,7 +53,7 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     tokens = await encode_chat(front, request)
     params = sampling_params(
         request, {"max_tokens": "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"},
-        max_tokens=max_tokens(front, request.max_completion_tokens or request.max_tokens, len(tokens)),
+        max_tokens=max_tokens(front, request, len(tokens)),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )  # fmt: skip
     call = await front.prepare([tokens], params, request.priority or 0, request.cache_salt)
@@ -63,11 +69,13 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     await exchange.answer(fields | {"choices": choices, "usage": usage_of(call)})
 
 
-def max_tokens(front: Front, asked: int | None, prompt_tokens: int) -> int:
-    """The most tokens of a completion: those asked for, else all that fit, up to those of generation_config.json."""
+def max_tokens(front: Front, request: ChatRequest, prompt_tokens: int) -> int:
+    """The most tokens of an answer: those asked for, else all that fit, up to those of generation_config.json."""
     _, info = front.check_ready()
-    if asked is not None:
+    if (asked := request.max_completion_tokens or request.max_tokens) is not None:
         return asked
+    if (kept := request.truncate_prompt_tokens) is not None:
+        prompt_tokens = min(prompt_tokens, kept if kept > 0 else info.max_len - 1)
     room, stated = max(1, info.max_len - prompt_tokens), (info.generation_config or {}).get("max_new_tokens")
     return min(room, stated) if type(stated) is int and stated > 0 else room
 
@@ -100,17 +108,16 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
     """The token ids of a request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
     processor, _ = front.check_ready()
     tokenizer = processor.text()
-    messages = plain_messages(request.messages, front)
-    if request.continue_final_message and messages[-1]["role"] != "assistant":
-        raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
+    messages = known_messages(request.messages, front)
     variables = dict(request.chat_template_kwargs or {})
-    unused = [f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)]
-    front.note_unknown(unused)
+    front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
     if request.reasoning_effort is not None:
         if not tokenizer.template_uses("reasoning_effort"):
             raise bad_field("reasoning_effort", "the model's chat template does not use it")
         variables["reasoning_effort"] = request.reasoning_effort
     continues = bool(request.continue_final_message)
+    if continues and messages[-1]["role"] != "assistant":
+        raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     limit = processor.limit(None) if request.truncate_prompt_tokens is None else None
 
@@ -122,48 +129,24 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
     return await front.in_thread(work)
 
 
-def plain_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, str]]:
-    """Messages as the chat template takes them: a role and a text. Parts of a text are joined."""
+def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
+    """Messages without the fields that nobody knows. "developer" is OpenAI's newer name of the role "system"."""
     if not messages:
         raise bad_field("messages", "is empty", expected="at least one message")
-    plain = []
+    own = []
     for i, message in enumerate(messages):
-        where, role = f"messages[{i}]", message.get("role")
-        if role not in _ROLES:
-            what = _NO_TOOLS if role in ("tool", "function") else "not an acceptable role"
-            raise bad_field(f"{where}.role", what, expected=", ".join(_ROLES), found=repr(role)[:80])
-        for name in ("tool_calls", "function_call", "audio"):
-            if message.get(name):
-                raise bad_field(f"{where}.{name}", _NO_TOOLS if name != "audio" else "the models read text only")
-        front.note_unknown([f"messages[].{own}" for own in message if own not in _MESSAGE_FIELDS])
-        plain.append({"role": _ROLES[role], "content": _text(message.get("content"), f"{where}.content")})
-    return plain
-
-
-_MESSAGE_FIELDS = {"role", "content", "tool_calls", "function_call", "audio", "refusal"}
-
-
-def _text(content: Any, where: str) -> str:
-    """The text of a message's content: a string, or a list of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        expected = "a string, or a list of text parts"
-        raise bad_field(where, "not an acceptable content", expected=expected, found=repr(content)[:80])
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text") or not isinstance(text, str):
-            what = "the models read text only" if isinstance(kind, str) and kind != "text" else "not an acceptable part"
-            expected = '{"type": "text", "text": a string}'
-            raise bad_field(f"{where}[{i}]", what, expected=expected, found=repr(part)[:80])
-        texts.append(text)
-    return "".join(texts)
+        if message.get("role") not in _ROLES:
+            expected, found = ", ".join(_ROLES), repr(message.get("role"))[:80]
+            raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
+        front.note_unknown([f"messages[].{name}" for name in message if name not in _MESSAGE_FIELDS])
+        own.append({name: value for name, value in message.items() if name in _MESSAGE_FIELDS})
+        if own[-1].get("role") == "developer":
+            own[-1]["role"] = "system"
+    return own
 
 
 def _last_content(request: ChatRequest) -> str:
-    return _text(request.messages[-1].get("content"), "messages")
+    return checked_messages(request.messages[-1:])[0]["content"]
 
 
 def _choice(tokenizer: Tokenizer | None, index: int, done: Completion, request: ChatRequest, prefix: str) -> dict[str, Any]:
@@ -201,8 +184,8 @@ def _rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs], count: int
 
 class _Events(Format):
     def __init__(self, fields: dict[str, Any], tokenizer: Tokenizer | None, request: ChatRequest, prefix: str) -> None:
-        super().__init__(fields, bool(request.logprobs))
-        self._tokenizer, self._count, self._prefix = tokenizer, request.top_logprobs or 0, prefix
+        super().__init__(fields, tokenizer, bool(request.logprobs))
+        self._count, self._prefix = request.top_logprobs or 0, prefix
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"delta":{"content":' % index, b"}"
@@ -213,7 +196,7 @@ class _Events(Format):
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         rows = choice.stream.completion.logprobs or []
-        return {"content": _rows(self._tokenizer, rows[start:stop], self._count), "refusal": None}
+        return {"content": _rows(self.tokenizer, rows[start:stop], self._count), "refusal": None}
 
 
 ROUTES = {"POST /v1/chat/completions": chat_completions}

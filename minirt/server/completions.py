@@ -164,7 +164,7 @@ class _Answer:
 
 class _Events(Format):
     def __init__(self, fields: dict[str, Any], answer: _Answer) -> None:
-        super().__init__(fields, answer.request.logprobs is not None)
+        super().__init__(fields, answer.tokenizer, answer.request.logprobs is not None)
         self._answer, self._offsets = answer, dict[int, int]()
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:

@@ -118,8 +118,8 @@ class _Server:
 
     def handle(self, message: Submit | Abort | AskStats) -> None:
         match message:
-            case Submit(requests=requests):
-                self._submit(requests)
+            case Submit():
+                self._submit(message.whole())
             case Abort(request_ids=request_ids):
                 self._client.abort(request_ids)
             case AskStats():
@@ -132,7 +132,12 @@ class _Server:
                 self._thread.check(request)
             self._client.submit(requests)
         except MinirtError as error:
-            self._connection.send(Step([TokenOutput(request.id, (), "error", error) for request in requests]))
+            self._refuse(requests, error)
+        except Exception as error:
+            self._refuse(requests, MinirtError(f"the request cannot be checked: {type(error).__name__}: {error}"))
+
+    def _refuse(self, requests: Sequence[Request], error: MinirtError) -> None:
+        self._connection.send(Step([TokenOutput(request.id, (), "error", error) for request in requests]))
 
 
 def _sender(connection: _Connection) -> Callable[[list[TokenOutput]], None]:

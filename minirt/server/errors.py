@@ -77,10 +77,12 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
         return error.param
     if isinstance(error, TokenizerError):
         return prompt_field
-    if not isinstance(error, InputError):
+    field = str(error.where or "").partition(", /")[0]  # without the place in a schema
+    where = field.rpartition(", ")[2].removeprefix("SamplingParams.")
+    if not isinstance(error, InputError) and not where.startswith("structured_outputs"):
         return None
-    where = str(error.where or "").rpartition(", ")[2].removeprefix("SamplingParams.")
-    return where if re.fullmatch(r"[a-z_]+(\[[0-9]+\])?", where) and not where.startswith("prompts[") else prompt_field
+    named = re.fullmatch(r"[a-z_]+(\.[a-z_]+)?(\[[0-9]+\])?", where) and not where.startswith("prompts[")
+    return where if named else prompt_field
 
 
 def retry_after(error: MinirtError) -> int | None:

@@ -14,6 +14,7 @@ from minirt.errors import MinirtError
 from minirt.server.errors import HTTPError, error_body, retry_after, status_of
 
 BODY_SECONDS = 60  # how long the upload of a body may take
+ERROR_SECONDS = 5  # how long a stream waits until its client takes its error
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
@@ -125,8 +126,12 @@ class Exchange:
         """Send an error: as the answer, or as the last event of a stream."""
         body = error_body(error, self.prompt_field)
         if self.streaming:
-            await self.send_events(b"data: " + body + b"\n\n")
-            await self.end_events()
+            try:
+                async with asyncio.timeout(ERROR_SECONDS):
+                    await self.send_events(b"data: " + body + b"\n\n")
+                    await self.end_events()
+            except TimeoutError:  # the client does not read
+                self.drop()
             return
         headers = []
         if (seconds := retry_after(error)) is not None:

@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Meta
 
 from minirt.errors import InputError
-from minirt.sampling_params import SamplingParams
+from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
 from minirt.server.errors import HTTPError, bad_field
 from minirt.server.front import Front
 
 MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1000
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
 MAX_NESTING = 64  # of values that have no fixed form
 
@@ -102,6 +102,8 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "function_call": ("is replaced by tool_choice", ("none",)),
     "web_search_options": ("there is no web search", ()),
     "verbosity": ("is not supported", ("medium",)),
+    "return_token_ids": ("token ids are not returned", (False,)),
+    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
     "return_hidden_states": ("hidden states are not returned", (False,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), (_GUIDED, ())),
     "guided_whitespace_pattern": (_GUIDED, ()),
@@ -195,6 +197,9 @@ def _check_limits(request: Sampling) -> None:
             raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
     if request.n is not None and not 1 <= request.n <= MAX_N:
         raise bad_field("n", "not an acceptable value", expected=f"an integer from 1 to {MAX_N}", found=request.n)
+    if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
+        expected = f"an integer from 0 to {MAX_LOGPROBS}"
+        raise bad_field("prompt_logprobs", "not an acceptable value", expected=expected, found=request.prompt_logprobs)
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "is for streams only", expected="stream: true")
     check_nesting("metadata", request.metadata)

@@ -119,7 +119,7 @@ class RemoteEngine(asyncio.Protocol):
         """
         if self._failure is not None:
             raise self._failure.at(self._failure.where)
-        self._send(Submit(list(requests)))
+        self._send(Submit.of(requests))
         for request in requests:
             self._sinks[request.id] = sink
 

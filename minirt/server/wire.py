@@ -4,17 +4,18 @@ The engine sends one message a step, with the new tokens of all sequences. docs/
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from minirt import errors
 from minirt.engine.request import EngineStats, Request, TokenOutput
-from minirt.errors import MinirtError
+from minirt.errors import InputError, MinirtError
 
 _LENGTH = struct.Struct("<I")
-_MAX_FRAME = 1 << 30  # bytes; a larger length means that the stream is damaged
+MAX_FRAME = 1 << 30  # bytes; a larger length means that the stream is damaged
 
 
 # ── from the front ──
@@ -28,9 +29,23 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
-    """Requests of one call. One that the engine refuses ends with an error in its output."""
+    """Requests of one call. If the engine refuses one, all end with an error in their outputs.
+
+    Samples have no prompt, except the first one of their group. Use `of` and `whole`.
+    """
 
     requests: list[Request]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Submit":
+        return cls([own if own.group in (None, own.id) else replace(own, prompt_token_ids=()) for own in requests])
+
+    def whole(self) -> list[Request]:
+        """The requests, each with its prompt."""
+        prompts = {own.id: own.prompt_token_ids for own in self.requests}
+        return [
+            own if own.group in (None, own.id) else replace(own, prompt_token_ids=prompts[own.group]) for own in self.requests
+        ]
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -107,10 +122,13 @@ def frame(message: ToEngine | ToFront) -> bytearray:
     """A message in its frame.
 
     Raises:
+        InputError: it is too large.
         OverflowError: an integer has more than 64 bits.
     """
     buffer = bytearray(4)
     _encoder.encode_into(message, buffer, 4)
+    if len(buffer) - 4 > MAX_FRAME:
+        raise InputError("the request is too large", expected=f"at most {MAX_FRAME:,} bytes", found=f"{len(buffer) - 4:,}")
     _LENGTH.pack_into(buffer, 0, len(buffer) - 4)
     return buffer
 
@@ -127,7 +145,7 @@ class Frames:
         start = 0
         while len(self._buffer) - start >= 4:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > _MAX_FRAME:
+            if length > MAX_FRAME:
                 raise errors.EngineError("the messages between the processes are damaged", found=f"a length of {length}")
             end = start + 4 + length
             if len(self._buffer) < end:

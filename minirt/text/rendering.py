@@ -21,7 +21,7 @@ from minirt.sizes import format_size
 MAX_CPU_SECONDS = 5
 MAX_SECONDS = 60  # wall-clock time, also of a process that waits, such as for memory
 MAX_MEMORY = 1 << 30
-MAX_OUTPUT = 1 << 20  # characters, in addition to four times those of the conversation
+MAX_OUTPUT = 1 << 20  # characters, in addition to four times those of the conversation and the other variables
 _IDLE = 4  # maximum number of idle processes that are kept
 
 
@@ -157,7 +157,7 @@ def serve(cpu_seconds: float, seconds: float, memory: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             template = template or compile_template(source)
-            answer = _line({"text": _rendered(template, _value(line))})
+            answer = _line({"text": _rendered(template, _value(line), MAX_OUTPUT + 4 * len(line))})
         except MemoryError:
             answer = _line({"error": f"it needs more than {format_size(memory)} of memory"})
         except RenderingError as error:
@@ -170,8 +170,7 @@ def serve(cpu_seconds: float, seconds: float, memory: int) -> None:
         sys.stdout.buffer.flush()
 
 
-def _rendered(template: Any, variables: dict[str, Any]) -> str:
-    limit = MAX_OUTPUT + 4 * sum(len(value) for message in variables["messages"] for value in message.values())
+def _rendered(template: Any, variables: dict[str, Any], limit: int) -> str:
     pieces, length = [], 0
     for piece in template.generate(variables):
         pieces.append(piece)

@@ -33,6 +33,7 @@ class Tokenizer:
         config, older = _optional(config_path), _optional(folder / "special_tokens_map.json")
         self._backend = Backend(text.encode(), path)
         check(content, self._backend, path)
+        self.response_template: Any = config.get("response_template")  # see `minirt.text.response_template`
         steps = decoder_steps(self._backend, path)
         self._byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
         self._chat_template = ChatTemplate(folder, config)
@@ -109,12 +110,12 @@ class Tokenizer:
         """As `encode`, without the special tokens that the post-processor adds."""
         return self._encode(text, False, max_tokens)
 
-    def encode_chat(self, messages: list[dict[str, str]], max_tokens: int | None = None, **options: Any) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], max_tokens: int | None = None, **options: Any) -> list[int]:
         """Token ids of `render_chat(messages, **options)`. The template writes all special tokens; the tokenizer adds none.
 
         The text of a special token in a message's content becomes that token, as in transformers. Raises as `encode`.
         """
-        return self._encode(self.render_chat(messages, **options), False, max_tokens)
+        return self.encode_plain(self.render_chat(messages, **options), max_tokens)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word without special tokens: as it is, and after a space. Only those that differ."""
@@ -148,13 +149,23 @@ class Tokenizer:
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
 
-    def render_chat(self, messages: list[dict[str, str]], **options: Any) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
         return self._chat_template.render(messages, self._special, **options)
 
     def template_uses(self, name: str) -> bool:
         """Whether the chat template has a variable of this name, or at least the word."""
         return re.search(rf"\b{re.escape(name)}\b", self._chat_template.source or "") is not None
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the special tokens, which `skip_special_tokens` leaves out."""
+        return frozenset(self._special_texts)
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the chat template for conversations with tools, by which their format can be recognised."""
+        return self._chat_template.tool_source
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -56,12 +56,11 @@ def install(seed: int, without: Sequence[str] = ()) -> None:
     launch.capability = lambda device: HOPPER  # type: ignore[assignment]  # for modules imported later
     compile_ = jit.JITFunction.run
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         compiled = compile_(self, *args, grid=(1,), warmup=True, **kwargs)
         values = dict(zip(self.arg_names, args, strict=False)) | {name: kwargs[name] for name in self.arg_names if name in kwargs}
         sizes = tuple(grid(values) if callable(grid) else grid)
         _launch(compiled, values, (*sizes, 1, 1)[:3], seed + next(_count), tuple(without))
-        return compiled
 
     jit.JITFunction.run = run
 

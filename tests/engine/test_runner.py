@@ -8,7 +8,16 @@ import torch
 from engine.test_engine import Mock
 
 from minirt import models
-from minirt.engine.buckets import MAX_PROMPT_TOKENS, SHORT_SEQS, Bucket, Buckets, batch_bucket, token_bucket
+from minirt.engine.buckets import (
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPT_TOKENS_SMALL,
+    SHORT_SEQS,
+    Bucket,
+    Buckets,
+    batch_bucket,
+    max_prompt_tokens,
+    token_bucket,
+)
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.runner import Runner
 from minirt.engine.step_input import KV_SPLIT, Batch, Chunk
@@ -134,11 +143,24 @@ def test_every_way_of_sampling_is_run():
     assert len(filters) == 9
 
 
+def test_small_layers_have_graphs_for_more_tokens():
+    """Else the host's launches take longer than the GPU. Larger ones gain nothing, and their graphs take memory."""
+    def most(name):
+        raw = next(raw for preset, _, raw in raw_configs() if preset == name)
+        flops = [layer.flops(1) for layer in models.build(models.parse_config(raw)) if layer.residual]
+        return max_prompt_tokens(sum(flops) / len(flops))
+
+    assert {name: most(name) for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B")} == {
+        "Qwen2.5-0.5B": 4096, "Qwen2.5-1.5B": 4096, "Qwen2.5-3B": 2048, "Qwen2.5-7B": 2048
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("seqs", [1, 3, 64, 100])
 @pytest.mark.parametrize("budget", [8192, 100, 5])
-def test_every_step_finds_its_graph(seqs, budget):
+@pytest.mark.parametrize("most", [MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS_SMALL])
+def test_every_step_finds_its_graph(seqs, budget, most):
     """No step of decode rows, and no small one with prompts, may capture a graph after warm-up, or write past its layout."""
-    buckets = Buckets(seqs, budget)
+    buckets = Buckets(seqs, budget, most)
     known = set(buckets.all())
     for count in range(1, seqs + 1):
         bucket = buckets.find([Chunk([1], 5, [0])] * count)
@@ -148,9 +170,9 @@ def test_every_step_finds_its_graph(seqs, budget):
         long = buckets.find([Chunk([1], 5, [0])] * (count - 1) + [Chunk([1], KV_SPLIT, [0])])
         assert long in known
         assert long == bucket._replace(short=False)
-    for tokens in (2, 16, 17, 100, 128, 129, 192, 193, 511, 512, 513, 2047, 2048):
+    for tokens in (2, 16, 17, 100, 128, 129, 192, 193, 511, 512, 513, 2047, 2048, 2049, 2305, 4096):
         alone = buckets.find([Chunk([1] * tokens, 0, [0])])
-        if tokens > min(budget, MAX_PROMPT_TOKENS):
+        if tokens > min(budget, most):
             assert alone is None or alone in known
             continue
         others = min(seqs - 1, tokens - 2)
@@ -161,7 +183,7 @@ def test_every_step_finds_its_graph(seqs, budget):
         assert together.seqs > others
         assert alone == Bucket(1, token_bucket(tokens), short=tokens <= KV_SPLIT)
         assert buckets.find([Chunk([1] * tokens, KV_SPLIT, range(99))]) == Bucket(1, token_bucket(tokens))
-    assert buckets.find([Chunk([1] * (MAX_PROMPT_TOKENS + 1), 0, [0])]) is None
+    assert buckets.find([Chunk([1] * (most + 1), 0, [0])]) is None
     assert buckets.find([Chunk([1, 2], 0, [0], num_logits=2)]) is None
     middle = buckets.find([Chunk([1], 0, [0], num_logits=0)])
     assert middle == Bucket(1, 16, short=True), "a chunk of one token that ends nothing is no decode row"

@@ -501,6 +501,13 @@ def test_a_model_without_a_tokenizer():
         engine.send(TokenOutput(engine.requests[0].id, (7,), "length", logprobs=(row,)))
         _, _, body = await answer(reader)
         assert json.loads(body)["choices"][0]["logprobs"]["tokens"] == ["token_id:7"]
+        reader, _ = await ask(stream(prompt=[1, 2]))
+        await engine.until(lambda e: len(e.requests) == 2)
+        await asyncio.sleep(0)
+        for i in range(3):
+            engine.send(TokenOutput(engine.requests[1].id, (7,), "length" if i == 2 else None))
+            if i == 0:
+                await reader.readuntil(b"data: ")
 
     run(scenario, folder=False)
 

@@ -44,11 +44,11 @@ def cases():
         "n": (0, -1, 129, 10**6, 2**70), "max_tokens": (0, -1, 2**60), "seed": (-1, 2**64, 2**200), "min_tokens": (-1, 2),
         "presence_penalty": (-2.1, 3), "frequency_penalty": (9,), "repetition_penalty": (0, -1), "logprobs": (-1, 21, 10**6),
         "truncate_prompt_tokens": (0, -2), "best_of": (2, -1), "priority": (2**60,),
-        "stop": ("", [""], ["a"] * 100_000, "x" * 5000, [["a"]], 5, ["a", 1]),
+        "stop": ("", [""], ["a"] * 100_000, ["a"] * 17, "x" * 5000, [["a"]], 5, ["a", 1]),
         "bad_words": ([""], ["a"] * 2000, 7), "stop_token_ids": ([-1], ["1"], [1.5], 3, [2**60], [10**6], [1] * 2000),
         "logit_bias": ({"a": 1}, {"1": 101}, {"1": "x"}, {"-1": 1}, [], {str(i): 1 for i in range(5000)}, {"999999": 1}),
         "allowed_token_ids": ([], [-1], [999_999], ["a"]), "cache_salt": (5,), "user": (5,), "model": (5, []),
-        "stream_options": ({"include_usage": True}, [], 1), "prompt_logprobs": (21, -2, "a"), "metadata": (nested(70),),
+        "stream_options": ({"include_usage": True}, [], 1), "prompt_logprobs": (21, -1, -2, "a"), "metadata": (nested(70),),
     }.items():  # fmt: skip
         for wrong in wrongs:
             yield *completions(**{name: wrong}), name
@@ -78,7 +78,7 @@ def cases():
         yield *chats(structured_outputs=wrong), "structured_outputs"
     for wrong in (None, [], {}, "hi", 5, [5], ["hi"], [None]):
         yield *chats(messages=wrong), "messages"
-    for wrong in ({}, {"role": "king", "content": "a"}, {"role": 5, "content": "a"}, {"role": "tool", "content": "a"},
+    for wrong in ({}, {"role": "king", "content": "a"}, {"role": 5, "content": "a"}, {"role": "function", "content": "a"},
                   {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 5},
                   {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
                   {"role": "user", "content": ["a"]}, {"role": "user", "content": [{"type": "text"}]},
@@ -101,6 +101,12 @@ def cases():
                       b"\x00" * 100,
                       b'{"a": "\\ud800"}'):  # fmt: skip
             yield path, wrong, ("body", "prompt", "messages", "tokens")
+    for levels in range(880, 1000, 7):  # just readable, or just not
+        deep = b"[" * levels + b"]" * levels
+        for name in ("prompt", "messages", "tools", "response_format", "stop", "metadata", "model", "n"):
+            path = CHAT if name in ("messages", "tools", "response_format") else TEXT
+            start = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, '
+            yield path, start + b'"%b": %b}' % (name.encode(), deep), ("body", name)
     for wrong in ({"prompt": 5}, {}, {"prompt": "a", "messages": USER}, {"prompt": ["a"]}):
         yield "/tokenize", wrong, "prompt"
     for wrong in ({"tokens": "a"}, {"tokens": [1.5]}, {"tokens": [-1]}, {"tokens": [10**9]}, {}):

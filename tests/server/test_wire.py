@@ -1,12 +1,14 @@
 """Messages between the processes come out as they went in, however the stream of bytes is cut."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from minirt.errors import ContextLengthError, EngineError, InputError, NumericsError
 from minirt.sampling_params import SamplingParams, resolve
+from minirt.server import wire
 from minirt.server.wire import (
     TO_ENGINE,
     TO_FRONT,
@@ -30,7 +32,7 @@ SAMPLING = resolve(
     ),
     {"do_sample": True, "top_k": 7},
 )  # fmt: skip
-REQUEST = Request(2**40, [1, 2, 151_000], SAMPLING, (2, 7), "salt", -3, 2**40, ((1, 2), (3,)))
+REQUEST = Request(2**40, [1, 2, 151_000], SAMPLING, (2, 7), "salt", -3, None, ((1, 2), (3,)))
 ROW = TokenLogprobs(5, float("-inf"), 2, ((4, -0.25), (5, -1.5)))
 
 
@@ -76,6 +78,23 @@ def test_errors_keep_their_class_and_text(error):
     assert str(found) == str(error)
     (body,) = bodies(frame(Failed(error)))
     assert str(TO_FRONT.decode(body).error) == str(error)
+
+
+def test_samples_share_a_prompt():
+    """A prompt is sent once, whatever number of samples it has."""
+    first = replace(REQUEST, prompt_token_ids=[9] * 10_000, group=REQUEST.id)
+    others = [replace(first, id=i, sampling=replace(SAMPLING, seed=i)) for i in range(5)]
+    alone = replace(REQUEST, id=77, group=None)
+    data = frame(Submit.of([first, *others, alone]))
+    assert len(data) < 20_000
+    (body,) = bodies(data)
+    assert TO_ENGINE.decode(body).whole() == [first, *others, alone]
+
+
+def test_a_message_that_is_too_large(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_FRAME", 1000)
+    with pytest.raises(InputError, match="too large"):
+        frame(Abort(list(range(2000))))
 
 
 def test_frames_may_be_cut_anywhere():

@@ -318,7 +318,7 @@ def test_failing_template(template: str, word: str, tmp_path: Path) -> None:
 
 BAD_CHATS: list[Any] = [
     *([], "hello", None, ONE, ["hello"], [ONE, {"role": "user"}], [{"role": 1, "content": "a"}]),
-    *([ONE | {"content": None}], [ONE | {"content": [{"type": "text", "text": "a"}]}], [ONE | {"name": "b"}]),
+    *([ONE | {"content": None}], [ONE | {"content": [{"type": "image", "url": "a"}]}], [ONE | {"nam": "b"}]),
 ]
 
 

@@ -35,6 +35,18 @@ def large(x, out):
     tl.store(out + tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :], tl.dot(a, a))
 
 
+class Launcher:
+    """Calls `launch` like Triton's launcher calls its C function, which here only records."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, name: str) -> None:
+        self.launch = lambda *arguments: launched.append(name)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments)
+
+
 class Counting(CompileOnly):
     """A fake GPU with little shared memory. It records loads and launches and runs nothing."""
 
@@ -50,7 +62,7 @@ class Counting(CompileOnly):
         return 1, 2, 3, 0, 1024
 
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
-        return lambda *arguments: launched.append(metadata.name)
+        return Launcher(metadata.name)
 
 
 @contextmanager

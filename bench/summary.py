@@ -1,0 +1,28 @@
+"""Statistics of repeated measurements: `summarize` and `percentile`."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def summarize(values: Sequence[float]) -> dict[str, float | list[float] | None]:
+    """Return median, minimum, sample standard deviation (None for a single value), and the values themselves."""
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return {"median": statistics.median(values), "min": min(values), "stddev": spread, "all": list(values)}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile with linear interpolation between neighbours (NumPy's default; Hyndman & Fan, type 7)."""
+    return percentiles(values, [percent])[0]
+
+
+def percentiles(values: Sequence[float], percents: Sequence[float]) -> list[float]:
+    """Return several percentiles of the same values, which are sorted only once; see `percentile`."""
+    ordered = sorted(values)
+    found = []
+    for percent in percents:
+        place = (len(ordered) - 1) * percent / 100
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        found.append(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+    return found

@@ -1,0 +1,299 @@
+"""`prepared`: kernels whose launches skip most of Triton's host work, which takes longer than a small kernel runs.
+
+Triton's own launch (`JITFunction.run`) finds the compiled kernel from the specialization of all arguments, checks global values
+and hooks, and encodes every TMA descriptor anew. A prepared kernel lets Triton do this once for each specialization. Then it
+keeps the C function that Triton calls, with the arguments that do not change. Later launches compute a cheaper key and call it.
+
+The key distinguishes everything that Triton's specialization does: device, types, dtypes, addresses that are multiples of 16,
+integers that are 1 or multiples of 16, constexprs and launch options. Launches that it does not cover take Triton's own path: an
+integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Global values of a kernel are
+constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
+
+No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
+If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
+"""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime import JITFunction, driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minirt.device import interpreting
+
+by_triton: ContextVar[bool] = ContextVar(
+    "by_triton", default=False
+)  # whether this thread's launches take Triton's own path
+_MOST_MAPS = 1024  # encoded TMA descriptors that a compiled kernel keeps
+_state = {"usable": True}
+
+
+class Tile:
+    """A shape of tiles that TMA moves: rows × columns, for Gluon kernels with their layout in shared memory."""
+
+    def __init__(self, make: Callable[..., Any], block: list[int], *layout: Any) -> None:
+        self._make, self._block, self._layout = make, block, layout
+
+    def descriptor(self, tensor: Tensor) -> Any:
+        """Triton's `TensorDescriptor` of a matrix."""
+        return self._make(tensor, self._block, *self._layout)
+
+
+class Tiled(NamedTuple):
+    """A matrix that a kernel gets as a TMA descriptor. The descriptor is encoded at the launch, unless it is known."""
+
+    tensor: Tensor
+    tile: Tile
+
+
+def tiled(tensor: Tensor, rows: int, columns: int) -> Any:
+    """The argument of a kernel, not of Gluon, that gets `tensor` as a TMA descriptor for tiles of rows × columns."""
+    own = Tiled(tensor, _tile(rows, columns))
+    return own.tile.descriptor(tensor) if interpreting() else own
+
+
+@functools.cache
+def _tile(rows: int, columns: int) -> Tile:
+    return Tile(TensorDescriptor.from_tensor, [rows, columns])
+
+
+class _Launch(NamedTuple):
+    """How a compiled kernel is launched.
+
+    Args:
+        launch: Triton's C function. It takes the grid, the stream, `constants`, and the kernel's arguments.
+        constants: what it takes between the stream and the kernel's arguments.
+        nested: whether it takes the kernel's arguments as one tuple.
+        maps: for each known TMA descriptor, the arguments that the kernel gets for it.
+        encode: encodes the descriptors among a call's arguments, and adds them to `maps`.
+    """
+
+    launch: Callable[..., None]
+    constants: tuple[Any, ...]
+    nested: bool
+    maps: dict[Hashable, tuple[Any, ...]]
+    encode: Callable[[tuple[Any, ...]], list[tuple[Any, ...]]]
+
+
+class _Recorded(NamedTuple):
+    """What Triton passed to its C function. `constants`, `nested`: as in `_Launch`. `maps`: the arguments for each descriptor."""
+
+    constants: tuple[Any, ...]
+    nested: bool
+    maps: list[tuple[Any, ...]]
+
+
+class PreparedKernel(JITFunction):
+    """A `JITFunction` whose `kernel[grid](...)` launches what is prepared, and prepares what is not."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        entry = self.__dict__.get("_entry")
+        if entry is None:
+            entry = self._entry = _entry(self)
+        return functools.partial(entry, grid)
+
+    def _by_triton(
+        self,
+        grid: Any,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        launches: dict[Any, _Launch | None],
+        key: Any,
+    ) -> None:
+        """Launch by Triton, and prepare the next launch with this key. key None: it is not covered."""
+        real = tuple(a.tile.descriptor(a.tensor) if type(a) is Tiled else a for a in arguments)
+        compiled = self.run(*real, grid=grid, warmup=False, **options)
+        if key is None or compiled is None or key in launches or by_triton.get() or not _state["usable"]:
+            return
+        try:
+            launches[key] = _prepare(compiled, arguments)
+        except Exception as error:  # private parts of Triton are missing, or are others
+            _state["usable"] = False
+            why = f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})"
+            warnings.warn(f"kernels are launched by Triton, which takes longer: {why}", RuntimeWarning, stacklevel=4)
+
+
+def prepared(kernel: Any) -> Any:
+    """Decorator of a kernel that the host launches, above `triton.jit` or `gluon.jit`. Interpreted kernels stay as they are."""
+    if not isinstance(kernel, JITFunction):
+        return kernel
+    own = _class(type(kernel))  # type: ignore[arg-type]  # mypy takes types for unhashable
+    return own(
+        kernel.fn, do_not_specialize=kernel.do_not_specialize,
+        do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment, noinline=kernel.noinline, debug=kernel.debug,
+    )  # fmt: skip
+
+
+@functools.cache
+def _class(base: type) -> Any:
+    return type(PreparedKernel.__name__, (PreparedKernel, base), {})
+
+
+def _entry(kernel: PreparedKernel) -> Callable[..., None]:
+    """The function behind `kernel[grid]`: it binds the arguments and calls the launch function of their types."""
+    parameters = kernel.signature.parameters.values()
+    names = [p.name for p in parameters]
+    runtime = [name for name, p in zip(names, kernel.params, strict=True) if not p.is_constexpr]
+    by_types: dict[tuple[type, ...], Callable[..., None]] = {}
+
+    def of_types(types: tuple[type, ...]) -> Callable[..., None]:
+        by_types[types] = _launch_function(kernel, dict(zip(runtime, types, strict=True)))
+        return by_types[types]
+
+    defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not p.empty}
+    bound = [name if f"_default_{name}" not in defaults else f"{name}=_default_{name}" for name in names]
+    source = f"""
+def entry(_grid, {", ".join(bound)}, **_options):
+    _types = ({"".join(f"type({name}), " for name in runtime)})
+    (_by_types.get(_types) or _of_types(_types))(_grid, {", ".join(names)}, _options)
+"""
+    return _compiled(source, "entry", {"_by_types": by_types, "_of_types": of_types} | defaults)
+
+
+def _launch_function(kernel: PreparedKernel, types: dict[str, type]) -> Callable[..., None]:
+    """The function that launches a kernel with arguments of these types. `types`: those of the parameters that are no constexprs.
+
+    Its source is generated, as a loop over the arguments would take several times as long.
+    """
+    lines, key, values, pointers, integers, tiles = (
+        list[str](),
+        list[str](),
+        list[str](),
+        list[str](),
+        list[str](),
+        list[str](),
+    )
+    for at, (name, parameter) in enumerate(zip(kernel.signature.parameters, kernel.params, strict=True)):
+        kind = types.get(name)
+        values.append(name)
+        if kind is None:
+            key.append(name)  # like Triton, it takes 1 and True for equal
+        elif kind in (Tensor, torch.nn.Parameter):
+            lines.append(f"{name}_ptr_ = {name}.data_ptr()")
+            pointers.append(f"{name}_ptr_")
+            key.append(f"{name}.dtype")
+            values[-1] = f"{name}_ptr_"
+        elif kind is int:
+            integers.append(name)
+            if not parameter.do_not_specialize:
+                key.append(f"2 if {name} == 1 else {name} & 15 == 0")
+        elif kind is Tiled:
+            lines.append(f"{name}_of_ = {name}.tensor")
+            lines.append(f"{name}_is_ = ({at}, {name}_of_.data_ptr(), {name}_of_.shape, {name}_of_.stride())")
+            tiles.append(name)
+            key += [f"{name}.tile", f"{name}_of_.dtype"]
+            values[-1] = f"*{name}_map_"
+        elif kind not in (type(None), float, bool):  # Triton does not specialize values of these types
+            return lambda grid, *rest: kernel._by_triton(grid, rest[:-1], rest[-1], {}, None)
+    everything = f"({', '.join(kernel.signature.parameters)},)"
+    aligned = ["_aligned = True"]
+    if pointers:
+        each = "".join(f"{name} & 15 == 0, " for name in pointers)
+        aligned = [f"_aligned = ({each}) if ({' | '.join(pointers)}) & 15 else True"]
+    covered = f"({' | '.join(integers)}) >> 31 == 0" if integers else "True"
+    maps = "".join(f"{name}_map_, " for name in tiles)
+    known = "".join(f"_maps[{name}_is_], " for name in tiles)
+    encoded = [f"try: {maps} = {known}", f"except KeyError: {maps} = _encode({everything})"] if tiles else []
+    passed, hooks = ", ".join(values), [f"_runtime.launch_{at}_hook" for at in ("enter", "exit")]
+    hooked = " or ".join(f"((_hook := {hook}) is not None and getattr(_hook, 'calls', True))" for hook in hooks)
+    lines += [
+        *aligned,
+        "_driver = driver.active",
+        "_device = _driver.get_current_device()",
+        f"_key = (_device, _aligned, {''.join(f'{part}, ' for part in key)}*_options.items())",
+        "_ready = _launches.get(_key)",
+        f"if _ready is None or not ({covered}) or _by_triton.get() or _hooks or {hooked}:",
+        f"    return _kernel._by_triton(_grid, {everything}, _options, _launches, _key if {covered} else None)",
+        "_x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1, 1)[:3]",
+        "_launch, _constants, _nested, _maps, _encode = _ready",
+        *encoded,
+        "_stream = _driver.get_current_stream(_device)",
+        f"if _nested: _launch(_x, _y, _z, _stream, *_constants, ({passed},))",
+        f"else: _launch(_x, _y, _z, _stream, *_constants, {passed})",
+    ]
+    body = "".join(f"    {line}\n" for line in lines)
+    source = f"def launch(_grid, {', '.join(kernel.signature.parameters)}, _options):\n{body}"
+    return _compiled(source, "launch", {
+        "_launches": {}, "_kernel": kernel, "_by_triton": by_triton, "_hooks": kernel.pre_run_hooks,
+        "_runtime": knobs.runtime, "driver": driver,
+    })  # fmt: skip
+
+
+def _compiled(source: str, name: str, names: dict[str, Any]) -> Callable[..., None]:
+    exec(source, names)
+    return names[name]
+
+
+def _prepare(compiled: Any, arguments: tuple[Any, ...]) -> _Launch | None:
+    """How to launch a compiled kernel; None: Triton allocates memory for each of its launches."""
+    launcher = compiled.run
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    recorded = _record(compiled, arguments)
+    maps: dict[Hashable, tuple[Any, ...]] = {}
+
+    def encode(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        found = _record(compiled, arguments).maps
+        tiled = [(at, a.tensor) for at, a in enumerate(arguments) if type(a) is Tiled]
+        if len(maps) > _MOST_MAPS:
+            maps.clear()
+        maps.update(zip(((at, t.data_ptr(), t.shape, t.stride()) for at, t in tiled), found, strict=True))
+        return found
+
+    launch = _closure(launcher.launch)["launcher"].cell_contents if recorded.maps else launcher.launch
+    return _Launch(launch, recorded.constants, recorded.nested, maps, encode)
+
+
+def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
+    """What Triton passes to its C function for these arguments. ValueError if it is not the arguments, in order."""
+    places, calls = (
+        [object() for _ in range(4)],
+        list[tuple[Any, ...]](),
+    )  # places: the grid's three sizes and the stream
+    given = [a.tile.descriptor(a.tensor) if type(a) is Tiled else a for a in arguments]
+    descriptors = [type(a) is Tiled for a in arguments]
+    launcher = copy.copy(compiled.run)
+
+    def record(*call: Any) -> None:
+        calls.append(call)
+
+    if any(
+        descriptors
+    ):  # then `launch` is a function that encodes descriptors and calls the C function, its `launcher`
+        encodes, cells = launcher.launch, _closure(launcher.launch) | {"launcher": CellType(record)}
+        launcher.launch = FunctionType(encodes.__code__, encodes.__globals__, closure=tuple(cells.values()))
+    else:
+        launcher.launch = record
+    launcher(*places, compiled.function, compiled.packed_metadata, None, None, None, *given)
+    (call,) = calls
+    nested = isinstance(call[-1], tuple | list) and len(call[-1]) >= len(given)
+    values, maps, at = list(call[-1] if nested else call[4:]), list[tuple[Any, ...]](), 0
+    wanted = len(given) + sum(2 * len(g.shape) for g, own in zip(given, descriptors, strict=True) if own)
+    values = values[len(values) - wanted :]
+    as_expected = len(values) == wanted and all(a is b for a, b in zip(call[:4], places, strict=True))
+    for argument, own in zip(given, descriptors, strict=True):
+        if own:
+            end = at + 1 + 2 * len(argument.shape)
+            maps.append(tuple(values[at:end]))
+            as_expected = as_expected and list(values[at + 1 : end]) == [*argument.shape, *argument.strides]
+            at = end
+        else:
+            as_expected = as_expected and values[at] is argument
+            at += 1
+    if not as_expected:
+        raise ValueError(f"{compiled.name}: its C function takes other arguments")
+    return _Recorded(call[4:-1] if nested else call[4 : len(call) - wanted], nested, maps)
+
+
+def _closure(function: Any) -> dict[str, CellType]:
+    """The variables that a function has from the function around it, in Python's order."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))

@@ -1,0 +1,297 @@
+"""`minirt bench serve`: options and output. minirt.bench.serve sends the requests and measures. Imports no PyTorch."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from minirt.cli.files import check_target
+from minirt.cli.options import RANGE, debug_option, option_group, output_file_option, output_format_option, quiet_option
+from minirt.cli.output import emit, note, one_line
+from minirt.errors import InputError, MinirtError
+
+if TYPE_CHECKING:
+    from minirt.bench.serve.run import Target
+    from minirt.bench.serve.workload import Workload
+
+_LIMITS, _PICTURES = ("ttft", "tpot", "e2el"), (".png", ".svg")
+_VOCAB_SIZE = 32_000  # the smallest of the well-known models
+
+
+class Rates(click.ParamType):
+    """"1,2.5,inf" → (1.0, 2.5, inf): requests per second."""
+
+    name = "RATE,RATE,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            rates = tuple(float(word) for word in value.split(","))
+        except ValueError:
+            rates = ()
+        if not rates or not all(rate > 0 for rate in rates):
+            self.fail(f"{value!r} is no list of positive numbers or inf with ',' between", param, ctx)
+        return rates
+
+
+class Percentiles(click.ParamType):
+    """"50,99.9" → (50.0, 99.9)."""
+
+    name = "P,P,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            percents = tuple(float(word) for word in value.split(","))
+        except ValueError:
+            percents = ()
+        if not percents or not all(0 <= percent <= 100 for percent in percents):
+            self.fail(f"{value!r} is no list of numbers from 0 to 100 with ',' between", param, ctx)
+        return percents
+
+
+_request_options = option_group(
+    click.option("--temperature", type=float, default=0.0, show_default="0, which is greedy", help="Sampling temperature."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable, relative to the most probable token."),
+    click.option(
+        "--ignore-eos/--no-ignore-eos", default=True, show_default=True,
+        help="Ask the server to continue after an end-of-sequence token, so that lengths are as asked.",
+    ),
+    click.option("--extra-body", metavar="JSON", help="Further fields of each request, as a JSON object."),
+    click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Send this header too (repeatable)."),
+    click.option(
+        "--api-key", envvar=["MINIRT_API_KEY", "OPENAI_API_KEY"],
+        help="Key of the server. Also from MINIRT_API_KEY or OPENAI_API_KEY. Results do not contain it.",
+    ),
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("more_limits", nargs=-1, metavar="[LIMIT]…")
+@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server.")
+@click.option(
+    "--endpoint", default="/v1/completions", show_default=True, help="Path to measure: of completions or of chat completions.",
+)  # fmt: skip
+@click.option("--model", "-m", help="Name of the model in requests. Default: the first one that the server lists.")
+@click.option("--num-prompts", "-n", type=click.IntRange(1), default=1000, show_default=True, help="Number of requests.")
+@click.option("--request-rate", type=Rates(), help="Requests per second, as a Poisson process; inf: all at once. [default: inf]")
+@click.option("--sweep", type=Rates(), help="Measure at several rates, one after the other: 1,2,4,inf.")
+@click.option("--max-concurrency", type=click.IntRange(1), help="Maximum number of requests in flight; further ones wait.")
+@click.option("--input-len-range", type=RANGE, default="32:256", show_default=True, help="Tokens of a prompt, drawn uniformly.")
+@click.option("--output-len-range", type=RANGE, default="32:256", show_default=True, help="New tokens of each, drawn uniformly.")
+@click.option(
+    "--prompt-type", type=click.Choice(["ids", "text"]), show_default="ids; text for chat",
+    help="Random token ids, or random words: about one token each. The server counts.",
+)
+@click.option(
+    "--vocab-size", type=click.IntRange(1), show_default=f"what the server says, else {_VOCAB_SIZE:,}",
+    help="Random token ids are below this.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths, prompts and arrival times.")
+@click.option(
+    "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that send the requests.",
+)  # fmt: skip
+@click.option(
+    "--num-warmups", type=click.IntRange(0), default=1, show_default=True,
+    help="Requests before the run, one after the other, which are not counted. The run starts only if they succeed.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
+    help="A request fails if nothing arrives for this many seconds.",
+)
+@click.option(
+    "--goodput", multiple=True, metavar="METRIC:MS",
+    help="Count requests within limits: ttft:200 tpot:50 e2el:3000, with spaces or commas between.",
+)
+@click.option(
+    "--metric-percentiles", type=Percentiles(), default="90,99", show_default=True, help="Percentiles besides the median.",
+)  # fmt: skip
+@click.option("--save-detailed", is_flag=True, help="Add the values of each request to csv, json and jsonl.")
+@click.option("--picture", metavar="FILE", help="Draw latency and throughput by rate: .png or .svg. Needs matplotlib.")
+@_request_options
+@output_format_option("text", "md", "csv", "json", "jsonl")
+@output_file_option
+@quiet_option
+@debug_option
+@click.pass_context
+def serve(ctx: click.Context, more_limits: tuple[str, ...], **options: Any) -> None:
+    """Send requests to an OpenAI-compatible server, such as `minirt serve`, and measure what its clients see.
+
+    Requests arrive as a Poisson process that does not wait for answers. Answers are streamed. Metrics and names are those of
+    `vllm bench serve`. The report also says how busy the clients were: if they have no headroom, use more --processes.
+    LIMIT is one more limit of --goodput.
+    """
+    goodput = _limits((*options["goodput"], *more_limits), bool(options["goodput"]))
+    if options["request_rate"] is not None and options["sweep"] is not None:
+        raise click.UsageError("--request-rate and --sweep exclude each other")
+    if options["request_rate"] is not None and len(options["request_rate"]) > 1:
+        raise click.BadParameter("expected one rate; --sweep takes several", param_hint="--request-rate")
+    rates = options["sweep"] or options["request_rate"] or (math.inf,)
+    if options["max_concurrency"] is not None and options["processes"] > options["max_concurrency"]:
+        expected = f"at most --max-concurrency {options['max_concurrency']}"
+        raise InputError("more processes than requests in flight", where=f"--processes {options['processes']}", expected=expected)
+    check_target(options["output_file"], "--output-file")
+    _check_picture(options["picture"])
+    target, chat = _target(options), options["endpoint"].endswith("chat/completions")
+    workload = _workload(options, chat)
+    progress = (lambda text: None) if options["quiet"] else note
+
+    from minirt.bench.serve import metrics, run
+    from minirt.bench.serve.report import ServeReport, context
+
+    model = {"id": options["model"]} if options["model"] is not None else run.served_model(target)
+    name = model["id"]
+    workload = replace(workload, fields={"model": name} | workload.fields)
+    if not workload.text and options["vocab_size"] is None:
+        workload = replace(workload, vocab_size=run.vocab_size(target) or workload.vocab_size)
+    progress(_what(workload, name, target))
+    run.warm_up(target, workload, options["num_warmups"])
+    rows = []
+    asked = sum(workload.lengths()[1]) if options["ignore_eos"] else None
+    for part, rate in enumerate(rates):
+        if len(rates) > 1:
+            progress(f"{part + 1}/{len(rates)}: {rate:g} requests/s")
+        measured = run.measure(target, replace(workload, part=part), rate, options["max_concurrency"], options["processes"])
+        row = metrics.result(measured, options["metric_percentiles"], goodput, options["save_detailed"])
+        for warning in metrics.warnings(row, asked):
+            click.echo(f"minirt: warning: {one_line(warning)}", err=True)
+        for error, count in row["error_counts"].items():
+            progress(f"{count} × {error}")
+        rows.append(row)
+    shared = context(
+        command=_without_secrets(["minirt", *(ctx.find_root().obj or [])]), base_url=_without_password(target.base_url),
+        backend="openai-chat" if chat else "openai", endpoint_type="openai-chat" if chat else "openai", label=None,
+        model_id=name, tokenizer_id=None, server_version=run.server_version(target), num_prompts=workload.num_prompts,
+        input_len_range=_range(workload.input_range), output_len_range=_range(workload.output_range),
+        prompt_type="text" if workload.text else "ids", seed=workload.seed, sampling=_sampling(options),
+    )  # fmt: skip
+    report = ServeReport(shared, rows)
+    emit(report.render(options["output_format"]), options["output_file"], options["quiet"])
+    if options["picture"] is not None:
+        from minirt.bench.serve.picture import draw
+
+        draw(shared, rows, Path(options["picture"]))
+    failed, total = sum(row["failed"] for row in rows), workload.num_prompts * len(rows)
+    if failed:
+        first = next(error for row in rows for error in row["error_counts"])
+        raise MinirtError(f"{failed:,} of {total:,} requests failed: {first}", where=target.base_url + target.path)
+
+
+def _limits(words: tuple[str, ...], given: bool) -> dict[str, float]:
+    """("ttft:200", "tpot:50,e2el:3000") → {"ttft": 200.0, "tpot": 50.0, "e2el": 3000.0}."""
+    if words and not given:
+        raise click.UsageError(f"got an unexpected argument ({words[0]}); limits follow --goodput")
+    limits: dict[str, float] = {}
+    for word in (part for text in words for part in text.split(",")):
+        name, _, value = word.strip().partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if name not in _LIMITS or not 0 <= limit < math.inf or name in limits:
+            expected = "METRIC:MILLISECONDS, once for a metric, of " + ", ".join(_LIMITS)
+            raise InputError("not a limit", where="--goodput", expected=expected, found=word)
+        limits[name] = limit
+    return limits
+
+
+def _check_picture(name: str | None) -> None:
+    if name is None:
+        return
+    if Path(name).suffix not in _PICTURES:
+        raise click.BadParameter(f"the name must end with {' or '.join(_PICTURES)}", param_hint="--picture")
+    check_target(name, "--picture")
+    from minirt.bench.compare.picture import require_matplotlib
+
+    require_matplotlib()
+
+
+def _target(options: dict[str, Any]) -> "Target":
+    """The server, with /v1 at the end of its URL removed if the endpoint begins with it, as the openai client writes URLs."""
+    from minirt.bench.serve.run import Target
+
+    endpoint = options["endpoint"]
+    if not endpoint.startswith("/") or not endpoint.endswith("/completions"):
+        expected = "a path that ends with /completions or /chat/completions"
+        raise InputError("not a path that can be measured", where="--endpoint", expected=expected, found=endpoint)
+    if not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
+        raise InputError("has a character that a URL does not take", where="--endpoint", found=endpoint)
+    headers = {}
+    for header in options["headers"]:
+        name, equals, value = header.partition("=")
+        if not equals or not name.strip():
+            raise InputError("not a header", where="--header", expected="NAME=VALUE", found=name)
+        headers[name.strip()] = value.strip()
+    if options["api_key"]:
+        headers = {"Authorization": f"Bearer {options['api_key']}"} | headers
+    base_url = options["base_url"].rstrip("/")
+    target = Target(base_url.removesuffix("/v1"), endpoint, headers, options["timeout"])
+    try:
+        target.client()
+    except InputError as error:
+        raise error.at("--header" if "header" in error.what else "--base-url") from error
+    return target
+
+
+def _workload(options: dict[str, Any], chat: bool) -> "Workload":
+    """The workload of the options, without the name of the model."""
+    from minirt.bench.serve.workload import Workload
+
+    text = chat if options["prompt_type"] is None else options["prompt_type"] == "text"
+    if chat and not text:
+        raise InputError("chat completions take no token ids", where="--prompt-type ids", expected="text")
+    fields = _sampling(options) | ({"ignore_eos": True} if options["ignore_eos"] else {})
+    if options["extra_body"] is not None:
+        try:
+            extra = json.loads(options["extra_body"])
+        except (ValueError, RecursionError):
+            extra = None
+        if not isinstance(extra, dict):
+            raise InputError("not a JSON object", where="--extra-body", found=options["extra_body"][:80])
+        fields |= extra
+    return Workload(
+        num_prompts=options["num_prompts"], input_range=options["input_len_range"], output_range=options["output_len_range"],
+        seed=options["seed"], text=text, vocab_size=options["vocab_size"] or _VOCAB_SIZE, chat=chat, fields=fields,
+    )  # fmt: skip
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p") if options[name] is not None}
+
+
+def _what(workload: "Workload", model: str, target: "Target") -> str:
+    kind = "words" if workload.text else f"token ids below {workload.vocab_size:,}"
+    return (
+        f"{model} at {_without_password(target.base_url)}{target.path}: {workload.num_prompts:,} requests of "
+        f"{_range(workload.input_range)} random {kind}, {_range(workload.output_range)} new tokens"
+    )
+
+
+def _range(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}:{ends[1]}"
+
+
+def _without_password(url: str) -> str:
+    host = urlsplit(url).netloc.rpartition("@")[2]
+    return url.replace(urlsplit(url).netloc, host, 1)
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    """The command line without the values of --api-key and --header."""
+    shown, secret = [], False
+    for word in command:
+        option, equals, _ = word.partition("=")
+        if secret:
+            shown.append("…")
+        else:
+            shown.append(f"{option}=…" if equals and option in ("--api-key", "--header") else word)
+        secret = not secret and word in ("--api-key", "--header")
+    return shown

@@ -1,0 +1,128 @@
+"""`JsonChecker`: checks a JSON text one character at a time, so that it can be passed on while it arrives."""
+
+import re
+
+_SPACE = " \t\n\r"
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_NUMBER_BEGUN = re.compile(r"-?((0|[1-9][0-9]*)((\.[0-9]*)?|(\.[0-9]+)?[eE][+-]?[0-9]*))?")
+_LITERALS = ("true", "false", "null")
+_MAX_DEPTH = 200
+_MAX_SCALAR = 500  # characters of a number
+
+_VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _AFTER = range(6)
+
+
+class JsonChecker:
+    """Checks one JSON value. Control characters in strings are accepted: models write line breaks in them.
+
+    Attributes:
+        in_string: inside a string, which is a key if `in_key`.
+        scalar: the characters so far of a number, true, false or null. It ends at the character after it.
+        done: a whole value has been read. A scalar at the top never is.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[str] = []  # the brackets that are open
+        self._state = _VALUE
+        self.in_string, self.in_key, self.scalar = False, False, ""
+        self._escaped, self._hex = False, 0
+
+    @property
+    def depth(self) -> int:
+        """The number of brackets that are open."""
+        return len(self._open)
+
+    @property
+    def done(self) -> bool:
+        return not self._open and self._state == _AFTER
+
+    @property
+    def expects_value(self) -> bool:
+        return not self.in_string and not self.scalar and self._state in (_VALUE, _VALUE_OR_END)
+
+    @property
+    def expects_item(self) -> bool:
+        """Whether a key or a value comes next."""
+        return not self.in_string and not self.scalar and self._state in (_VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END)
+
+    @property
+    def expects_colon(self) -> bool:
+        """Whether a key has just ended."""
+        return not self.in_string and self._state == _COLON
+
+    def push(self, character: str) -> bool:
+        """Add a character. Returns False if it cannot be there; the checker is of no use afterwards."""
+        if self.in_string:
+            return self._in_string(character)
+        if self.scalar:
+            if character not in ",]}" + _SPACE:
+                self.scalar += character
+                return self._scalar_begun()
+            if not (self.scalar in _LITERALS or _NUMBER.fullmatch(self.scalar)):
+                return False
+            self.scalar, self._state = "", _AFTER
+        if character in _SPACE:
+            return True
+        return self._structure(character)
+
+    def _structure(self, character: str) -> bool:
+        state, inside = self._state, self._open[-1] if self._open else ""
+        if state in (_VALUE, _VALUE_OR_END):
+            if character in "{[":
+                self._open.append(character)
+                self._state = _KEY_OR_END if character == "{" else _VALUE_OR_END
+                return len(self._open) <= _MAX_DEPTH
+            if character == '"':
+                self.in_string, self.in_key = True, False
+                return True
+            if character == "]" and state == _VALUE_OR_END:
+                return self._closed()
+            self.scalar = character
+            return self._scalar_begun()
+        if state in (_KEY, _KEY_OR_END):
+            if character == '"':
+                self.in_string = self.in_key = True
+                return True
+            return character == "}" and state == _KEY_OR_END and self._closed()
+        if state == _COLON:
+            self._state = _VALUE
+            return character == ":"
+        if character == "," and inside:
+            self._state = _KEY if inside == "{" else _VALUE
+            return True
+        return bool(inside) and inside + character in ("{}", "[]") and self._closed()
+
+    def _closed(self) -> bool:
+        self._open.pop()
+        self._state = _AFTER
+        return True
+
+    def _in_string(self, character: str) -> bool:
+        if self._hex:
+            self._hex -= 1
+            return character in "0123456789abcdefABCDEF"
+        if self._escaped:
+            self._escaped = False
+            self._hex = 4 if character == "u" else 0
+            return character in '"\\/bfnrtu'
+        if character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self.in_string = False
+            self._state = _COLON if self.in_key else _AFTER
+        return True
+
+    def _scalar_begun(self) -> bool:
+        begun = self.scalar
+        known = any(literal.startswith(begun) for literal in _LITERALS)
+        return known or (len(begun) <= _MAX_SCALAR and _NUMBER_BEGUN.fullmatch(begun) is not None)
+
+
+def escaped(text: str) -> str | None:
+    """A JSON object, list or string with the control characters in its strings escaped; None if `text` is none of these."""
+    checker, shown = JsonChecker(), []
+    for character in text.strip():
+        if checker.done or not checker.push(character):
+            return None
+        shown.append(f"\\u{ord(character):04x}" if character < " " and checker.in_string else character)
+    return "".join(shown) if checker.done else None

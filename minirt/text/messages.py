@@ -1,0 +1,100 @@
+"""The messages of a conversation: what is accepted, and the form in which chat templates get them."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from minirt.errors import InputError, shortened
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# What else a message may have: texts; and fields that answers of other servers have, and that say nothing to a template.
+_TEXTS = ("name", "tool_call_id", *_REASONING)
+_SILENT = ("refusal", "audio", "annotations", "function_call")
+
+
+def checked_messages(messages: object) -> list[dict[str, Any]]:
+    """A conversation as chat templates read it, from messages in OpenAI's form.
+
+    The content of a message is a text. A list of parts of type "text" is joined with newlines. The arguments of tool calls, which
+    are JSON texts, become objects. Reasoning is in `reasoning_content`, whatever its name was. Null values are left out.
+
+    Raises:
+        InputError: names the message and the field that is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise InputError("not a non-empty list of messages", found=shortened(repr(messages), 80))
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InputError("not a message", where=where, expected='{"role": …, "content": …}', found=shortened(repr(message), 80))
+    given = {key: value for key, value in message.items() if value is not None}
+    known = ("role", "content", "tool_calls", *_TEXTS, *_SILENT)
+    for key, value in given.items():
+        if key not in known:
+            raise InputError("unknown field", where=f"{where}.{shortened(key, 40)}", expected=", ".join(known[:6]))
+        if key in _SILENT and value not in ([], ""):
+            raise InputError("not supported", where=f"{where}.{key}")
+        if key in _TEXTS or key == "role":
+            _text(value, f"{where}.{key}")
+    if "role" not in given:
+        raise InputError("has no role", where=where, found=shortened(repr(message), 80))
+    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, "tool_calls" in given)}
+    own |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
+    if reasoning := [given[key] for key in _REASONING if key in given]:
+        own["reasoning_content"] = reasoning[0]
+    if "tool_calls" in given:
+        own["tool_calls"] = _each(given["tool_calls"], f"{where}.tool_calls", _tool_call)
+    return own
+
+
+def _content(content: object, where: str, may_be_missing: bool) -> str:
+    if content is None and may_be_missing:
+        return ""
+    if not isinstance(content, list):
+        return _text(content, f"{where}.content", "a text, or a list of parts of type text")
+    return "\n".join(_each(content, f"{where}.content", _part))
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, dict):
+        raise InputError("not a part of a message", where=where, found=type(part).__name__)
+    if part.get("type") != "text":
+        found, hint = shortened(part.get("type"), 40), "minirt's models read text only"
+        raise InputError("a part of another type", where=f"{where}.type", expected="text", found=found, hint=hint)
+    return _text(part.get("text"), f"{where}.text")
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        expected, found = '{"id", "type": "function", "function": {"name", "arguments"}}', shortened(repr(call), 80)
+        raise InputError("not a tool call", where=where, expected=expected, found=found)
+    if call.get("type", "function") != "function":
+        found = shortened(call["type"], 40)
+        raise InputError("a tool call of another type", where=f"{where}.type", expected="function", found=found)
+    name, arguments = _text(function.get("name"), f"{where}.function.name"), function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            found = shortened(repr(arguments), 80)
+            raise InputError("not JSON", where=f"{where}.function.arguments", found=found) from error
+    if not isinstance(arguments, dict):
+        found = shortened(repr(arguments), 80)
+        raise InputError("not a JSON object", where=f"{where}.function.arguments", found=found)
+    own = {"id": _text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
+    return own | {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _each(values: object, where: str, read: Callable[[object, str], Any]) -> list[Any]:
+    if not isinstance(values, list):
+        raise InputError("not a list", where=where, found=type(values).__name__)
+    return [read(value, f"{where}[{i}]") for i, value in enumerate(values)]
+
+
+def _text(value: object, where: str, expected: str = "a text") -> str:
+    if not isinstance(value, str):
+        raise InputError("not a text", where=where, expected=expected, found=type(value).__name__)
+    return value

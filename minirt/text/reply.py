@@ -1,0 +1,166 @@
+"""Content, reasoning and tool calls of a model's text, as events; and `ReplyParser`, which finds them in streamed text.
+
+Parsers take the text in any pieces. How it is cut never changes what the events add up to: the joined content, the joined
+reasoning, and for each tool call its name and its joined arguments.
+"""
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class ContentDelta:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """More text of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallStart:
+    """A tool call begins. Calls are numbered from 0; `id` is unique."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ArgumentsDelta:
+    """More text of the arguments of tool call `index`. Joined, they are a JSON object, unless the text ends within it."""
+
+    index: int
+    text: str
+
+
+Event = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
+
+
+class Parser(Protocol):
+    """Turns streamed text into events."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Add text; return the events that are certain now."""
+
+    def finish(self) -> list[Event]:
+        """The text has ended: return the events that were held back. Call once, after the last `feed`."""
+
+
+class ReplyParser:
+    """Splits off the reasoning, and finds tool calls in what follows. Either parser may be None."""
+
+    def __init__(self, reasoning: Parser | None = None, tool_calls: Parser | None = None) -> None:
+        self._reasoning, self._tool_calls = reasoning, tool_calls
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = [ContentDelta(text)] if text else []
+        if self._reasoning is not None:
+            events = self._reasoning.feed(text)
+        return self._calls(events)
+
+    def finish(self) -> list[Event]:
+        events = self._calls(self._reasoning.finish()) if self._reasoning is not None else []
+        return events + (self._tool_calls.finish() if self._tool_calls is not None else [])
+
+    def _calls(self, events: list[Event]) -> list[Event]:
+        if self._tool_calls is None:
+            return events
+        found: list[Event] = []
+        for event in events:
+            found += self._tool_calls.feed(event.text) if isinstance(event, ContentDelta) else [event]
+        return found
+
+
+def new_call_id() -> str:
+    """A unique id for a tool call, in the form that OpenAI's clients know."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete tool call. `arguments` is the text of a JSON object; it is cut off if the model's text was."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The events of a whole text, added up."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+
+
+def collect(events: Iterable[Event]) -> Reply:
+    """Add up the events of a whole text."""
+    content, reasoning = [], []
+    starts: list[ToolCallStart] = []
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        if isinstance(event, ContentDelta):
+            content.append(event.text)
+        elif isinstance(event, ReasoningDelta):
+            reasoning.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            starts.append(event)
+        else:
+            arguments.setdefault(event.index, []).append(event.text)
+    calls = tuple(ToolCall(start.id, start.name, "".join(arguments.get(start.index, []))) for start in starts)
+    return Reply("".join(content), "".join(reasoning), calls)
+
+
+def parse(parser: Parser, text: str) -> Reply:
+    """Parse a whole text."""
+    return collect([*parser.feed(text), *parser.finish()])
+
+
+class Calls:
+    """Numbers tool calls, and makes their events."""
+
+    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
+        self.count, self._new_id = 0, new_id
+
+    def start(self, name: str) -> ToolCallStart:
+        self.count += 1
+        return ToolCallStart(self.count - 1, self._new_id(), name)
+
+    def arguments(self, text: str) -> ArgumentsDelta:
+        """More arguments of the call that was started last."""
+        return ArgumentsDelta(self.count - 1, text)
+
+
+def content(text: str) -> list[Event]:
+    """An event for `text`, or none if it is empty."""
+    return [ContentDelta(text)] if text else []
+
+
+def held_length(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of `text` could be the beginning of a marker."""
+    longest = max(map(len, markers), default=0) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0
+
+
+def first_marker(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
+    """The place and the name of the first marker in `text`; (-1, "") if there is none. Of two at one place, the longer one."""
+    found = [(place, -len(marker), marker) for marker in markers if (place := text.find(marker, start)) >= 0]
+    return (min(found)[0], min(found)[2]) if found else (-1, "")
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, with non-ASCII characters as they are."""
+    return json.dumps(value, ensure_ascii=False)

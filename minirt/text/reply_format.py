@@ -1,0 +1,93 @@
+"""`ReplyFormat`: how a model's answers are read, chosen once for a model; it makes the parser of each answer."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minirt.errors import InputError, UnsupportedError
+from minirt.text.reasoning import CLOSE, OPEN, ReasoningParser, opens_reasoning
+from minirt.text.reply import Parser, ReplyParser
+from minirt.text.response_template import ResponseTemplate, ResponseTemplateParser
+from minirt.text.tool_calls import FORMATS, MARKERS, CallListParser, NamedCallParser, detect_format, tool_call_parser
+from minirt.text.tools import Tool, chosen
+
+AUTO, NONE, TEMPLATE = "auto", "none", "response_template"
+
+
+@dataclass(frozen=True)
+class ReplyFormat:
+    """How answers are read.
+
+    Attributes:
+        tool_calls: a format of `tool_calls.FORMATS`; None: calls are not recognised.
+        reasoning: whether answers may begin with `<think>…</think>`.
+        response_template: the tokenizer's own declaration, which takes precedence over both, unless a `tool_choice` forces calls.
+        notes: why something was not chosen, for a log.
+    """
+
+    tool_calls: str | None = None
+    reasoning: bool = False
+    response_template: ResponseTemplate | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def choose(cls, chat_template: str | None, response_template: Any = None, name: str = AUTO) -> "ReplyFormat":
+        """Choose by a model's files, or by name.
+
+        Args:
+            chat_template: its source for conversations with tools (`Tokenizer.tool_template`).
+            response_template: what tokenizer_config.json has under this key (`Tokenizer.response_template`).
+            name: "auto" (the response template if there is one, else by the chat template), "response_template", "none", or a
+                format of tool calls.
+        Raises:
+            InputError: there is no such name.
+            UnsupportedError: the response template is asked for by name, and is missing or not understood.
+        """
+        names = (AUTO, NONE, TEMPLATE, *FORMATS)
+        if name not in names:
+            raise InputError("no such format of tool calls", expected=", ".join(names), found=name)
+        reasoning = chat_template is not None and OPEN in chat_template and CLOSE in chat_template
+        notes: tuple[str, ...] = ()
+        if name == TEMPLATE or (name == AUTO and response_template is not None):
+            try:
+                return cls(None, reasoning, ResponseTemplate.read(response_template))
+            except UnsupportedError as error:
+                if name == TEMPLATE:
+                    raise
+                notes = (f"the response template is not used: {error}",)
+        return cls(detect_format(chat_template) if name == AUTO else None if name == NONE else name, reasoning, None, notes)
+
+    def needs_special_tokens(self, special: Collection[str]) -> bool:
+        """Whether the text must have its special tokens, because some of them are markers.
+
+        Args:
+            special: the texts of the tokenizer's special tokens (`Tokenizer.special_tokens`).
+        """
+        markers = (MARKERS[self.tool_calls] if self.tool_calls is not None else ()) + ((OPEN, CLOSE) if self.reasoning else ())
+        return self.response_template is not None or any(marker in special for marker in markers)
+
+    def parser(self, prompt: str, tools: Sequence[Tool] = (), tool_choice: object = None, continued: str = "") -> Parser:
+        """The parser of one answer.
+
+        Args:
+            prompt: the rendered prompt, which may have opened a reasoning block.
+            continued: the final message, if the model continues it.
+            tool_choice: "none", "auto", "required", or {"type": "function", "function": {"name": …}}; None: "auto" if there are
+                tools. With the last two, the answer (after its reasoning) must follow `tools.call_schema` or the parameters of
+                `tools.chosen`.
+        Raises:
+            InputError: `tool_choice` is none of these, or names a function that is not among `tools`.
+        """
+        choice = ("auto" if tools else "none") if tool_choice is None else tool_choice
+        if choice not in ("none", "auto") and not tools:
+            raise InputError("needs tools", where="tool_choice", found=str(choice)[:80])
+        if self.response_template is not None and choice in ("none", "auto"):
+            return ResponseTemplateParser(self.response_template, prompt, tools, calls=choice == "auto" and bool(tools))
+        calls: Parser | None = None
+        if choice == "required":
+            calls = CallListParser(tools)
+        elif choice == "auto":
+            calls = tool_call_parser(self.tool_calls, tools) if tools and self.tool_calls is not None else None
+        elif choice != "none":
+            calls = NamedCallParser(chosen(tools, choice).name)
+        return ReplyParser(ReasoningParser(opens_reasoning(prompt, continued)) if self.reasoning else None, calls)

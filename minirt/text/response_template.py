@@ -1,0 +1,403 @@
+"""`ResponseTemplate`: how a tokenizer says that its model's answers are to be read, and a streaming parser that does so.
+
+A `response_template` in tokenizer_config.json (transformers 5) declares regions: where each begins and ends, how its text is
+read, and into what it is formed. Known fields are `content`, `reasoning_content` (or `thinking`, `reasoning`) and `tool_calls`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minirt.errors import UnsupportedError, shortened
+from minirt.text.anchors import Anchor, Found
+from minirt.text.json_checker import escaped
+from minirt.text.reply import Calls, ContentDelta, Event, ReasoningDelta, content, json_text
+from minirt.text.tools import Tool, typed
+
+_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
+_FIELD_KEYS = {"open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional",
+               "transform", "transform_each"}  # fmt: skip
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+class _BadRegion(Exception):
+    """The text of a region is not what its template says."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    kind: str  # content, reasoning or tool_calls
+    open: Anchor | None
+    close: Anchor | None
+    read: Callable[[str], Any]
+    strip: bool
+    join: str
+    transform: Any
+    transform_each: bool
+
+
+@dataclass(frozen=True)
+class ResponseTemplate:
+    """A checked template. `implicit` is the field of text that no anchor has opened; None: such text is dropped."""
+
+    start: Anchor
+    fields: tuple[_Field, ...]
+    implicit: _Field | None
+
+    @classmethod
+    def read(cls, spec: object, where: object = "response_template") -> "ResponseTemplate":
+        """Check a template, a JSON value.
+
+        Raises:
+            UnsupportedError: it is no template, or needs something that minirt does not do; names the place.
+        """
+        values = _object(spec, str(where), _KEYS)
+        if values.get("version", 1) != 1:
+            found = shortened(values["version"], 40)
+            raise UnsupportedError("unknown version", where=f"{where}.version", expected=1, found=found)
+        start = _anchor(values, str(where), "start_anchor", "start_anchor_pattern")
+        named = _object(values.get("fields"), f"{where}.fields", None)
+        fields = {name: _read_field(name, value, f"{where}.fields.{shortened(name, 40)}") for name, value in named.items()}
+        implicit = [name for name, found in fields.items() if found.open is None]
+        if start is None or not fields or len(implicit) > 1:
+            expected, found = "a start anchor, and at most one field that nothing opens", f"fields {', '.join(fields)}"
+            raise UnsupportedError("not a response template", where=where, expected=expected, found=found)
+        return cls(start, tuple(fields.values()), fields[implicit[0]] if implicit else None)
+
+    def prefill(self, prompt: str) -> str:
+        """The part of a prompt that belongs to the answer: what follows the last start anchor."""
+        end = max((found.end for found in self.start.find_all(prompt)), default=len(prompt))
+        return prompt[end:]
+
+
+def _object(value: object, where: str, keys: set[str] | None) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UnsupportedError("not an object", where=where, found=type(value).__name__)
+    for key in value if keys is not None else ():
+        if key not in keys:  # type: ignore[operator]
+            raise UnsupportedError("unknown key", where=f"{where}.{shortened(key, 40)}")
+    return value
+
+
+def _anchor(values: Mapping[str, Any], where: str, literal: str, pattern: str) -> Anchor | None:
+    """The anchor under one of two keys; None if there is neither."""
+    if literal in values and pattern in values:
+        raise UnsupportedError(f"has both {literal} and {pattern}", where=where)
+    if pattern in values:
+        if not isinstance(values[pattern], str):
+            raise UnsupportedError("not a text", where=f"{where}.{pattern}", found=type(values[pattern]).__name__)
+        try:
+            return Anchor(pattern=values[pattern])
+        except UnsupportedError as error:
+            raise error.at(f"{where}.{pattern}") from error
+    if literal not in values:
+        return None
+    literals = values[literal] if isinstance(values[literal], list) else [values[literal]]
+    if not literals or not all(isinstance(text, str) and text for text in literals):
+        found = shortened(repr(values[literal]), 80)
+        raise UnsupportedError("not a text", where=f"{where}.{literal}", expected="a text or a list of them", found=found)
+    return Anchor(literals)
+
+
+def _read_field(name: str, value: object, where: str) -> _Field:
+    kind = "reasoning" if name in _REASONING else name
+    if kind not in ("content", "reasoning", "tool_calls"):
+        expected = "content, reasoning_content or tool_calls"
+        raise UnsupportedError("a field that minirt cannot pass on", where=where, expected=expected)
+    values = _object(value, where, _FIELD_KEYS)
+    opening, closing = _anchor(values, where, "open", "open_pattern"), _anchor(values, where, "close", "close_pattern")
+    read, arguments = values.get("content", "text"), _object(values.get("content_args", {}), f"{where}.content_args", None)
+    if kind != "tool_calls" and (read != "text" or "transform" in values):
+        raise UnsupportedError("is not plain text", where=where, expected="text without a transform", found=shortened(read, 40))
+    join = values.get("join")
+    if not isinstance(join, str | None):
+        raise UnsupportedError("not a text", where=f"{where}.join", found=type(join).__name__)
+    _check_transform(values.get("transform"), f"{where}.transform")
+    return _Field(
+        kind, opening, closing, _reader(read, arguments, where), arguments.get("strip", True) is not False, join or "",
+        values.get("transform"), values.get("transform_each", False) is True,
+    )  # fmt: skip
+
+
+def _check_transform(value: Any, where: str) -> None:
+    for own in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_transform(own, where)
+    if isinstance(value, str) and _PLACEHOLDER.search(value) and not _PLACEHOLDER.fullmatch(value):
+        raise UnsupportedError("mixes a placeholder with text", where=where, found=shortened(value, 80))
+
+
+# --- reading the text of a region ---
+
+
+def _reader(name: object, arguments: Mapping[str, Any], where: str, depth: int = 0) -> Callable[[str], Any]:
+    """The function that reads a text as `name` says."""
+    inner, own = arguments.get("value_parser"), f"{where}.content_args"
+    value: Callable[[str], Any] = lambda text: text  # noqa: E731
+    if inner is not None:
+        inner = _object(inner, f"{own}.value_parser", {"name", "args"})
+        if depth > 8:
+            raise UnsupportedError("nested too deeply", where=f"{own}.value_parser")
+        args = _object(inner.get("args", {}), f"{own}.value_parser.args", None)
+        value = _reader(inner.get("name", "text"), args, own, depth + 1)
+    strip = (lambda text: text.strip()) if arguments.get("strip", True) is not False else (lambda text: text)
+    if name == "text":
+        return strip
+    if name in ("int", "float"):
+        return lambda text: _number(text.strip(), "integer" if name == "int" else "number")
+    if name == "bool":
+        return lambda text: text.strip().lower() in ("true", "1")
+    if name == "json":
+        return _json_reader(arguments, own)
+    if name == "kv-lines":
+        line, pair = arguments.get("line_sep", "\n"), arguments.get("kv_sep", ":")
+        if not (isinstance(line, str) and line and isinstance(pair, str) and pair):
+            raise UnsupportedError("not a separator", where=own, found=shortened(repr((line, pair)), 80))
+        return lambda text: _lines(text, line, pair, strip, value)
+    if name == "xml-inline":
+        tag, merge = _anchor(arguments, own, "", "tag_pattern"), arguments.get("merge_duplicates", False) is True
+        if tag is None or "key" not in tag.names:
+            raise UnsupportedError("has no group named key", where=f"{own}.tag_pattern")
+        return lambda text: _tags(text, tag, value, merge)
+    raise UnsupportedError("unknown content", where=f"{where}.content", found=shortened(name, 40))
+
+
+def _number(text: str, kind: str) -> int | float:
+    number = typed(text, {"type": kind})
+    if isinstance(number, str):
+        raise _BadRegion
+    return number
+
+
+def _lines(text: str, line: str, pair: str, strip: Callable[[str], str], value: Callable[[str], Any]) -> dict[str, Any]:
+    found = {}
+    for one in map(strip, text.split(line)):
+        key, separator, rest = one.partition(pair)
+        if separator:
+            found[strip(key)] = value(strip(rest))
+    return found
+
+
+def _tags(text: str, tag: Anchor, value: Callable[[str], Any], merge: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for match in tag.find_all(text):
+        key, own = match.groups.get("key", ""), value(match.groups.get("value", ""))
+        if key in found and merge:
+            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), own]
+        else:
+            found[key] = own
+    return found
+
+
+def _json_reader(arguments: Mapping[str, Any], where: str) -> Callable[[str], Any]:
+    """Reads JSON, with strings between other marks, and keys without quotes, if `arguments` say so."""
+    delimiters = arguments.get("string_delims", [])
+    good = isinstance(delimiters, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in delimiters)
+    if not good or not all(isinstance(mark, str) and mark for pair in delimiters for mark in pair):
+        raise UnsupportedError("not pairs of marks", where=f"{where}.string_delims", found=shortened(repr(delimiters), 80))
+    unquoted, lax = arguments.get("unquoted_keys", False) is True, arguments.get("allow_non_json", False) is True
+
+    def read(text: str) -> Any:
+        try:
+            return json.loads(escaped(_standard(text, delimiters, unquoted)) or text)
+        except (ValueError, RecursionError):
+            if lax:
+                return text.strip()
+            raise _BadRegion from None
+
+    return read
+
+
+def _standard(text: str, delimiters: Sequence[Sequence[str]], unquoted: bool) -> str:
+    """JSON of a dialect as standard JSON: other marks around strings become quotes, bare keys get them."""
+    pieces, place, before = [], 0, ""  # `before`: the last character that is not white space
+    while place < len(text):
+        opening = next((pair for pair in delimiters if text.startswith(pair[0], place)), None)
+        end = -1 if opening is None else text.find(opening[1], place + len(opening[0]))
+        if opening is not None and end >= 0:
+            piece, place = json_text(text[place + len(opening[0]) : end]), end + len(opening[1])
+        elif (string := re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL).match(text, place)) is not None:
+            piece, place = string[0], string.end()
+        elif unquoted and before in ("{", ",") and (key := re.compile(r"(\w+)(?=\s*:)").match(text, place)) is not None:
+            piece, place = json_text(key[0]), key.end()
+        else:
+            piece, place = text[place], place + 1
+        pieces.append(piece)
+        before = piece.strip()[-1:] or before
+    return "".join(pieces)
+
+
+def _formed(transform: Any, scope: Mapping[str, Any]) -> Any:
+    """A transform with its placeholders filled from `scope`."""
+    if isinstance(transform, dict):
+        return {key: _formed(value, scope) for key, value in transform.items()}
+    if isinstance(transform, list):
+        return [_formed(value, scope) for value in transform]
+    match = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
+    if match is None:
+        return transform
+    value: Any = scope
+    for key in match[1].split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise _BadRegion
+        value = value[key]
+    return value
+
+
+# --- the parser ---
+
+
+@dataclass
+class _Region:
+    """The region that is open. `raw` is all of its text, with its opening."""
+
+    own: _Field | None
+    groups: dict[str, str] = field(default_factory=dict)
+    raw: str = ""
+    body: str = ""
+    space: str = ""  # white space at the end of what has come, not sent yet
+    sent: bool = False
+
+
+class ResponseTemplateParser:
+    """Parses streamed text by a response template. The text must have its special tokens.
+
+    Tool calls are sent when their region ends. A region whose text is not what the template says is content, with its anchors.
+
+    Args:
+        prompt: the rendered prompt: what it has of the answer already, such as an opened block, counts.
+        tools: arguments that are texts get the types of their JSON schemas.
+        calls: whether there may be tool calls; else they are content.
+    """
+
+    def __init__(
+        self, template: ResponseTemplate, prompt: str, tools: Sequence[Tool] = (), *, calls: bool = True,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:  # fmt: skip
+        self._template, self._may_call = template, calls
+        self._tools = {tool.name: tool for tool in tools}
+        self._calls = Calls(new_id) if new_id is not None else Calls()
+        self._count: dict[str, int] = {}  # regions so far, by kind
+        self._text = ""  # not used yet
+        self._region = _Region(template.implicit)
+        self._advance(template.prefill(prompt), final=False)
+
+    def feed(self, text: str) -> list[Event]:
+        """See `Parser.feed`."""
+        return self._advance(text, final=False)
+
+    def finish(self) -> list[Event]:
+        """See `Parser.finish`."""
+        return self._advance("", final=True) + self._close("")
+
+    def _advance(self, text: str, final: bool) -> list[Event]:
+        self._text += text
+        events: list[Event] = []
+        while True:
+            found, opened, kept = self._next(final)
+            if found is None:
+                events += self._add(self._text[:kept])
+                self._text = self._text[kept:]
+                return events
+            events += self._add(self._text[: found.start])
+            marker, self._text = self._text[found.start : found.end], self._text[found.end :]
+            events += self._close("" if opened is not None else marker)
+            if opened is not None:
+                self._region = _Region(opened, found.groups, marker)
+
+    def _next(self, final: bool) -> tuple[Found | None, _Field | None, int]:
+        """The next anchor, the field that it opens (None: it closes one), and how much of the text can be used without it."""
+        inside = self._region.own
+        watched: list[tuple[Anchor, _Field | None]] = []
+        if inside is self._template.implicit:
+            watched = [(own.open, own) for own in self._template.fields if own.open is not None]
+        if inside is not None and inside.close is not None:
+            watched.append((inside.close, None))
+        kept, best = len(self._text), None
+        for i, (anchor, opened) in enumerate(watched):
+            found, own = anchor.search(self._text, 0, final)
+            kept = min(kept, own)
+            if found is not None and (best is None or (found.start, -found.end, i) < best[0]):
+                best = (found.start, -found.end, i), found, opened
+        if best is None or best[1].start >= kept:
+            return None, None, kept
+        return best[1], best[2], kept
+
+    def _add(self, text: str) -> list[Event]:
+        """More text of the region that is open."""
+        region = self._region
+        own = region.own
+        if own is None or not text:
+            return []
+        region.raw += text
+        if own.kind == "tool_calls":
+            region.body += text
+            return []
+        if own.strip:
+            text = region.space + text if region.sent else text.lstrip()
+            stripped = text.rstrip()
+            text, region.space = stripped, text[len(stripped) :]
+        if not text:
+            return []
+        if not region.sent:
+            region.sent = True
+            self._count[own.kind] = self._count.get(own.kind, 0) + 1
+            text = (own.join if self._count[own.kind] > 1 else "") + text
+        return [ContentDelta(text) if own.kind == "content" else ReasoningDelta(text)]
+
+    def _close(self, marker: str) -> list[Event]:
+        """Close the region that is open; text after it is implicit."""
+        region, self._region = self._region, _Region(self._template.implicit)
+        if region.own is None or region.own.kind != "tool_calls" or not region.raw:
+            return []
+        region.raw += marker
+        if not self._may_call:
+            return content(region.raw)
+        try:
+            calls = [self._call(value) for value in _values(region)]
+        except _BadRegion:
+            return content(region.raw)
+        return [event for name, arguments in calls for event in (self._calls.start(name), self._calls.arguments(arguments))]
+
+    def _call(self, value: Any) -> tuple[str, str]:
+        """Name and arguments of a formed tool call."""
+        function = value.get("function", value) if isinstance(value, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        arguments = function.get("arguments", function.get("parameters")) if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            text = escaped(arguments)
+            if text is None or not text.startswith("{"):
+                raise _BadRegion
+        else:
+            arguments = {} if arguments is None else arguments
+            if not isinstance(arguments, dict):
+                raise _BadRegion
+            tool = self._tools.get(name) if isinstance(name, str) else None
+            if tool is not None:
+                arguments = {key: _typed(own, tool.parameter(key)) for key, own in arguments.items()}
+            text = json_text(arguments)
+        if not isinstance(name, str) or not name:
+            raise _BadRegion
+        return name, text
+
+
+def _typed(value: Any, schema: Any) -> Any:
+    return typed(value, schema) if isinstance(value, str) else value
+
+
+def _values(region: _Region) -> list[Any]:
+    """The tool calls in a region, formed by its transform."""
+    own = region.own
+    if own is None:
+        return []
+    value = own.read(region.body)
+    if own.transform is None:
+        return value if isinstance(value, list) else [value]
+    if own.transform_each:
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise _BadRegion
+        return [_formed(own.transform, region.groups | item) for item in value]
+    formed = _formed(own.transform, region.groups | {"content": value})
+    return formed if isinstance(formed, list) else [formed]

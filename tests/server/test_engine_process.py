@@ -1,0 +1,69 @@
+"""The engine's process, with a fake connection and engine: what it submits, and what it refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from minirt.engine.request import Request
+from minirt.errors import EngineError, InputError
+from minirt.sampling_params import SamplingParams, resolve
+from minirt.server.engine_process import _Server
+from minirt.server.wire import Abort, Submit
+
+
+class Fake:
+    """A connection, and a generator with its engine's thread and client."""
+
+    def __init__(self, error=None):
+        self.sent, self.submitted, self.aborted, self.checked = [], [], [], []
+        self.error = error
+        self._engine = self
+
+    def connect(self, deliver):
+        return SimpleNamespace(submit=self.submitted.extend, abort=self.aborted.extend)
+
+    def send(self, message):
+        self.sent += message.outputs
+
+    def check(self, request, **options):
+        self.checked.append(request.prompt_token_ids)
+        if self.error is not None:
+            raise self.error
+
+
+def requests(*ids, group=None):
+    sampling = resolve(SamplingParams(), None)
+    return [Request(i, [1, 2], sampling, group=group) for i in ids]
+
+
+def test_requests_are_checked_and_submitted():
+    """Samples get the prompt of the first one back."""
+    fake = Fake()
+    server = _Server(fake, fake)
+    server.handle(Submit.of(requests(3, 5, group=3)))
+    server.handle(Abort([5, 9]))
+    assert fake.submitted == requests(3, 5, group=3)
+    assert fake.checked == [[1, 2], [1, 2]]
+    assert fake.sent == []
+    assert fake.aborted == [5, 9]
+
+
+@pytest.mark.parametrize("error", [InputError("bad", where="top_k"), ValueError("a fault")])
+def test_a_refused_call_ends_with_an_error(error):
+    fake = Fake(error)
+    _Server(fake, fake).handle(Submit(requests(3, 5)))
+    assert fake.submitted == []
+    assert [(output.request_id, output.finish_reason) for output in fake.sent] == [(3, "error"), (5, "error")]
+    assert str(error) in str(fake.sent[0].error)
+
+
+def test_an_engine_that_has_ended():
+    fake = Fake()
+    server = _Server(fake, fake)
+
+    def submit(_):
+        raise EngineError("the generator is closed")
+
+    server._client.submit = submit
+    server.handle(Submit(requests(3)))
+    assert isinstance(fake.sent[0].error, EngineError)

@@ -1,0 +1,213 @@
+"""Conversations with tools, continued messages and template variables, against transformers; and what is refused by name.
+
+Catches arguments that reach a template as text, a final message that is closed, and fields that vanish without a word.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import add_tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from minirt.errors import InputError, TokenizerError
+from minirt.text.chat_template import ChatTemplate
+from minirt.text.messages import checked_messages
+from minirt.text.tokenizer import Tokenizer
+
+# In the style of Qwen's: tools in the system message, JSON calls, earlier reasoning left out, a block that can be opened.
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{%- if message.role == 'tool' %}
+<tool_response>{{ message.content }}</tool_response>
+{%- elif message.role == 'assistant' %}
+{%- set reasoning = message.reasoning_content if loop.last else none %}
+{{ '<think>' ~ reasoning ~ '</think>\n' if reasoning }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{%- for key, value in call.function.arguments | items %} {{ key }}={{ value }}{% endfor %}</tool_call>
+{%- endfor %}
+{%- else %}
+{{ message.content }}
+{%- endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{{ '<think>\n' if enable_thinking is defined and enable_thinking else '' }}
+{%- endif %}"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "<é>", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+ARGUMENTS = {"a": [1, None, "<é>"], "b": {"c": True}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": json.dumps(ARGUMENTS)}}
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
+    {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "4"},
+    {"role": "assistant", "content": "  It is", "reasoning": "Hm."},
+]
+
+
+def ours(chat, template=TEMPLATE, **options) -> str:
+    return ChatTemplate(Path("folder"), {"chat_template": template}).render(chat, {}, **options)
+
+
+def theirs(chat, tools=None, template=TEMPLATE, **options) -> str:
+    """transformers wants arguments as objects, and an empty content instead of none."""
+    plain = json.loads(json.dumps(chat))
+    for message in plain:
+        message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return render_jinja_template([plain], tools=tools, chat_template=template, **options)[0][0]
+
+
+def test_tools_and_variables_as_in_transformers() -> None:
+    for tools in (None, TOOLS):
+        for thinking in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+            expected = theirs(CHAT, tools, add_generation_prompt=True, **thinking)
+            assert ours(CHAT, tools=tools, variables=thinking) == expected
+    text = ours(CHAT, tools=TOOLS)
+    assert f'"arguments": {json.dumps(ARGUMENTS, ensure_ascii=False)}}}' in text
+    assert json.dumps(TOOLS[0], ensure_ascii=False) in text
+    assert ours(CHAT, add_generation_prompt=False) == theirs(CHAT) == ours(CHAT).removesuffix("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("content", ["It is", "It is ", " a\n\n", "{{ x }} <|im_end|>"])
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, TEMPLATE.replace("message.content }}\n{%- for", "message.content | trim }}\n{%- for")]
+)
+def test_a_final_message_is_continued_as_in_transformers(content, template) -> None:
+    chat = [*CHAT[:3], {"role": "assistant", "content": content}]
+    expected = theirs(chat, template=template, continue_final_message=True)
+    text = ours(chat, template, continue_final_message=True, add_generation_prompt=False)
+    assert text == expected
+    assert text.rstrip().endswith(content.strip())
+    assert chat[-1]["content"] == content
+    assert "OF_TEXT" not in text
+
+
+def test_continuing_what_the_template_does_not_write() -> None:
+    with pytest.raises(InputError, match="does not show the last message"):
+        ours(
+            [{"role": "user", "content": "x"}],
+            "{{ messages[0].role }}",
+            continue_final_message=True,
+            add_generation_prompt=False,
+        )
+    with pytest.raises(InputError, match="excludes add_generation_prompt"):
+        ours(CHAT, continue_final_message=True)
+
+
+def test_parts_of_type_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b\n"}]
+    assert checked_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a\nb\n"}]
+    assert checked_messages([{"role": "user", "content": []}]) == [{"role": "user", "content": ""}]
+
+
+def test_reasoning_has_one_name() -> None:
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        (message,) = checked_messages([{"role": "assistant", "content": "a", name: "b", "name": "n"}])
+        assert message == {"role": "assistant", "content": "a", "reasoning_content": "b", "name": "n"}
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [CALL | changes]}
+
+
+@pytest.mark.parametrize(
+    ("message", "where", "word"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[1].content[0].type",
+            "image_url",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]},
+            "messages[1].content[1].type",
+            "audio",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text", "NoneType"),
+        ({"role": "user", "content": ["a"]}, "messages[1].content[0]", "str"),
+        ({"role": "user", "content": 5}, "messages[1].content", "int"),
+        ({"role": "user"}, "messages[1].content", "NoneType"),
+        ({"content": "a"}, "messages[1]", "no role"),
+        ({"role": ["user"], "content": "a"}, "messages[1].role", "list"),
+        ({"role": "user", "content": "a", "contents": "b"}, "messages[1].contents", "unknown"),
+        ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[1].audio", "not supported"),
+        ({"role": "user", "content": "a", "name": 3}, "messages[1].name", "int"),
+        ({"role": "assistant", "tool_calls": {}}, "messages[1].tool_calls", "dict"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages[1].tool_calls[0]", "not a tool call"),
+        (call(type="custom"), "messages[1].tool_calls[0].type", "custom"),
+        (call(id=7), "messages[1].tool_calls[0].id", "int"),
+        (call(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls[0].function.arguments", "not JSON"),
+        (
+            call(function={"name": "f", "arguments": "[" * 99999}),
+            "messages[1].tool_calls[0].function.arguments",
+            "not JSON",
+        ),
+        (
+            call(function={"name": "f", "arguments": "[1]"}),
+            "messages[1].tool_calls[0].function.arguments",
+            "not a JSON object",
+        ),
+        (call(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name", "NoneType"),
+    ],
+)
+def test_what_is_wrong_is_named(message, where, word) -> None:
+    with pytest.raises(InputError, match=word) as caught:
+        checked_messages([{"role": "user", "content": "Hi"}, message])
+    assert caught.value.where == where
+
+
+def test_arguments_may_be_empty_or_an_object() -> None:
+    for arguments, expected in (("", {}), ({"a": 1}, {"a": 1})):
+        (message,) = checked_messages([call(function={"name": "f", "arguments": arguments})])
+        assert message["tool_calls"][0]["function"]["arguments"] == expected
+        assert message["content"] == ""
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "documents", "bos_token"])
+def test_a_request_cannot_replace_what_the_template_gets(name: str) -> None:
+    chat = ChatTemplate(Path("f"), {"chat_template": "x"})
+    with pytest.raises(InputError, match=f"chat_template_kwargs: .* found {name}"):
+        chat.render(CHAT, {"bos_token": "<s>"}, variables={name: "{{ 1 }}"})
+
+
+def test_values_that_are_no_json_are_named() -> None:
+    endless: list = []
+    endless.append(endless)
+    for value in (object(), endless, {1, 2}):
+        with pytest.raises(InputError, match="chat_template_kwargs: not a JSON value"):
+            ours(CHAT, variables={"x": value})
+    with pytest.raises(InputError, match="tools: not a JSON value"):
+        ours(CHAT, tools=[{"a": object()}])
+
+
+def test_a_template_for_tools() -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
+    assert ours(CHAT, named) == ours(CHAT, named, tools=[]) == "plain"
+    assert ours(CHAT, named, tools=TOOLS) == "tools 1"
+    with pytest.raises(TokenizerError, match="bad chat_template"):
+        ChatTemplate(Path("f"), {"chat_template": [*named[:1], {"name": "tool_use", "template": 5}]})
+
+
+def test_the_tokenizer_passes_options_on(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(add_tokenizer(tmp_path, TEMPLATE)) or pytest.fail("no tokenizer")
+    options: dict[str, Any] = {"tools": TOOLS, "variables": {"enable_thinking": True}}
+    text = tokenizer.render_chat(CHAT, **options)
+    assert text == ours(CHAT, tools=TOOLS, variables={"enable_thinking": True})
+    assert tokenizer.encode_chat(CHAT, None, **options) == tokenizer.encode_plain(text)
+    assert tokenizer.tool_template == TEMPLATE
+    assert tokenizer.response_template is None
+    assert tokenizer.special_tokens == {"<pad>", "<s>", "</s>"}

@@ -1,0 +1,98 @@
+"""Reasoning at the beginning of a model's text, in every possible cut. Catches markers and thoughts that leak into the answer."""
+
+import itertools
+import random
+
+import pytest
+
+from minirt.text.reasoning import ReasoningParser, opens_reasoning
+from minirt.text.reply import ContentDelta, ReasoningDelta, ReplyParser, collect, parse
+from minirt.text.tool_calls import tool_call_parser
+from minirt.text.tools import read_tools
+
+# inside at the beginning, text, reasoning, content
+CASES = [
+    (False, "<think>\nA thought.\n\nAnother < one.\n</think>\n\nThe answer.\n", "A thought.\n\nAnother < one.", "The answer.\n"),
+    (True, "\nA thought.\n</think>\n\nThe answer.", "A thought.", "The answer."),
+    (True, "<think>A</think>B", "A", "B"),  # some models open the block although the prompt has
+    (False, "  \n<think>A</think>B", "A", "B"),
+    (False, "<think>\n\n</think>\n\nB", "", "B"),
+    (False, "No thought. <think>x</think> y", "", "No thought. <think>x</think> y"),
+    (False, " \n text", "", " \n text"),
+    (False, "", "", ""),
+    (False, " ", "", " "),
+    (False, "<thi", "", "<thi"),
+    (False, "<thin> a", "", "<thin> a"),
+    (False, "<think>A </thin", "A </thin", ""),
+    (False, "<think>no end \n", "no end", ""),
+    (True, "no end </th", "no end </th", ""),
+    (True, "  ", "", ""),
+    (True, "<thi", "<thi", ""),
+    (True, "</think>B </think> C", "", "B </think> C"),
+    (False, "<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+    (False, "<think>a</thinkk></think>", "a</thinkk>", ""),
+    (False, "<think>é👧\u2028</think>\u3000x", "é👧", "x"),
+]
+
+
+def cuts(text):
+    yield from ([text[:i], text[i:]] for i in range(len(text) + 1))
+    yield list(text)
+    rng = random.Random(1)
+    for _ in range(100):
+        ends = sorted(rng.choices(range(len(text) + 1), k=rng.randint(2, 8)))
+        yield [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)])]
+
+
+@pytest.mark.parametrize(("inside", "text", "reasoning", "content"), CASES)
+def test_every_cut(inside, text, reasoning, content):
+    for pieces in cuts(text):
+        parser = ReasoningParser(inside)
+        reply = collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+        assert (reply.reasoning, reply.content) == (reasoning, content), pieces
+
+
+def test_nothing_waits_without_need():
+    parser = ReasoningParser()
+    assert parser.feed("<think>") == []
+    assert parser.feed("\nWe") == [ReasoningDelta("We")]
+    assert parser.feed(" ask <") == [ReasoningDelta(" ask")]
+    assert parser.feed("/b") == [ReasoningDelta(" </b")]
+    assert parser.feed(" \n") == []
+    assert parser.feed("x</think>\n\n") == [ReasoningDelta(" \nx")]
+    assert parser.feed("Hi") == [ContentDelta("Hi")]
+    assert parser.feed(" \n") == [ContentDelta(" \n")]
+    assert ReasoningParser().feed("Hi <") == [ContentDelta("Hi <")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True), ("<|im_start|>assistant\n<think>", True), ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False), ("user: what is <think>?\nassistant:", False),
+        ("<think>old</think>\nassistant\n<think>\n", True), ("", False),
+    ],
+)  # fmt: skip
+def test_whether_the_prompt_opens_the_block(prompt, inside):
+    assert opens_reasoning(prompt) is inside
+
+
+def test_other_markers():
+    parser = ReasoningParser(False, "[THINK]", "[/THINK]")
+    reply = parse(parser, "[THINK]<think>a</think>[/THINK]b")
+    assert (reply.reasoning, reply.content) == ("<think>a</think>", "b")
+
+
+def test_reasoning_then_calls_in_every_cut():
+    """A call that the model only thinks of is none."""
+    tools = read_tools([{"type": "function", "function": {"name": "f"}}])
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "<think>"}}\n</tool_call>'
+    text = f"I could write {call}.\n</think>\n\nSo:\n{call}"
+    for pieces in cuts(text):
+        parser = ReplyParser(ReasoningParser(True), tool_call_parser("hermes", tools))
+        reply = collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+        assert (reply.reasoning, reply.content) == (f"I could write {call}.", "So:"), pieces
+        assert [(c.name, c.arguments) for c in reply.tool_calls] == [("f", '{"a": "<think>"}')]
+    assert parse(ReplyParser(), "<think>x").content == "<think>x"
+    assert parse(ReplyParser(None, tool_call_parser("hermes", tools)), call).tool_calls[0].name == "f"
+    assert parse(ReplyParser(ReasoningParser()), "<think>x</think>" + call).content == call

@@ -1,0 +1,90 @@
+"""Which parser reads a model's answers. Catches a declaration that is ignored without a word, and calls where none are wanted."""
+
+import pytest
+
+from minirt.errors import InputError, UnsupportedError
+from minirt.text.reply import parse
+from minirt.text.reply_format import ReplyFormat
+from minirt.text.tools import read_tools
+
+TOOLS = read_tools([{"type": "function", "function": {"name": "f"}}])
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+HERMES = "{{ tools }} <tool_call></tool_call> {{ '<think>' ~ x ~ '</think>' }}"
+SPEC = {
+    "start_anchor": "<bot>",
+    "fields": {
+        "tool_calls": {"open": "CALL", "close": "END", "content": "json"},
+        "content": {},
+        "reasoning": {"open": "(", "close": ")"},
+    },
+}
+
+
+def read(form: ReplyFormat, text: str, prompt: str = "", tools=TOOLS, choice=None):
+    reply = parse(form.parser(prompt, tools, choice), text)
+    return reply.content, reply.reasoning, [(call.name, call.arguments) for call in reply.tool_calls]
+
+
+def test_by_the_chat_template() -> None:
+    form = ReplyFormat.choose(HERMES)
+    assert (form.tool_calls, form.reasoning, form.response_template) == ("hermes", True, None)
+    assert read(form, f"<think>a</think>b {CALL}") == ("b", "a", [("f", "{}")])
+    assert read(form, f"a</think>{CALL}", "x<think>\n") == ("", "a", [("f", "{}")])
+    assert ReplyFormat.choose("{{ messages }}") == ReplyFormat.choose(None) == ReplyFormat()
+    assert read(ReplyFormat(), f"<think>{CALL}") == (f"<think>{CALL}", "", [])
+
+
+def test_markers_that_a_decoder_would_leave_out() -> None:
+    hermes, llama = ReplyFormat.choose(HERMES), ReplyFormat.choose("<|python_tag|>")
+    assert not hermes.needs_special_tokens({"<|im_end|>", "<|python_tag|>"})
+    assert hermes.needs_special_tokens({"</think>"})
+    assert hermes.needs_special_tokens({"<tool_call>"})
+    assert llama.needs_special_tokens({"<|python_tag|>"})
+    assert not llama.needs_special_tokens({"<tool_call>", "<think>"})
+    assert ReplyFormat.choose(None, SPEC).needs_special_tokens(())
+    assert not ReplyFormat().needs_special_tokens({"<tool_call>", "<think>"})
+
+
+def test_a_continued_message() -> None:
+    form = ReplyFormat.choose(HERMES)
+    prompt = "what is <think>?<bot><think>I think"
+    reply = parse(form.parser(prompt, TOOLS, None, "<think>I think"), " so</think>b")
+    assert (reply.reasoning, reply.content) == ("so", "b")
+    reply = parse(form.parser(prompt, TOOLS, None, "<think>I</think> b"), " c")
+    assert (reply.reasoning, reply.content) == ("", " c")
+
+
+def test_by_name() -> None:
+    assert ReplyFormat.choose(HERMES, SPEC, "qwen3_coder").tool_calls == "qwen3_coder"
+    none = ReplyFormat.choose(HERMES, SPEC, "none")
+    assert read(none, f"<think>a</think>{CALL}") == (CALL, "a", [])
+    with pytest.raises(InputError, match="auto, none, response_template, hermes"):
+        ReplyFormat.choose(HERMES, None, "mistral")
+    with pytest.raises(UnsupportedError, match="response_template: not an object"):
+        ReplyFormat.choose(HERMES, None, "response_template")
+
+
+def test_the_tokenizers_own_declaration_is_preferred() -> None:
+    form = ReplyFormat.choose(HERMES, SPEC)
+    text = '(a)b CALL{"name": "f", "arguments": {"x": 1}}END'
+    assert read(form, text) == ("b", "a", [("f", '{"x": 1}')])
+    assert read(form, text[1:], "<bot>(") == ("b", "a", [("f", '{"x": 1}')])
+    damaged = ReplyFormat.choose(HERMES, SPEC | {"version": 9})
+    assert damaged.tool_calls == "hermes"
+    assert "response_template.version: unknown version" in damaged.notes[0]
+
+
+def test_the_choice_of_tools() -> None:
+    for form in (ReplyFormat.choose(HERMES), ReplyFormat.choose(HERMES, SPEC)):
+        own = CALL if form.tool_calls else 'CALL{"name": "f", "arguments": {}}END'
+        assert read(form, own)[2] == read(form, own, choice="auto")[2] == [("f", "{}")]
+        assert read(form, own, choice="none") == read(form, own, tools=[]) == (own, "", [])
+        assert read(form, '[{"name": "f", "arguments": {"a": 1}}]', choice="required") == ("", "", [("f", '{"a": 1}')])
+        named = {"type": "function", "function": {"name": "f"}}
+        assert read(form, ' {"a": 1}', choice=named) == ("", "", [("f", '{"a": 1}')])
+        with pytest.raises(InputError, match="tool_choice: no such tool"):
+            form.parser("", TOOLS, {"type": "function", "function": {"name": "g"}})
+        with pytest.raises(InputError, match="tool_choice: needs tools"):
+            form.parser("", [], "required")
+        text = '<think>x</think>[{"name": "f", "arguments": {}}]'
+        assert read(form, text, choice="required") == ("", "x", [("f", "{}")])

@@ -1,0 +1,233 @@
+"""The tools of a request: what is refused, values by their schema, schemas that force calls; and the incremental JSON checker.
+
+Catches values of a wrong type in calls, references that break when schemas are put together, and JSON that differs from Python's.
+"""
+
+import json
+import random
+
+import pytest
+
+from minirt.errors import InputError
+from minirt.text.json_checker import JsonChecker, escaped
+from minirt.text.tools import call_schema, chosen, read_tools, typed, types
+
+
+def tool(name="f", **parameters):
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "d", "parameters": {"type": "object", **parameters}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({}, "tools"),
+        (None, "tools"),
+        ([{}] * 513, "tools"),
+        ([5], "tools[0]"),
+        ([tool(), {"type": "web_search"}], "tools[1].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([tool("a b")], "tools[0].function.name"),
+        ([tool("a" * 129)], "tools[0].function.name"),
+        ([{"function": {"name": "f", "parameters": [1]}}], "tools[0].function.parameters"),
+        ([tool("f"), tool("g"), tool("f")], "tools[2].function.name"),
+    ],
+)
+def test_what_is_no_tool_is_named(value, where):
+    with pytest.raises(InputError) as caught:
+        read_tools(value)
+    assert caught.value.where == where
+
+
+def test_a_tool_without_parameters_has_none():
+    (found,) = read_tools([{"type": "function", "function": {"name": "a.b/c-d_1"}}])
+    assert found.parameters == {"type": "object", "properties": {}}
+    assert found.parameter("x") is None
+    (found,) = read_tools([tool(properties={"x": {"type": "string"}}, additionalProperties={"type": "integer"})])
+    assert (found.parameter("x"), found.parameter("y")) == ({"type": "string"}, {"type": "integer"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, " 5 ", " 5 "),
+        ({"type": "string"}, "null", "null"),
+        (None, "5", "5"),
+        ({}, "true", "true"),
+        (7, "x", "x"),
+        ({"type": "integer"}, " 12 ", 12),
+        ({"type": "integer"}, "-3.0", -3),
+        ({"type": "integer"}, "3.5", "3.5"),
+        ({"type": "integer"}, "1_0", "1_0"),
+        ({"type": "integer"}, "٣", "٣"),
+        ({"type": "integer"}, "9" * 400, "9" * 400),
+        ({"type": "number"}, "1.50", 1.5),
+        ({"type": "number"}, "4", 4),
+        ({"type": "number"}, "1e3", 1000.0),
+        ({"type": "number"}, "nan", "nan"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "number"}, "inf", "inf"),
+        ({"type": "number"}, ".5", 0.5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "null"}, "None", None),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "x", "x"),
+        ({"type": ["integer", "string"]}, "5", 5),
+        ({"type": ["string", "integer"]}, "5", "5"),
+        ({"oneOf": [{"type": "integer"}, {"type": "array"}]}, "[1, 2]", [1, 2]),
+        ({"type": "array"}, '["a", {"b": null}]', ["a", {"b": None}]),
+        ({"type": "array"}, "{}", "{}"),
+        ({"type": "object"}, '{"a": 1}', {"a": 1}),
+        ({"type": "object"}, "{'a': 1}", "{'a': 1}"),
+        ({"type": "array"}, "[NaN]", "[NaN]"),
+        ({"type": "array"}, "[" * 9999, "[" * 9999),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["a", 1]}, "1", "1"),
+        ({"const": True}, "true", True),
+        ({"type": "weird"}, "x", "x"),
+        ({"enum": "a"}, "x", "x"),
+        ({"anyOf": 3}, "x", "x"),
+    ],
+)
+def test_values_by_their_schema(schema, text, value):
+    found = typed(text, schema)
+    assert (type(found), found) == (type(value), value)
+
+
+def test_a_schema_without_end_has_no_types():
+    schema: dict = {}
+    schema["anyOf"] = [schema]
+    assert types(schema) == ()
+
+
+def valid(value, schema, root):
+    """Whether a value follows a schema, as far as JSON schema is used here. References are JSON pointers into `root`."""
+    if "$ref" in schema:
+        target = root
+        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
+            target = target[part.replace("~1", "/").replace("~0", "~")]
+        return valid(value, target, root)
+    kinds = {"object": dict, "array": list, "string": str, "integer": int}
+    if not isinstance(value, kinds[schema["type"]] if "type" in schema else object):
+        return False
+    checks = [value == schema["const"]] if "const" in schema else []
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        checks += [key in value for key in schema.get("required", [])]
+        checks += [valid(own, known[key], root) for key, own in value.items() if key in known]
+        checks.append(schema.get("additionalProperties", True) or value.keys() <= known.keys())
+    if isinstance(value, list):
+        checks.append(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", 99))
+        checks += [valid(item, schema.get("items", {}), root) for item in value]
+    return all(checks) and ("anyOf" not in schema or any(valid(value, choice, root) for choice in schema["anyOf"]))
+
+
+def test_the_schema_of_a_list_of_calls():
+    """References of each tool's schema must still lead where they did."""
+    first = tool(
+        "a/b", properties={"x": {"$ref": "#/$defs/n"}}, required=["x"], **{"$defs": {"n": {"type": "integer"}}}
+    )
+    second = tool(
+        "c", properties={"x": {"$ref": "#/definitions/n"}, "self": {"$ref": "#"}}, definitions={"n": {"type": "string"}}
+    )
+    schema = call_schema(read_tools([first, second]), parallel=True)
+    before = json.dumps([first, second])
+    good = [
+        [{"name": "a/b", "arguments": {"x": 1}}],
+        [{"name": "c", "arguments": {"x": "s", "self": {"x": "t"}}}, {"name": "a/b", "arguments": {"x": 2}}],
+    ]
+    bad = [
+        [],
+        {},
+        [{"name": "a/b", "arguments": {"x": "s"}}],
+        [{"name": "c", "arguments": {"x": 1}}],
+        [{"name": "d", "arguments": {}}],
+        [{"name": "c", "arguments": {"self": {"x": 1}}}],
+        [{"name": "c"}],
+        [{"name": "c", "arguments": {}, "more": 1}],
+    ]
+    for value in good:
+        assert valid(value, schema, schema), value
+    for value in bad:
+        assert not valid(value, schema, schema), value
+    assert json.dumps([first, second]) == before
+    single = call_schema(read_tools([first, second]), parallel=False)
+    assert valid(good[0], single, single)
+    assert not valid(good[1], single, single)
+
+
+def test_schemas_that_cannot_be_put_together():
+    with pytest.raises(InputError, match="needs tools"):
+        call_schema([], True)
+    deep: dict = {}
+    deep["properties"] = {"a": deep}
+    with pytest.raises(InputError, match="nested too deeply"):
+        call_schema(read_tools([tool(properties={"a": deep})]), True)
+
+
+def test_the_chosen_tool():
+    tools = read_tools([tool("f"), tool("g")])
+    assert chosen(tools, {"type": "function", "function": {"name": "g"}}) is tools[1]
+    for choice in ({"type": "function", "function": {"name": "h"}}, {"function": 3}, "g", None):
+        with pytest.raises(InputError, match=r"tool_choice: no such tool; expected .*f, g"):
+            chosen(tools, choice)
+
+
+# --- the incremental JSON checker ---
+
+
+def accepts(text):
+    checker = JsonChecker()
+    return all(map(checker.push, text)) and checker.done
+
+
+def test_json_as_python_reads_it():
+    """Objects and lists, whole, cut and damaged, against json.loads. Python also takes NaN and Infinity."""
+    rng = random.Random(2)
+
+    def value(depth=0):
+        kind = rng.randrange(8 if depth < 4 else 6)
+        if kind == 6:
+            return [value(depth + 1) for _ in range(rng.randrange(3))]
+        if kind == 7:
+            return {rng.choice(["", "a", 'q"\\\n', "é"]): value(depth + 1) for _ in range(rng.randrange(3))}
+        return rng.choice([True, False, None, 0, -1, 12.5, 1e-9, -3e20, "", 'a"b\\/\u0001é', "👧", "\x7f"])
+
+    def strict(text):
+        try:
+            json.loads(text, parse_constant=lambda name: 1 / 0)
+        except (ValueError, ZeroDivisionError):
+            return False
+        return True
+
+    kept = 0
+    for _ in range(3000):
+        text = json.dumps([value()], ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
+        assert accepts(text)
+        characters = list(text)
+        for _ in range(rng.randrange(3)):
+            place = rng.randrange(len(characters))
+            characters[place : place + rng.randrange(2)] = rng.choice(
+                ["", "0", "-", ".", "e", '"', "\\", "u", "[", "]", "{", "}", ",", ":", " ", "t", "x"]
+            )
+        damaged = "".join(characters).strip()
+        if damaged[:1] in ("[", "{"):
+            assert accepts(damaged) == strict(damaged), damaged
+            kept += strict(damaged)
+    assert 500 < kept < 2900
+
+
+def test_control_characters_in_strings_are_escaped():
+    assert escaped(' {"a\n": "b\t\x00\\n"}\n') == '{"a\\u000a": "b\\u0009\\u0000\\n"}'
+    assert json.loads(escaped('{"a": "x\ny"}')) == {"a": "x\ny"}
+    for text in ("", "5", "{} {}", "{", "[1,]", "nope"):
+        assert escaped(text) is None
+    assert not accepts("[" * 201 + "]" * 201)
+    assert accepts("[" * 200 + "]" * 200)
+    assert not accepts("[" + "1" * 501 + "]")
