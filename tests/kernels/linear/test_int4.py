@@ -23,7 +23,7 @@ CASES = [
     (5, 40, 288, 32, None, Int4Config(16, 16, exact=False, unroll=2)),
     (20, 24, 256, 128, "silu", Int4Config(16, 32)),
     (2, 17, 200, 64, "gelu_tanh", Int4Config(16, 16, exact=False)),
-    (35, 40, 160, 64, None, Int4Config(16, 16, exact=False, split=2)),
+    (35, 17, 160, 64, None, Int4Config(16, 16, exact=False, split=2)),
 ]
 
 
