@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minirt.bench.ceiling import Ceiling, MatmulCeiling
+from minirt.bench.experts import expected, in_decode
 from minirt.bench.flops import linear_flops
 from minirt.bench.measure import Clock, check_room, random_prompts, timed_run
 from minirt.bench.summary import summarize
@@ -107,10 +108,10 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure every combination of context length and batch size.
 
-    Bytes count what a step must read: the weights once (of a mixture, the experts that so many tokens are expected to use if all
-    are equally likely), and the KV cache of each sequence. Times are in seconds, rates in bytes
-    or tokens per second. The limit is the sum of two times: the time to read the KV cache at `ceiling`, and the longer of the
-    time to read the weights at `ceiling` and the time to multiply all tokens by them at the rate of `products`.
+    Bytes count what a step must read: the weights once (of a mixture, the experts that steps of this run use, see
+    `bench.experts`), and the KV cache of each sequence. Times are in seconds, rates in bytes or tokens per second. The limit is
+    the sum of two times: the time to read the KV cache at `ceiling`, and the longer of the time to read the weights at `ceiling`
+    and the time to multiply all tokens by them at the rate of `products`.
 
     Returns:
         a result for each combination.
@@ -123,7 +124,9 @@ def run(
             )
             seen = context_len + first + (STEPS - 1) / 2  # mean context of the measured steps
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
-            read = generator.step_read_bytes(batch_size)
+            use = in_decode(generator, batch_size, context_len, seed)
+            read = generator.step_read_bytes(batch_size, None if use is None else use.touched())
+            uniform = generator.step_read_bytes(batch_size)
             speed = (read + kv) / statistics.median(steps)
             flops = linear_flops(generator.config, batch_size, batch_size)
             weights = max(read / ceiling.bytes_per_s, flops / products.flops_per_s)
@@ -145,6 +148,8 @@ def run(
                     "flops": flops,
                     "limit_s": limit,
                     "share_of_limit": limit / statistics.median(steps),
+                    "weight_bytes_if_uniform": uniform,
+                    "experts": use and use.summary(expected(generator.config, batch_size)),
                     "time_to_first_token_s": statistics.median(first_tokens),
                     "peak_memory_bytes": peak_memory(generator.device),
                 }

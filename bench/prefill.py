@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from minirt.bench.ceiling import MatmulCeiling
+from minirt.bench.experts import expected, in_prompt
 from minirt.bench.flops import prompt_flops
 from minirt.bench.measure import Clock, check_room, check_rooms, random_prompts, timed_run
 from minirt.bench.summary import percentile, summarize
@@ -69,7 +70,7 @@ def run(
     for length in input_lens:
         prompts = [random_prompts(rng, [length], generator.config.vocab_size) for _ in range(repeats + 2)]
         times = [timed_run(generator, prompt, params, clock)[0] for prompt in prompts][2:]
-        flops = prompt_flops(generator.config, length)
+        flops, use = prompt_flops(generator.config, length), in_prompt(generator, length, seed)
         rate = flops / statistics.median(times)
         results.append(
             {
@@ -80,6 +81,7 @@ def run(
                 "flops": flops,
                 "flops_per_s": rate,
                 "share_of_matmul_ceiling": rate / ceiling.flops_per_s,
+                "experts": use and use.summary(expected(generator.config, length)),
                 "inter_token_s": None,
                 "peak_memory_bytes": peak_memory(generator.device),
             }
@@ -138,6 +140,7 @@ def beside(
         "flops": None,
         "flops_per_s": None,
         "share_of_matmul_ceiling": None,
+        "experts": None,
         "inter_token_s": {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99), "max": max(gaps)} if gaps else None,
         "peak_memory_bytes": peak_memory(generator.device),
     }

@@ -60,6 +60,8 @@ class Report:
             lines += [f"Matrix product, same run: {rate:,.1f} TFLOP/s ({shared['matmul_ceiling']['how']}).", ""]
         lines += [f"Correctness: {_sentence(shared['correctness'])}.", ""]
         columns = _SHARED_COLUMNS + _COLUMNS[shared["benchmark"]]
+        if any(row.get("experts") for row in self.results):
+            columns += _EXPERT_COLUMNS
         return "\n".join([*lines, *table(columns, [shared | row for row in self.results], left=5)]) + "\n"
 
 
@@ -216,6 +218,10 @@ _FIRST_AND_PEAK: list[Column] = [
     ("first token ms", lambda r: _number(r["time_to_first_token_s"], 1e3)),
     ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
 ]
+_EXPERT_COLUMNS: list[Column] = [  # of a model with mixtures of experts
+    ("experts a layer", lambda r: _experts(r["experts"])),
+    ("tokens of an expert / mean, p10 / p50 / p90 / max", lambda r: _shares(r["experts"])),
+]
 _COLUMNS: dict[str, list[Column]] = {
     "decode": [
         ("t/s", lambda r: _spread(r["tokens_per_s"])),
@@ -254,6 +260,17 @@ _COLUMNS: dict[str, list[Column]] = {
         ("peak GB", lambda r: _number(r["peak_memory_bytes"], 1e-9)),
     ],
 }
+
+
+def _experts(value: Row | None) -> str:
+    if value is None:
+        return "-"
+    counted = f"{value['touched']:.1f} of {value['experts']} ({value['least']} to {value['most']}"
+    return f"{counted}; uniform {value['expected']:.1f})"
+
+
+def _shares(value: Row | None) -> str:
+    return "-" if value is None else " / ".join(f"{value['share'][name]:.2f}" for name in ("p10", "p50", "p90", "max"))
 
 
 def _gaps(value: Row | None) -> str:

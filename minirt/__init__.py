@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from minirt.loading.options import LoadOptions
     from minirt.outputs import Completion, Piece, Samples
     from minirt.sampling_params import SamplingParams
+    from minirt.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncGenerator", "Completion", "Generator", "LoadOptions", "MinirtError", "Piece", "Samples", "SamplingParams",
-    "__version__",
+    "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "Piece": "minirt.outputs",
     "Samples": "minirt.outputs",
     "SamplingParams": "minirt.sampling_params",
+    "StructuredOutputsParams": "minirt.structured.params",
 }
 
 # In a checkout these three are symbolic links to folders next to this one. In an installed package they are real folders.

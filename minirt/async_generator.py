@@ -32,7 +32,7 @@ class AsyncGenerator:
     """A `Generator` for asyncio programs. All its methods may be called from several event loops in several threads.
 
     Cancelling a task that waits here, or closing an iterator, aborts its requests. A reader that falls behind delays nobody.
-    Text is encoded in a worker thread if it is long, so that it does not block the event loop.
+    Long texts are encoded, and grammars compiled, in a worker thread, so that they do not block the event loop.
 
     Attributes:
         generator: the `Generator`, for everything that does not wait: `config`, `plan`, `encode`, `max_len` …
@@ -136,7 +136,9 @@ class AsyncGenerator:
         await self.close()
 
     async def _prepare(self, prompts: Any, params: Any, priority: Any, *, single: bool) -> Call:
-        if _size([prompts] if single else prompts) < _LONG:
+        own = params if isinstance(params, list | tuple) else [params]
+        grammars = any(isinstance(one, SamplingParams) and one.structured_outputs is not None for one in own)  # to be compiled
+        if _size([prompts] if single else prompts) < _LONG and not grammars:
             return self.generator._processor.prepare(prompts, params, priority, single=single)
         return await asyncio.to_thread(self.generator._processor.prepare, prompts, params, priority, single=single)
 

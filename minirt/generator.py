@@ -5,9 +5,9 @@ import html
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
 from minirt.errors import EngineError, InputError, UnsupportedError, printable
+from minirt.layers.base import Layer
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
 from minirt.loading.options import LoadOptions
@@ -33,6 +34,7 @@ from minirt.processor import AnyPrompt, Call, Messages, Processor, Prompt, is_si
 from minirt.progress import prompt_bar
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sizes import format_bytes
+from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
 
@@ -93,6 +95,7 @@ class Generator:
             model, self._cache, vocab_size=model.config.vocab_size, max_model_len=model.max_model_len,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=self.memory.max_num_batched_tokens, device=model.device,
             max_waiting=max_waiting, prefix_cache=prefix_cache, cuda_graphs=cuda_graphs and model.capturable,
+            constraints=None if tokenizer is None else Constraints(tokenizer, model.config.vocab_size, self.eos_token_ids),
         )
         self._engine = EngineThread(engine)
         self._processor = Processor(
@@ -304,10 +307,23 @@ class Generator:
         """
         return self._engine.call(lambda engine: engine.replay_times(batch_size, context_len, repeats))
 
-    def step_read_bytes(self, tokens: int) -> int:
+    @contextmanager
+    def observing(self, observer: Callable[[Layer, torch.Tensor], None]) -> Iterator[None]:
+        """Context in which every step calls `observer(layer, x)` with the input x of each layer, before the layer runs.
+
+        No step is a CUDA graph meanwhile. The observer runs in the engine's thread and must not change x.
+        """
+        self._engine.call(lambda engine: engine.observe(observer))
+        try:
+            yield
+        finally:
+            self._engine.call(lambda engine: engine.observe(None))
+
+    def step_read_bytes(self, tokens: int, experts: Mapping[str, float] | None = None) -> int:
         """Bytes of weights that a decode step of so many tokens reads. In a mixture of experts, more tokens read more experts:
-        it counts those expected if all are equally likely."""
-        return self.model.step_read_bytes(tokens)
+        it counts `experts`, the number of distinct ones that each named layer uses, or else those expected if all are equally
+        likely."""
+        return self.model.step_read_bytes(tokens, experts)
 
     @property
     def kv_cache_bytes(self) -> int:

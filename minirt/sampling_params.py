@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from minirt.errors import ConfigError, InputError, MinirtError
+from minirt.structured.params import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
@@ -62,7 +63,7 @@ _SWITCHES = {"ignore_eos": False, "include_stop_str_in_output": False, "skip_spe
 # Settings that only the user can set, with their defaults.
 _USERS: dict[str, Any] = {
     "logit_bias": {}, "allowed_token_ids": None, "bad_words": (), "min_tokens": 0, "stop_token_ids": (),
-    "truncate_prompt_tokens": None, "logprobs": None, "prompt_logprobs": None,
+    "truncate_prompt_tokens": None, "logprobs": None, "prompt_logprobs": None, "structured_outputs": None,
 }  # fmt: skip
 _DEFAULTS: dict[str, Any] = {**_OFF, "seed": 0, "max_tokens": DEFAULT_MAX_TOKENS, "stop": (), **_PENALTIES, **_USERS, **_SWITCHES}
 _IN_FILE = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # settings with another name in generation_config.json
@@ -150,6 +151,8 @@ class SamplingParams:
         logprobs: return the log-probability and the rank of each new token, and so many of the most probable tokens, 0 to 20;
             -1: all tokens. They are those of the model, before temperature, penalties, biases and masks.
         prompt_logprobs: the same for each token of the prompt but the first.
+        structured_outputs: what the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields
+            as a mapping.
         n: number of samples for the prompt, which is computed once. Sample i has the seed `seed` + i (modulo 2**64).
 
     Raises:
@@ -178,6 +181,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -196,6 +200,8 @@ class SamplingParams:
             object.__setattr__(self, "n", 1)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias, "SamplingParams.logit_bias"))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 found = repr(getattr(self, name))
@@ -212,12 +218,23 @@ class SamplingParams:
             _contradiction("allowed_token_ids", "allows no token", "at least one token id, or None for all", "none")
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _contradiction("min_tokens", "is above max_tokens", f"at most {self.max_tokens}", self.min_tokens)
+        if self.structured_outputs is not None and self.ignore_eos:
+            expected = "False: a text with structured_outputs ends with an end-of-sequence token"
+            _contradiction("ignore_eos", "leaves no token after the end of the grammar", expected, True)
         if not self.detokenize:
             for name in ("stop", "include_stop_str_in_output"):
                 if getattr(self, name):
                     _contradiction(name, "needs the text, and detokenize is False", "detokenize=True", getattr(self, name))
             if not self.skip_special_tokens:
                 _contradiction("skip_special_tokens", "is about the text, and detokenize is False", "detokenize=True", False)
+
+
+def _structured(value: object) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams.of(value)
+    except InputError as error:
+        field = str(error.where).removeprefix("StructuredOutputsParams")
+        raise error.at(f"SamplingParams.structured_outputs{field}") from error
 
 
 def _contradiction(name: str, what: str, expected: str, found: object) -> None:
@@ -253,6 +270,7 @@ class EffectiveSampling:
     truncate_prompt_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     sources: dict[str, str] = field(default_factory=dict)
     not_applied: tuple[str, ...] = ()
 
@@ -262,7 +280,7 @@ class EffectiveSampling:
         if self.temperature == 0:
             names = []
         names += [n for n, off in _PENALTIES.items() if getattr(self, n) != off]
-        others = ("min_tokens", "logit_bias", "allowed_token_ids", "bad_words")
+        others = ("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs")
         names += [n for n in others if getattr(self, n) not in (0, {}, None, ())]
         parts = [f"{name} {_shortened(getattr(self, name))} ({self.sources[name]})" for name in names]
         return " · ".join([f"greedy ({self.sources['temperature']})", *parts] if self.temperature == 0 else parts)

@@ -18,6 +18,7 @@ from torch import Tensor
 from minirt.bench.bounds import Errors, errors, fault
 from minirt.bench.ceiling import Ceiling, MatmulCeiling, matmul_ceiling, read_ceiling
 from minirt.bench.kernels import attention_operations as attention
+from minirt.bench.kernels import expert_operations as mixture
 from minirt.bench.kernels import operations as ops
 from minirt.bench.kernels.operations import FP8, Form, Problem, Step
 from minirt.bench.measure import gpu_seconds
@@ -31,6 +32,7 @@ _WARM = 2
 
 _FEW, _ROWS = ((1, 0), (64, 0), (256, 0)), ((1, 0), (64, 0), (2048, 0), (8192, 0))
 _LINEAR = ((1, 0), (8, 0), (64, 0), (256, 0), (2048, 0), (8192, 0))
+_EXPERTS = tuple((tokens, 0) for tokens in (1, 3, 8, 24, 64, 100, 256, 512, 2048))
 _MANY = ((129, 0), (300, 0), (512, 0), (2048, 0), (8192, 0))
 _PREFILL = ((512, 0), (2048, 0), (8192, 0), (32768, 0), (2, 32766), (16, 32752), (512, 8192))
 _DECODE = ((1, 128), (1, 1000), (1, 8000), (1, 32768), (8, 1000), (64, 128), (64, 1000), (64, 8000), (256, 128), (256, 1000))
@@ -68,6 +70,11 @@ def _operations() -> dict[str, Operation]:
         ),
         "mlp": Operation(ops.mlp, "gated MLP: norm, gate/up, activation, down, residual", _LINEAR),
         "mlp_gelu": Operation(partial(ops.mlp, activation="gelu"), "gated MLP with GELU", _LINEAR),
+        "experts_route": Operation(mixture.route, "a mixture's choice of experts; tokens sorted by expert", _EXPERTS),
+        "experts": Operation(mixture.experts, "a mixture's chosen experts and the residual", _EXPERTS),
+        "experts.fp8": Operation(
+            partial(mixture.experts, fp8=True), "the same with FP8 weights, tokens quantized on the way", _EXPERTS
+        ),
         "residual_norm": Operation(ops.residual_norm, "down projection, residual, next norm", _LINEAR),
         "attention_prefill": Operation(
             attention.attention_prefill, "causal attention of new tokens on the pages", _PREFILL, "cached before them"

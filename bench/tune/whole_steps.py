@@ -24,12 +24,12 @@ MOST_DECODED = 256  # up to this number of tokens a step is a decode step; large
 CONTEXT = 128  # tokens of each decoding sequence
 
 
-def chunks(tokens: int, page_size: int) -> list[Chunk]:
-    """Return the chunks of a step of `tokens` tokens, on KV pages 0, 1, 2, …"""
+def chunks(tokens: int, page_size: int, vocab_size: int = 1) -> list[Chunk]:
+    """Return the chunks of a step of `tokens` tokens, on KV pages 0, 1, 2, … The tokens differ, as their experts should."""
     if tokens > MOST_DECODED:
-        return [Chunk([0] * tokens, 0, range(-(-tokens // page_size)))]
+        return [Chunk([i % vocab_size for i in range(tokens)], 0, range(-(-tokens // page_size)))]
     own = -(-CONTEXT // page_size)
-    return [Chunk([0], CONTEXT - 1, range(own * i, own * i + own)) for i in range(tokens)]
+    return [Chunk([i % vocab_size], CONTEXT - 1, range(own * i, own * i + own)) for i in range(tokens)]
 
 
 class Steps:
@@ -50,7 +50,7 @@ class Steps:
             raise InputError("no step of a model runs this", where="case", found=case.bucket)
         model = self._model
         with on_device(model.device):
-            work = chunks(case.tokens, PAGE_SIZE)
+            work = chunks(case.tokens, PAGE_SIZE, model.config.vocab_size)
             pages = sum(len(chunk.pages) for chunk in work)
             if pages > self._cache.num_pages:
                 self._cache = KVCache(model.cache_specs, pages, model.device, model.kv_dtype)

@@ -124,6 +124,7 @@ class LinearShape:
         dtype: of the activations.
         fp8: whether the weights are fp8.
         logits: whether the outputs are fp32, as those of an LM head.
+        experts: (E, k) if there are E such layers, of which each token uses k; None: a single one.
         int4: whether the weights have 4 bits.
     """
 
@@ -134,6 +135,7 @@ class LinearShape:
     dtype: torch.dtype
     fp8: bool
     logits: bool = False
+    experts: tuple[int, int] | None = None
     int4: bool = False
 
 

@@ -43,7 +43,7 @@ from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 
 @gluon.jit
-def _activate(x, ACTIVATION: gl.constexpr):
+def activate(x, ACTIVATION: gl.constexpr):
     """SiLU, or GELU in its erf or tanh form, of an fp32 tensor."""
     if ACTIVATION == "silu":
         return x / (1.0 + gl.exp(-x))
@@ -107,7 +107,7 @@ def _finish_pair(
     left = _scaled(left, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
     if ACTIVATION is not None:
         right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + N, T, n < N)
-        _store(out, _activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP, GROUPS)
+        _store(out, activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP, GROUPS)
     else:
         PIECES: gl.constexpr = STRIP // out.block_type.shape[1]
         right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + STRIP, T, n + STRIP < N)

@@ -24,7 +24,7 @@ _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of su
 
 def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of one token."""
-    for shape in _wide(shapes) if 1 in tokens else ():
+    for shape in _single(shapes) if 1 in tokens else ():
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
         rule = gemv.choose_gemv_config(shape.N, shape.K, itemsize, shape.gated, _sm_count(device))
@@ -39,7 +39,7 @@ def gemv_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps with the token counts of `gemm_small`, one case for each power of two that they are padded to."""
     blocks = sorted({gemm_small.token_block(T) for T in tokens if _kernel(T, device) == "gemm_small"})
-    for block_t, shape in itertools.product(blocks, _wide(shapes)):
+    for block_t, shape in itertools.product(blocks, _single(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=itemsize, gated=shape.gated)
         cc = capability(device)
@@ -58,7 +58,7 @@ def gemm_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
 def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of more tokens on Hopper, one case for each regime. Leaves out the LM head, which uses no tuned configuration."""
     regimes = sorted({gemm_sm90.token_regime(T) for T in tokens if _kernel(T, device) == "gemm_sm90"})
-    for regime, shape in itertools.product(regimes, _wide(shapes)):
+    for regime, shape in itertools.product(regimes, _single(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         if itemsize > 2 or shape.logits:
             continue
@@ -99,9 +99,9 @@ def gemm_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
         yield _case(int4.TUNABLE, key, rule, around, shape, block_t, device)
 
 
-def _wide(shapes: Sequence[LinearShape]) -> list[LinearShape]:
-    """The shapes whose weights do not have 4 bits."""
-    return [shape for shape in shapes if not shape.int4]
+def _single(shapes: Sequence[LinearShape]) -> list[LinearShape]:
+    """The layers that are neither those of experts, which `moe.tuning` tunes, nor have weights of 4 bits."""
+    return [shape for shape in shapes if shape.experts is None and not shape.int4]
 
 
 def _kernel(tokens: int, device: torch.device, four_bits: bool = False) -> str:

@@ -1,4 +1,9 @@
-"""`mixture_residual`: the experts of a mixture, for any number of tokens."""
+"""`mixture_residual`: the experts of a mixture, for any number of tokens.
+
+`REGIMES` says which kernels compute them. A single token: `one_token`, which also normalizes it. More tokens: they are sorted by
+expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90` on
+Hopper, else by `products`.
+"""
 
 import torch
 from torch import Tensor
@@ -6,12 +11,17 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.checks import ACTIVATIONS, check_activations, check_tensor
 from minirt.kernels.launch import capability, require_fp8
-from minirt.kernels.moe import products
-from minirt.kernels.moe.route import route
+from minirt.kernels.moe import experts_sm90, one_token, products
+from minirt.kernels.moe.route import gather, route
+from minirt.kernels.norm import rms_norm
 from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Regime
 
-REGIMES = (Regime("experts", "tokens", 1, variant=products.last_tokens),)
+REGIMES = (
+    Regime("experts_one_token", "tokens", 1, 1),
+    Regime("experts_sm90", "tokens", 2, variant=experts_sm90.last_tokens, capability=90),
+    Regime("experts", "tokens", 2, variant=products.last_tokens),
+)
 
 
 def mixture_residual(
@@ -24,10 +34,13 @@ def mixture_residual(
     normalize: bool,
     activation: str,
     *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
     """residual + Σ_j w_j · expert_j(h) + sigmoid(shared_gate) · shared → [T, H]; see `reference.route` and `reference.mixture`.
@@ -36,29 +49,47 @@ def mixture_residual(
     quantized, each with its own scale.
 
     Args:
-        h: [T, H], the normalized activations. residual: [T, H].
+        h: [T, H], the normalized activations; with `norm_weight`, they are normalized first. residual: [T, H].
         logits: [T, E], of the router.
         gate_up: [E, 2I, H], gate rows first. down: [E, H, I].
+        norm_weight, eps: [H], of RMSNorm, or None.
         gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights.
         shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
+        pdl: whether the kernels overlap with the kernel before them in the stream (see `minirt.kernels.pdl`).
     """
     if check:
         _check(h, logits, gate_up, down, residual, top_k, activation, gate_up_scale, down_scale, shared, shared_gate)
+        if norm_weight is not None:
+            check_tensor("norm_weight", norm_weight, (h.shape[1],), h.dtype, h.device)
     T, H = h.shape
     out = torch.empty_like(residual)
     if T == 0:
         return out
-    routing = route(logits, top_k, normalize, products.block_t(T), check=False)
-    quantized, pairs, dtype, cc = gate_up_scale is not None and T > 1, T * top_k, h.dtype, capability(h.device)
-    x, x_scale = quantize(h, check=False) if quantized else (h, None)
-    first = products.choose_config(T, x.element_size(), True, cc)
-    second = products.choose_config(T, x.element_size(), False, cc)
-    inner = torch.empty(pairs, down.shape[2], dtype=dtype, device=h.device)
-    products.gate_up(x, gate_up, routing, activation, inner, first, gate_up_scale, x_scale)
-    inner, inner_scale = quantize(inner, check=False) if quantized else (inner, None)
-    rows = torch.empty(pairs, H, dtype=dtype, device=h.device)
-    products.down(inner, down, routing, rows, second, down_scale, inner_scale)
-    return products.combine(residual, rows, out, shared, shared_gate)
+    pairs, inter, cc = T * top_k, down.shape[2], capability(h.device)
+    inner = torch.empty(pairs, inter, dtype=h.dtype, device=h.device)
+    if T == 1:
+        one_token.gate_up(h, norm_weight, eps, logits, gate_up, activation, inner, gate_up_scale, pdl)
+        return one_token.down(inner, logits, down, residual, out, normalize, down_scale, shared, shared_gate, pdl)
+    if norm_weight is not None:
+        h = rms_norm(h, norm_weight, eps, pdl=pdl, check=False)
+    quantized = gate_up_scale is not None
+    rows = torch.empty(pairs, H, dtype=h.dtype, device=h.device)
+    if cc == 90 and experts_sm90.accepts(H, inter, h.dtype, gate_up, down):
+        block_t = experts_sm90.block_t(T, max(H, inter), gate_up.element_size())
+        routing = route(logits, top_k, normalize, block_t, pdl=pdl, check=False)
+        x, x_scale = gather(h, routing, quantized, pdl=pdl)
+        experts_sm90.launch(x, gate_up, inner, routing, None, activation, gate_up_scale, x_scale, pdl)
+        inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
+        experts_sm90.launch(inner, down, rows, routing, None, None, down_scale, inner_scale, pdl)
+    else:
+        routing = route(logits, top_k, normalize, products.block_t(T), pdl=pdl, check=False)
+        x, x_scale = quantize(h, pdl=pdl, check=False) if quantized else (h, None)
+        first = products.choose_config(T, x.element_size(), True, cc)
+        products.gate_up(x, gate_up, routing, activation, inner, first, gate_up_scale, x_scale)
+        inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
+        second = products.choose_config(T, x.element_size(), False, cc)
+        products.down(inner, down, routing, rows, second, down_scale, inner_scale)
+    return products.combine(residual, rows, out, shared, shared_gate, pdl=pdl)
 
 
 def _check(
@@ -89,3 +120,8 @@ def _check(
     if shared is not None and shared_gate is not None:
         check_tensor("shared", shared, (T, H), dtype, device)
         check_tensor("shared_gate", shared_gate, (T, 1), dtype, device)
+
+
+def cost(T: int, k: int, touched: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of T tokens with k experts each, `touched` distinct ones in all."""
+    return 3 * touched * H * inter * weight_itemsize + 3 * T * H * itemsize, 6 * T * k * H * inter

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirt.kernels.launch import cdiv, fit_stages, next_power_of_2, shared_limit
+from minirt.kernels.launch import cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.moe.route import Routing
+from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 
 CASES = [
@@ -45,11 +46,8 @@ def block_t(T: int) -> int:
 
 
 def last_tokens(T: int) -> int | None:
-    """The largest step that launches the same compiled kernels as one of T tokens; None: no limit.
-
-    With FP8 weights, the activations of a single token are not quantized, which is another kernel.
-    """
-    return next((last for last in (1, 64, 256, 1024) if last >= T), None)
+    """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
+    return next((last for last in (64, 128, 256, 1024) if last >= T), None)
 
 
 def choose_config(T: int, itemsize: int, gated: bool, cc: int) -> ExpertsConfig:
@@ -147,12 +145,14 @@ def _experts_kernel(
 @prepared
 @triton.jit
 def _sum_experts_kernel(
-    x_ptr, rows_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
+    x_ptr, rows_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):
     """out = x + the sum of a token's rows, in order, + sigmoid(gate) · shared, for a part of one token's channels."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < H
+    if PDL:
+        wait_for_input(False)
     total = tl.zeros((BLOCK_H,), tl.float32)
     for j in tl.static_range(TOP_K):
         total += tl.load(rows_ptr + (t * TOP_K + j) * H + h, mask=inside, other=0.0).to(tl.float32)
@@ -193,11 +193,14 @@ def _launch(
     return out
 
 
-def combine(x: Tensor, rows: Tensor, out: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+def combine(
+    x: Tensor, rows: Tensor, out: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
     """out = x + Σ_j rows[t, j] + sigmoid(gate) · shared: x, shared and out [T, H], rows [T · k, H], gate [T, 1]."""
     T, H = x.shape
     block = min(1024, next_power_of_2(H))
     _sum_experts_kernel[(T, cdiv(H, block))](
-        x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, num_warps=max(1, block // 256)
-    )
+        x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block,
+        **launch_options(max(1, block // 256), 1, pdl),
+    )  # fmt: skip
     return out

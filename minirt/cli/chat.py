@@ -12,6 +12,7 @@ import click
 from minirt.cli.options import (
     debug_option,
     load_options,
+    named_by_option,
     open_model,
     prefix_cache_option,
     quiet_option,
@@ -48,7 +49,8 @@ def chat(system: str | None, quiet: bool, **options: Any) -> None:
     params = sampling_params(options)
     with open_model(options, quiet) as generator:
         conversation = _Conversation(generator, params, system, quiet)
-        conversation.encode("?")  # without a template, fail before the user types
+        with named_by_option():  # without a template, or with a wrong grammar, fail before the user types
+            generator.check(conversation.encode("?"), params)
         conversation.run()
 
 

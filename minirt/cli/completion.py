@@ -19,7 +19,10 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "--layer": _LAYERS,
     "--quantize": ("fp8", "int4"),
 }
-_FILES = ("--prompt-file", "--prompts", "--text", "--warm-prompt", "--baseline", "--picture", "--output-file")
+_FILES = (
+    "--prompt-file", "--prompts", "--text", "--warm-prompt", "--baseline", "--picture", "--output-file", "--json-schema",
+    "--grammar",
+)  # fmt: skip
 
 
 def attach(command: click.Command) -> None:

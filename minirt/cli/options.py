@@ -200,6 +200,17 @@ sampling_options = option_group(
         "--skip-special-tokens/--no-skip-special-tokens", default=True, show_default=True,
         help="Leave special tokens out of the text.",
     ),
+    click.option("--json-schema", metavar="FILE", help="The text is JSON that the JSON schema in a file accepts; - is stdin."),
+    click.option("--json-object", is_flag=True, help="The text is a JSON object."),
+    click.option(
+        "--disable-any-whitespace", is_flag=True, help="With --json-schema or --json-object: no white space between JSON tokens."
+    ),
+    click.option("--regex", help="The text is matched by a regular expression from its beginning to its end."),
+    click.option("--choice", multiple=True, metavar="TEXT", help="The text is this one, or another --choice (repeatable)."),
+    click.option("--grammar", metavar="FILE", help="The text follows the grammar in a file, in llguidance's Lark syntax."),
+    click.option(
+        "--reasoning-end", metavar="TEXT", help="Schema, regex, choice or grammar begin after this text, such as </think>."
+    ),
 )
 # For what prints its results as JSON.
 detail_options = option_group(
@@ -250,14 +261,41 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
     given = {name: options[name] for name in names} | {name: options[name] or None for name in ("stop", "bad_words")}
     given |= {name: options.get(name) for name in ("truncate_prompt_tokens", "logprobs", "prompt_logprobs")}
     given["detokenize"] = not options.get("no_detokenize", False)
+    given["structured_outputs"] = _structured_outputs(options)
     biases = dict(options["logit_bias"])
     if len(biases) < len(options["logit_bias"]):
         raise InputError("a token id appears twice", where="--logit-bias", found=list(options["logit_bias"]))
     try:
         return SamplingParams(logit_bias=biases or None, **given)
     except InputError as error:  # name the flag, not the field
-        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
-        raise error.at(flag) from error
+        raise error.at(_flag(error)) from error
+
+
+def _structured_outputs(options: dict[str, Any]) -> dict[str, Any] | None:
+    """The fields of StructuredOutputsParams that the options set."""
+    texts = {name: options[flag] for name, flag in (("json", "json_schema"), ("grammar", "grammar")) if options[flag] is not None}
+    fields: dict[str, Any] = {name: read_text(file) for name, file in texts.items()}
+    fields |= {name: options[name] for name in ("regex", "reasoning_end") if options[name] is not None}
+    if options["choice"]:
+        fields["choice"] = options["choice"]
+    fields |= {name: True for name in ("json_object", "disable_any_whitespace") if options[name]}
+    kinds = fields.keys() - {"reasoning_end", "disable_any_whitespace"}
+    if fields and not kinds:
+        flag = _flag_of(next(iter(fields)))
+        raise click.UsageError(f"{flag} needs --json-schema, --json-object, --regex, --choice or --grammar")
+    if len(kinds) > 1:
+        raise click.UsageError("--json-schema, --json-object, --regex, --choice and --grammar exclude each other")
+    return fields or None
+
+
+def _flag(error: MinirtError) -> str:
+    """The option that sets the sampling field which an error names, and the rest of its `where`."""
+    field, comma, place = str(error.where).removeprefix("SamplingParams.").partition(", ")
+    return f"{_flag_of(field.removeprefix('structured_outputs.'))}{comma}{place}"
+
+
+def _flag_of(field: str) -> str:
+    return "--json-schema" if field == "json" else "--" + field.replace("_", "-")
 
 
 @contextmanager
@@ -265,10 +303,10 @@ def named_by_option() -> Iterator[None]:
     """Context in which an error of a sampling field names the option of the running command that sets the field."""
     try:
         yield
-    except InputError as error:
-        flag = "--" + str(error.where).removeprefix("SamplingParams.").replace("_", "-")
-        if any(flag in parameter.opts for parameter in click.get_current_context().command.params):
-            raise error.at(flag) from error
+    except (InputError, UnsupportedError) as error:
+        where = _flag(error)
+        if any(where.partition(", ")[0] in parameter.opts for parameter in click.get_current_context().command.params):
+            raise error.at(where) from error
         raise
 
 

@@ -75,6 +75,8 @@ def completion_record(completion: "Completion") -> dict[str, Any]:
             record[name] = [None if row is None else logprobs_record(row) for row in rows]
     effective = completion.sampling
     record["sampling"] = {name: getattr(effective, name) for name in effective.sources}
+    if effective.structured_outputs is not None:
+        record["sampling"]["structured_outputs"] = effective.structured_outputs.stated()
     record["sampling_sources"] = effective.sources
     return record
 

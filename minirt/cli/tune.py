@@ -76,7 +76,8 @@ def tune(
         return
     if device.type != "cuda":
         raise DeviceError("tuning needs a GPU", found=str(device))
-    import minirt.kernels.linear.tuning  # noqa: F401  (registers its families)
+    import minirt.kernels.linear.tuning
+    import minirt.kernels.moe.tuning  # noqa: F401  (both register their families)
     from minirt.bench.report import machine
     from minirt.bench.tune.tune import TuneReport, row
     from minirt.bench.tune.tune import tune as measure
@@ -138,13 +139,13 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
 
     shapes = []
     for layer in model.unique_layers():
-        for linear, gated, residual, logits in layer.linear_ops():
+        for linear, gated, residual, logits, experts in layer.linear_ops():
             if linear.format is not None and linear.format.no_triton is not None:
                 continue
-            rows = linear.out_features // 2 if gated else linear.out_features
+            rows = linear.out_features // (experts[0] if experts else 1) // (2 if gated else 1)
             int4 = linear.format is not None and linear.format.name == "int4"
             fp8 = linear.format is not None and not int4
-            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits, int4))
+            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts, int4))
     return list(dict.fromkeys(shapes))
 
 
@@ -161,10 +162,12 @@ def _line(name: str, outcome: "Outcome") -> str:
 def _stored(device: "torch.device", as_json: bool) -> str:
     """All stored configurations that fit the kernels' source, file by file. `device`: its own file is marked."""
     from minirt.kernels.compile import tuning
-    from minirt.kernels.linear.tuning import TUNABLES
+    from minirt.kernels.linear import tuning as linear
+    from minirt.kernels.moe import tuning as moe
 
     this = tuning.path(device) if device.type == "cuda" else None
-    found = {path: {tunable.name: tuning.load(tunable, path) for tunable in TUNABLES} for path in tuning.stored_files()}
+    tunables = (*linear.TUNABLES, *moe.TUNABLES)
+    found = {path: {tunable.name: tuning.load(tunable, path) for tunable in tunables} for path in tuning.stored_files()}
     if as_json:
         files = []
         for path, kernels in found.items():

@@ -8,8 +8,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,18 +26,23 @@ from minirt.engine.runner import ProgressCallback, Runner, Step
 from minirt.engine.sampling_stages import Row
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler, Sequence
 from minirt.engine.step_input import Batch, Chunk
+from minirt.engine.token_constraints import TokenConstraint, TokenConstraints
 from minirt.errors import (
     ContextLengthError,
     DeviceFailedError,
+    EngineError,
     InputError,
     MinirtError,
     NumericsError,
     OutOfMemoryError,
     QueueFullError,
+    UnsupportedError,
 )
+from minirt.modeling.model import Observer
 from minirt.sampling_params import EffectiveSampling
 
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
+_COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 
 
 @dataclass(eq=False)
@@ -45,6 +52,7 @@ class _RequestState:
     ends: frozenset[int]
     rules: Rules | None
     prompt_logprobs: list[TokenLogprobs] | None  # until they are returned with the first token
+    constraint: TokenConstraint | None = None
 
 
 class _InFlight(NamedTuple):
@@ -65,6 +73,7 @@ class Engine:
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
+        constraints: compiles `structured_outputs` of requests. None: such requests are refused.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Engine:
         prefix_cache: bool = True,
         cuda_graphs: bool = False,
         lookahead: int | None = None,
+        constraints: TokenConstraints | None = None,
     ) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         device = torch.device(device)
@@ -93,6 +103,8 @@ class Engine:
         self._lookahead = int(device.type == "cuda") if lookahead is None else lookahead
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _RequestState] = {}
+        self._constraints = constraints
+        self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request, which the scheduler does not have yet
         self._failure: DeviceFailedError | None = None
 
     @property
@@ -145,18 +157,28 @@ class Engine:
         """Compile every kernel and capture every CUDA graph that a step can need. Without this, it happens at first use."""
         self._runner.warm_up(progress)
 
+    def observe(self, observer: Observer | None) -> None:
+        """Call `observer(layer, x)` with the input of each layer, from the next step on; see `Generator.observing`."""
+        self._runner.observe(observer)
+
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
         with self._device_errors():
             return self._runner.replay_times(batch_size, context_len, repeats)
 
-    def check(self, prompt_token_ids: Seq[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None) -> None:
+    def check(
+        self, prompt_token_ids: Seq[int], sampling: EffectiveSampling | None = None, rules: Rules | None = None,
+        compiles: bool = True,
+    ) -> None:  # fmt: skip
         """Raise the error with which a request would be refused. Changes nothing, so any thread may call it.
+
+        `compiles`: check `structured_outputs`, too, which may take long. Otherwise an error in it comes as the request's output.
 
         Raises:
             InputError: the prompt is empty; an id, of the prompt or of a setting, is outside the vocabulary; the settings leave
-                no token to draw.
+                no token to draw; a grammar is wrong.
             ContextLengthError: the prompt can never fit.
+            UnsupportedError: a grammar has a feature that is not supported.
         """
         self.check_tokens(prompt_token_ids)
         self._scheduler.check_length(len(prompt_token_ids))
@@ -166,6 +188,11 @@ class Engine:
                 if largest >= self._vocab_size:
                     expected = f"ids from 0 to {self._vocab_size - 1}"
                     raise InputError("not a token id of this model", where=name, expected=expected, found=largest)
+            if (spec := sampling.structured_outputs) is not None:
+                if self._constraints is None:
+                    raise _no_constraints()
+                if compiles:
+                    self._constraints.compile(spec)
         if rules is not None and (rules.bad_words or rules.end_ids):
             largest = max(map(max, rules.bad_words), default=-1)
             if largest >= self._vocab_size:
@@ -189,7 +216,13 @@ class Engine:
         ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
         scores = None if sampling.prompt_logprobs is None else list[TokenLogprobs]()
         self._requests[request.id] = _RequestState(sequence, sampling, ends, request.rules, scores)
-        self._scheduler.add(sequence)
+        if (spec := sampling.structured_outputs) is None:
+            self._scheduler.add(sequence)
+        elif self._constraints is not None:
+            self._compiling[request.id] = self._constraints.prepare(spec, tuple(ends), sampling.min_tokens)
+        else:
+            self._compiling[request.id] = Future()
+            self._compiling[request.id].set_exception(_no_constraints())
 
     def __contains__(self, request_id: int) -> bool:
         """Whether a request is open: added, and neither ended nor aborted."""
@@ -197,8 +230,8 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """Drop a request at any time. Unknown ids are ignored, because the request may just have ended."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
+        request, compiling = self._requests.pop(request_id, None), self._compiling.pop(request_id, None)
+        if request is not None and compiling is None:
             self._scheduler.remove(request.sequence)
 
     def recover(self) -> None:
@@ -209,7 +242,8 @@ class Engine:
         """
         self._in_flight.clear()
         self._requests = {i: request for i, request in self._requests.items() if not request.sequence.has_started}
-        self._scheduler.reset(request.sequence for request in self._requests.values())
+        self._compiling = {i: future for i, future in self._compiling.items() if i in self._requests}
+        self._scheduler.reset(request.sequence for i, request in self._requests.items() if i not in self._compiling)
 
     def step(self) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
@@ -222,9 +256,10 @@ class Engine:
             Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
         with self._device_errors():
+            outputs = self._add_compiled() if self._compiling else []
             work = self._scheduler.schedule()
-            outputs = [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
-            while work and (problem := self._start(work)) is not None:
+            outputs += [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
+            while work and (problem := self._start(work, outputs)) is not None:
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
                     outputs += self._collect(self._in_flight.popleft())
                 tokens = sum(len(chunk.tokens) for _, chunk in work)
@@ -236,7 +271,24 @@ class Engine:
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
                 outputs += self._collect(self._in_flight.popleft())
+            if self._compiling and not work and not outputs:
+                wait(self._compiling.values(), _COMPILE_WAIT_S, FIRST_COMPLETED)
             return outputs
+
+    def _add_compiled(self) -> list[TokenOutput]:
+        """Hand requests whose constraints are compiled to the scheduler. Returns the errors of those that failed."""
+        outputs = []
+        for request_id, future in [(i, future) for i, future in self._compiling.items() if future.done()]:
+            request = self._requests[request_id]
+            if (error := future.exception()) is None:
+                request.constraint = future.result()
+                del self._compiling[request_id]
+                self._scheduler.add(request.sequence)
+            elif isinstance(error, MinirtError):
+                outputs.append(self._fail(request_id, error))
+            else:
+                outputs.append(self._fail(request_id, EngineError(f"a grammar could not be compiled: {error!r}")))
+        return outputs
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:
@@ -252,13 +304,18 @@ class Engine:
             self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
             raise self._failure from error
 
-    def _start(self, work: list[tuple[Sequence, Chunk]]) -> str | None:
-        """Start a step. Returns None, or the allocator's message if memory runs out; in this case nothing has changed."""
+    def _start(self, work: list[tuple[Sequence, Chunk]], outputs: list[TokenOutput]) -> str | None:
+        """Start a step. Returns None, or the allocator's message if memory runs out; in this case the step has changed nothing.
+
+        If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
+        """
         sampled = [(sequence, chunk.num_sampled) for sequence, chunk in work if chunk.num_sampled]
         requests = [self._requests[sequence.id] for sequence, _ in sampled]
         rows = [Row.of(r.sampling, r.sequence, r.rules) for r in requests]
+        constrained = any(r.constraint is not None for r in requests)
+        fill = partial(self._fill_masks, requests, outputs) if constrained else None
         try:
-            step = self._runner.start([chunk for _, chunk in work], rows)
+            step = self._runner.start([chunk for _, chunk in work], rows, fill)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
             if not is_out_of_memory(error):
                 raise
@@ -274,6 +331,15 @@ class Engine:
         self._in_flight.append(_InFlight(step, sampled, computed, scored))
         self._scheduler.relax_limit()
         return None
+
+    def _fill_masks(self, requests: Seq[_RequestState], outputs: list[TokenOutput], masks: Tensor) -> None:
+        """Write the masks of a step whose forward pass was started. They need the tokens of the step before."""
+        while self._in_flight:
+            outputs += self._collect(self._in_flight.popleft())
+        constraints = [r.constraint if r.sequence.id in self._requests else None for r in requests]
+        if self._constraints is not None:
+            for row, error in self._constraints.fill(masks, constraints).items():
+                outputs.append(self._fail(requests[row].sequence.id, error))
 
     def _collect(self, ended: _InFlight) -> list[TokenOutput]:
         """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
@@ -310,7 +376,8 @@ class Engine:
                 where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
                 hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
                 what = "the logits are NaN or +inf, or only -inf"
-                if request.rules is not None and (request.rules.bans or request.rules.allowed is not None):
+                rules = request.rules
+                if request.constraint is not None or (rules is not None and (rules.bans or rules.allowed is not None)):
                     what += ", or the settings of the request leave no token"
                 error = NumericsError(what, where=where, hint=hint)
                 return TokenOutput(sequence.id, (), "error", error)
@@ -319,6 +386,8 @@ class Engine:
             ends = "stop" if token in request.ends else "length" if len(sequence.tokens) >= sequence.final_len else None
             if ends is not None:
                 break
+        if request.constraint is not None and ends is None:
+            request.constraint.accept(tokens[:count])
         scores, request.prompt_logprobs = request.prompt_logprobs, None
         queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
         return TokenOutput(
@@ -396,6 +465,11 @@ class Engine:
                     expected=f"an integer from 0 to {self._vocab_size - 1}",
                     found=repr(token),
                 )
+
+
+def _no_constraints() -> UnsupportedError:
+    where, hint = "structured_outputs", "use a model with a tokenizer"
+    return UnsupportedError("a grammar is about text, and there is no tokenizer", where=where, hint=hint)
 
 
 def _out_of_memory(what: str, problem: str) -> OutOfMemoryError:

@@ -109,9 +109,9 @@ class EngineThread:
         """Maximum number of tokens of a request, prompt and completion together."""
         return self.engine.max_len
 
-    def check(self, request: Request) -> None:
-        """Raise the error with which a request would be refused. Any thread may call it."""
-        self.engine.check(request.prompt_token_ids, request.sampling, request.rules)
+    def check(self, request: Request, compiles: bool = True) -> None:
+        """Raise the error with which a request would be refused. Any thread may call it. `compiles`: see `Engine.check`."""
+        self.engine.check(request.prompt_token_ids, request.sampling, request.rules, compiles)
 
     def new_id(self) -> int:
         """An id for a request. Any thread may ask for one."""

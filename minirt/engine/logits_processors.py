@@ -48,8 +48,9 @@ class Rules:
     def of(
         cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
     ) -> "Rules | None":
-        """The rules of a request; None if it asks for nothing."""
-        ends = tuple({*eos_token_ids, *sampling.stop_token_ids}) if sampling.min_tokens else ()
+        """The rules of a request; None if it asks for nothing. With `structured_outputs`, its masks heed `min_tokens`."""
+        bans_ends = sampling.min_tokens and sampling.structured_outputs is None
+        ends = tuple({*eos_token_ids, *sampling.stop_token_ids}) if bans_ends else ()
         rules = cls(
             sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty, sampling.logit_bias,
             sampling.allowed_token_ids, tuple(map(tuple, bad_words)), sampling.min_tokens if ends else 0, ends,

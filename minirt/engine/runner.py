@@ -23,11 +23,12 @@ from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
-from minirt.modeling.model import Model
+from minirt.modeling.model import Model, Observer
 from minirt.sampling_params import SamplingParams, resolve
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[int, int], None]  # (done, total)
+FillMasks = Callable[[Tensor], None]
 
 
 class Scores(NamedTuple):
@@ -114,6 +115,7 @@ class Runner:
         self._static: _Static | None = None
         self._cuda = device.type == "cuda"
         self._ranges = Ranges(cache.capacity if self._cuda else 0)
+        self._observer: Observer | None = None
         self._stages = SamplingStages(self._previous, vocab_size, max_seq_len)
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
@@ -127,25 +129,34 @@ class Runner:
         """Whether small steps run as CUDA graphs."""
         return self._static is not None
 
-    @torch.inference_mode()
-    def start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
-        """Queue a step. `rows` has an entry for each chunk from which a token is drawn: one with `num_sampled` 1, not 0.
+    def observe(self, observer: Observer | None) -> None:
+        """Call `observer(layer, x)` with the input of each layer, from the next step on, without CUDA graphs; None: no longer."""
+        self._observer = observer
 
+    @torch.inference_mode()
+    def start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None = None) -> Step:
+        """Queue a step.
+
+        Args:
+            rows: an entry for each chunk from which a token is drawn: one with `num_sampled` 1, not 0.
+            fill: writes the masks of the rows, [B, ceil(V / 32)] int32 on the CPU. Called once, after the forward pass is queued
+                and before the sampler is, so that it may wait for earlier steps. None: there are no masks.
         Raises:
             torch.OutOfMemoryError: no memory for the step's activations. In this case nothing has changed.
         """
         with on_device(self._device):
-            return self._start(chunks, rows)
+            return self._start(chunks, rows, fill)
 
-    def _start(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> Step:
+    def _start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None) -> Step:
         scores = any(chunk.targets for chunk in chunks)
-        needed = scores or any(r.sampling.temperature > 0 or r.rules or r.num_top is not None for r in rows)
+        needed = scores or fill is not None or any(r.sampling.temperature > 0 or r.rules or r.num_top is not None for r in rows)
         logits, row_maxima = self._scores(chunks, needed)
         scored = list[Scored]()
         if scores:
             scored = self._stages.score(logits, chunks)
             logits, row_maxima = self._stages.sampled_rows(logits, chunks), None
-        drawn = self._stages.draw(logits, row_maxima, rows) if rows else Drawn(torch.empty(0, dtype=torch.int64))
+        mask = None if fill is None else self._stages.send_masks(len(rows), fill)
+        drawn = self._stages.draw(logits, row_maxima, rows, mask) if rows else Drawn(torch.empty(0, dtype=torch.int64))
         if not self._cuda:
             return Step(drawn, scored)
         ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more
@@ -154,7 +165,11 @@ class Runner:
 
     def _scores(self, chunks: Sequence[Chunk], logits_needed: bool) -> Scores:
         static, bucket = self._static, None if self._static is None else self._buckets.find(chunks)
-        if static is not None and bucket is not None:
+        if self._observer is not None and isinstance(self._model, Model):
+            batch = self._batch(chunks)
+            logits = self._model(batch, self._cache, self._observer)
+            rows = logits.shape[0]
+        elif static is not None and bucket is not None:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
             static.buffers.send(batch.layout, chunks, logits_needed=logits_needed)
             static.graphs.replay(bucket)
@@ -265,7 +280,7 @@ class Runner:
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of `repeats` replays of a greedy decode step's CUDA graph, without sampler and copies.
 
-        The cached values are arbitrary.
+        The cached values are arbitrary. The sequences have different tokens, so that a mixture uses different experts for them.
         """
         if self._static is None:
             what = "there is no CUDA graph to time; it needs a GPU and every layer on Triton"
@@ -277,7 +292,7 @@ class Runner:
         pages = [cache.allocator.allocate(needed) for _ in range(batch_size)]
         try:
             with on_device(self._device):
-                chunks = [Chunk([1], context_len - 1, own) for own in pages]
+                chunks = [Chunk([i % self._vocab_size], context_len - 1, own) for i, own in enumerate(pages)]
                 self._scores(chunks, logits_needed=False)
                 return self._static.graphs.replay_times(self._buckets.decode(chunks), repeats)
         finally:

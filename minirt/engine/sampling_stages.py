@@ -4,7 +4,7 @@ On a GPU nothing here waits. What a step needs is allocated before its tokens re
 out, nothing has changed, and the step can be tried again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,18 +32,20 @@ class Row(NamedTuple):
         step: index of the token within the request.
         sequence: the sequence that the row belongs to; rows with `rules` need one.
         rules: what the request asks of its logits; None: nothing.
+        slot: the sequence's slot in this step. By the time of the draw, the sequence may have ended and left it.
     """
 
     sampling: EffectiveSampling
     step: int
     sequence: "scheduler.Sequence | None" = None
     rules: Rules | None = None
+    slot: int = -1
 
     @classmethod
     def of(cls, sampling: EffectiveSampling, sequence: "scheduler.Sequence", rules: Rules | None) -> "Row":
         """The row of a sequence's next token. Without `rules` if they change no logits any more."""
         step = sequence.num_generated
-        return cls(sampling, step, sequence, rules if rules is not None and rules.apply(step) else None)
+        return cls(sampling, step, sequence, rules if rules is not None and rules.apply(step) else None, sequence.slot)
 
     @property
     def num_top(self) -> int | None:
@@ -99,21 +101,31 @@ class SamplingStages:
         self._packed_host: list[Tensor] = []
         self._workspace: LogprobsWorkspace | None = None
         self._buffers: SamplingBuffers | None = None
+        self._masks: CpuGpuBuffer | None = None  # allocated when first asked for
         if self._cuda:
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._buffers = SamplingBuffers(max_num_seqs, vocab, device)
 
-    def draw(self, logits: Tensor, row_maxima: Tensor | None, rows: Sequence[Row]) -> Drawn:
-        """Draw a token from each row of `logits`. `row_maxima`: see `sample`."""
+    def send_masks(self, count: int, fill: Callable[[Tensor], None]) -> Tensor:
+        """Masks of `count` rows, as `fill` writes them on the host, on their way to the device."""
+        if self._masks is None:
+            self._masks = CpuGpuBuffer((len(self._previous), -(-self._vocab // 32)), self._device)
+        fill(self._masks.host()[:count])
+        self._masks.send(count)
+        return self._masks.device[:count]
+
+    def draw(self, logits: Tensor, row_maxima: Tensor | None, rows: Sequence[Row], mask: Tensor | None = None) -> Drawn:
+        """Draw a token from each row of `logits`. `row_maxima`: see `sample`; `mask`: see `LogitsProcessors.process`."""
         count, raw = len(rows), logits
         ruled = any(row.rules is not None for row in rows)
         wanted = [-1 if row.num_top is None else self._num_top(row.num_top) for row in rows]
         num_top = max(wanted)
-        if ruled or num_top >= 0:
+        if ruled or num_top >= 0 or mask is not None:
             slots, counts, steps = self._send(rows, wanted)
         if ruled:
             self._fill_slots(rows)
-            logits, row_maxima = self._processors.process(logits, slots, steps, [row.rules for row in rows]), None
+        if ruled or mask is not None:
+            logits, row_maxima = self._processors.process(logits, slots, steps, [row.rules for row in rows], mask), None
         packed = self._room(count, num_top) if num_top >= 0 else None
         tokens = self._previous[:count] if packed is None else self._drawn[:count]
         settings = [(row.sampling, row.step) for row in rows]
@@ -174,7 +186,7 @@ class SamplingStages:
     def _send(self, rows: Sequence[Row], wanted: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Each row's slot (-1 without rules), number of most probable tokens, and step, on the device."""
         host, count = self._asked.host(), len(rows)
-        slots = [row.sequence.slot if row.rules is not None and row.sequence is not None else -1 for row in rows]
+        slots = [-1 if row.rules is None else row.slot for row in rows]
         host[0, :count] = torch.tensor(slots, dtype=torch.int32)
         host[1, :count] = torch.tensor(wanted, dtype=torch.int32)
         host[2:].view(-1).view(torch.int64)[:count] = torch.tensor([row.step for row in rows])
@@ -188,10 +200,10 @@ class SamplingStages:
             if row.rules is not None and row.sequence is not None:
                 sequence = row.sequence
                 owner = sequence.id, sequence.admissions
-                if self._owners[sequence.slot] != owner:
+                if self._owners[row.slot] != owner:
                     tokens, start = sequence.tokens, sequence.prompt_len
-                    self._processors.fill(sequence.slot, row.rules, tokens[:start], tokens[start:])
-                    self._owners[sequence.slot] = owner
+                    self._processors.fill(row.slot, row.rules, tokens[:start], tokens[start:])
+                    self._owners[row.slot] = owner
 
     def _room(self, count: int, num_top: int) -> Tensor:
         """Where `token_logprobs` writes its result."""

@@ -73,12 +73,14 @@ class LinearOp(NamedTuple):
         gated: the rows of the weight are gate and up, and an activation combines both.
         residual: the residual stream is added.
         logits: the result is logits, and the kernel also stores the largest one of each tile.
+        experts: (E, k) if the weight is that of E experts, of which each row uses k; None: every row uses the whole weight.
     """
 
     linear: PackedLinear
     gated: bool = False
     residual: bool = False
     logits: bool = False
+    experts: tuple[int, int] | None = None
 
 
 class Layer:
@@ -120,19 +122,26 @@ class Layer:
         """The layer's matrix products, for tuning and for counting operations."""
         return ()
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
-        """Bytes of the weights that a step of so many tokens reads."""
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
+        """Bytes of the weights that a step of so many tokens reads, with so many distinct experts; None: the expected number."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
     @property
     def activation_values(self) -> int:
         """Values for each token that the layer holds at once beside its input and output: an estimate, to plan memory."""
-        ops = [op for op in self.linear_ops() if not op.logits]
-        return sum(op.linear.out_features // (2 if op.gated else 1) for op in ops)
+        total = 0
+        for linear, gated, _, logits, experts in self.linear_ops():
+            many, used = experts or (1, 1)
+            total += 0 if logits else used * linear.out_features // many // (2 if gated else 1)
+        return total
 
     def flops(self, rows: int) -> int:
         """Floating-point operations of the matrix products for `rows` rows, without attention."""
-        return sum(2 * rows * op.linear.out_features * op.linear.in_features for op in self.linear_ops())
+        total = 0
+        for linear, *_, experts in self.linear_ops():
+            many, used = experts or (1, 1)
+            total += 2 * rows * used * linear.out_features // many * linear.in_features
+        return total
 
     def settled(self, x: Tensor) -> Tensor | None:
         """Which rows of x [T, H] have a result that depends on no near-tie: [T] bool; None: all of them.
@@ -140,6 +149,10 @@ class Layer:
         A layer that compares values to choose what it computes may choose differently after another rounding. `minirt compare`
         leaves such rows out.
         """
+        return None
+
+    def expert_counts(self, x: Tensor) -> Tensor | None:
+        """How many rows of x [T, H] use each expert of the layer: [E] int64; None: it has no experts."""
         return None
 
     def row_maxima_tiles(self, rows: int) -> int:

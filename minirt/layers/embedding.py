@@ -31,7 +31,7 @@ class Embedding(Layer):
         """Yields nothing: the table is looked up, not multiplied."""
         return iter(())
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
         """0: a row for each token does not count."""
         return 0
 

@@ -65,25 +65,27 @@ class MoE(Layer):
             self.shared_gate = _unquantized(PackedLinear([Part(shared_gate, 1)], h))
 
     def linear_ops(self) -> Sequence[LinearOp]:
-        ops = [LinearOp(self.router)]
+        experts = self.moe.num_experts, self.moe.experts_per_token
+        ops = [LinearOp(self.router), LinearOp(self.gate_up, gated=True, experts=experts), LinearOp(self.down, experts=experts)]
         if self.shared_gate_up is not None and self.shared_down is not None:
             ops += [LinearOp(self.shared_gate_up, gated=True), LinearOp(self.shared_down)]
         return ops
 
-    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1) -> int:
-        """The experts count that `tokens` tokens are expected to use, if every expert is as likely as the others."""
-        touched = expected_experts(self.moe.num_experts, self.moe.experts_per_token, tokens)
+    def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
+        """By default, the experts count that are expected to be used if every expert is as likely as the others."""
+        touched = expected_experts(self.moe.num_experts, self.moe.experts_per_token, tokens) if experts is None else experts
         of_experts = self.gate_up.nbytes(dtype) + self.down.nbytes(dtype)
         return super().decode_read_bytes(dtype) - of_experts + round(of_experts * touched / self.moe.num_experts)
 
+    def expert_counts(self, x: Tensor) -> Tensor:
+        logits = reference.linear(reference.rms_norm(x, self.norm.weight, self.config.rms_norm_eps), self.router.weight)
+        chosen = reference.route(logits, self.moe.experts_per_token, self.moe.normalize)[1]
+        return torch.bincount(chosen.flatten(), minlength=self.moe.num_experts)
+
     @property
     def activation_values(self) -> int:
-        rows = self.gate_up.out_features // 2 + self.down.out_features  # of all experts
-        return super().activation_values + rows * self.moe.experts_per_token // self.moe.num_experts
-
-    def flops(self, rows: int) -> int:
-        one = self.gate_up.num_parameters + self.down.num_parameters
-        return super().flops(rows) + 2 * rows * self.moe.experts_per_token * one // self.moe.num_experts
+        in_order = self.moe.experts_per_token * self.config.hidden_size  # the tokens, once for each of their experts
+        return super().activation_values + in_order
 
     def settled(self, x: Tensor) -> Tensor | None:
         """Rows whose last chosen expert is ahead of the first one not chosen by 3 times the rounding error of eager logits."""
@@ -149,16 +151,18 @@ def triton(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        h = rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
-        logits = norm_linear(h, None, 0.0, router.weight, workspace=workspace, pdl=pdl, check=False)
+        one = x.shape[0] == 1  # then the kernels normalize it
+        h = x if one else rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
+        norm_weight = norm.weight if one else None
+        logits = norm_linear(h, norm_weight, eps, router.weight, workspace=workspace, pdl=pdl, check=False)
         shared = shared_gate = None
         if first is not None and last is not None and gate is not None:
-            shared = norm_gate_up(h, None, 0.0, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
+            shared = norm_gate_up(h, norm_weight, eps, first.weight, activation, scale=first.scale, pdl=pdl, check=False)
             shared = norm_linear(shared, None, 0.0, last.weight, scale=last.scale, workspace=workspace, pdl=pdl, check=False)
-            shared_gate = norm_linear(h, None, 0.0, gate.weight, workspace=workspace, pdl=pdl, check=False)
+            shared_gate = norm_linear(h, norm_weight, eps, gate.weight, workspace=workspace, pdl=pdl, check=False)
         return mixture_residual(
-            h, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, gate_up_scale=gate_up_scale,
-            down_scale=down_scale, shared=shared, shared_gate=shared_gate, check=False,
+            h, logits, gate_up, down, x, moe.experts_per_token, moe.normalize, activation, norm_weight=norm_weight, eps=eps,
+            gate_up_scale=gate_up_scale, down_scale=down_scale, shared=shared, shared_gate=shared_gate, pdl=pdl, check=False,
         )  # fmt: skip
 
     return forward

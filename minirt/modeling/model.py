@@ -1,6 +1,6 @@
 """`Model`: a list of layers run in order, each bound to one implementation."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,6 +24,8 @@ from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FormatChoice, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
+
+Observer = Callable[[Layer, Tensor], None]  # a layer and its input
 
 
 class Model:
@@ -70,9 +72,10 @@ class Model:
         """Weight bytes that a decode step of one token reads: those of each layer, once for each place in the list."""
         return self.step_read_bytes(1)
 
-    def step_read_bytes(self, tokens: int) -> int:
-        """Weight bytes that a decode step of so many tokens reads."""
-        return sum(layer.decode_read_bytes(self.dtype, tokens) for layer in self.layers)
+    def step_read_bytes(self, tokens: int, experts: Mapping[str, float] | None = None) -> int:
+        """Weight bytes that a decode step of so many tokens reads. `experts`: how many distinct ones the named layers use."""
+        used = {name: (count,) for name, count in (experts or {}).items()}
+        return sum(layer.decode_read_bytes(self.dtype, tokens, *used.get(layer.name, ())) for layer in self.layers)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in a model of this dtype."""
@@ -176,8 +179,9 @@ class Model:
         return ("triton", "auto") if reason is None else ("eager", f"auto: triton cannot: {reason}")
 
     @torch.inference_mode()
-    def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self._run(self._with_cache(cache), batch)
+    def __call__(self, batch: Batch, cache: KVCache, observer: Observer | None = None) -> Tensor:
+        """Logits of a batch. `observer(layer, x)` is called with the input x of each layer except the embedding."""
+        return self._run(self._with_cache(cache), batch, observer)
 
     @torch.inference_mode()
     def dry_run(self, batch: Batch, cache: KVCache) -> None:
@@ -198,11 +202,15 @@ class Model:
         kept = iter(cache.layers)
         return [(layer, None if layer.cache_spec is None else next(kept)) for layer in self.layers]
 
-    def _run(self, layers: Iterable[tuple[Layer, LayerKV | LayerState | None]], batch: Batch) -> Tensor:
+    def _run(
+        self, layers: Iterable[tuple[Layer, LayerKV | LayerState | None]], batch: Batch, observer: Observer | None = None
+    ) -> Tensor:
         with on_device(self.device):
             batch = batch.to(self.device)
             x = torch.empty(0, device=self.device)
             for layer, kv in layers:
+                if observer is not None and layer.kind != "embedding":
+                    observer(layer, x)
                 x = layer(x, batch, kv)
             if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # the head did not write to `logits`
                 x = batch.logits.copy_(x)

@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -86,6 +87,8 @@ class PackedLinear(Parameter):
         self.parts = tuple(parts)
         self.rows = tuple(part.rows for part in self.parts)
         self.modules = tuple(part.name for part in self.parts)
+        starts = accumulate(self.rows, initial=0)
+        self._places = {name: place for name, *place in zip(self.modules, range(len(self.rows)), starts, strict=False)}
         self.in_features = in_features
         self.has_bias = bias
         self.weight: Tensor = torch.empty(0)
@@ -127,16 +130,14 @@ class PackedLinear(Parameter):
 
     def load(self, name: str, source: Tensor) -> None:
         prefix, _, what = name.rpartition(".")
-        for i, part in enumerate(self.parts):
-            if part.name == prefix:
-                start = sum(self.rows[:i])
-                own = slice(start, start + part.rows)
-                if what == "bias" and self.bias is not None:
-                    self.bias[own].copy_(source)
-                elif self.format is None or self.scale is None:
-                    self.weight[own].copy_(source)
-                else:
-                    self.format.load(what, source, self.weight, self.scale, self.rows, i)
+        i, start = self._places[prefix]
+        own = slice(start, start + self.rows[i])
+        if what == "bias" and self.bias is not None:
+            self.bias[own].copy_(source)
+        elif self.format is None or self.scale is None:
+            self.weight[own].copy_(source)
+        else:
+            self.format.load(what, source, self.weight, self.scale, self.rows, i)
 
     def to_double(self) -> Self:
         twin = copy.copy(self)

@@ -129,7 +129,7 @@ class _Server:
         """Add the requests of one call, or refuse all of them: they have the same prompt, or belong together."""
         try:
             for request in requests:
-                self._thread.check(request)
+                self._thread.check(request, compiles=False)  # a grammar must not delay the messages after it
             self._client.submit(requests)
         except MinirtError as error:
             self._refuse(requests, error)

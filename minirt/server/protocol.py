@@ -240,6 +240,8 @@ def sampling_params(request: Sampling, renamed: Mapping[str, str] = {}, **change
         return SamplingParams(**given)
     except InputError as error:
         name = str(error.where).removeprefix("SamplingParams.")
+        if name.startswith("structured_outputs") and not request.structured_outputs:
+            name = "response_format"
         raise error.at(renamed.get(name, name)) from error
 
 
@@ -253,7 +255,7 @@ def structured_outputs(request: Sampling) -> dict[str, Any]:
         raise bad_field("response_format", "not an object", found=repr(form)[:80])
     kind = form.get("type") if form else "text"
     if own in (None, {}):
-        field, own = "response_format", None
+        own = None
         if kind == "json_object":
             own = {"json_object": True}
         elif kind == "json_schema":
@@ -265,15 +267,9 @@ def structured_outputs(request: Sampling) -> dict[str, Any]:
         elif kind != "text":
             expected = "text, json_object or json_schema"
             raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=repr(kind)[:80])
-    elif kind == "text":
-        field = "structured_outputs"
-    else:
+    elif kind != "text":
         raise bad_field("structured_outputs", "excludes response_format", found=repr(own)[:80])
-    if own is None:
-        return {}
-    if "structured_outputs" not in SamplingParams.__dataclass_fields__:
-        raise bad_field(field, "only text is supported", found=repr(own)[:80])
-    return {"structured_outputs": own}
+    return {} if own is None else {"structured_outputs": own}
 
 
 def usage(prompt_tokens: Sequence[int], completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -74,6 +74,10 @@ class Backend:
     def add_special_tokens(self, tokens: list[str]) -> None:
         self._call(lambda: self._library.add_special_tokens(tokens), "failed", _DAMAGED)
 
+    def serialized(self) -> str:
+        """The tokenizer as the content of a tokenizer.json."""
+        return self._call(lambda: self._library.to_str(), "failed", _DAMAGED)
+
     def decoder(self) -> dict[str, Any] | None:
         """The decoder in the library's own serialization; None without one."""
         state = self._call(lambda: self._library.decoder and self._library.decoder.__getstate__(), "failed", _DAMAGED)

@@ -82,6 +82,14 @@ class Tokenizer:
         """The id of the token spelled exactly `text`, or None."""
         return self._backend.token_to_id(text)
 
+    def ids(self) -> frozenset[int]:
+        """All token ids. There may be gaps between them."""
+        return frozenset(self._backend.vocabulary().values())
+
+    def serialized(self) -> str:
+        """It as the content of a tokenizer.json, in which all special tokens are flagged."""
+        return self._backend.serialized()
+
     def min_tokens(self, text: str) -> int:
         """A lower bound on the number of token ids of `text`, from its number of characters; 0 if there is none.
 

@@ -42,7 +42,7 @@ class Machine:
     def clock(self):
         return self.now
 
-    def step_read_bytes(self, tokens):
+    def step_read_bytes(self, tokens, experts=None):
         return self.decode_read_bytes
 
     def generate(self, prompts, params):

@@ -140,7 +140,7 @@ class DraftingRunner:
         self._model, self._cache, self._draw = model, cache, random.Random(seed)
         self.counts = []
 
-    def start(self, chunks, settings):
+    def start(self, chunks, settings, fill=None):
         batch = Batch.build(chunks, self._cache.page_size)
         rows = iter(self._model(batch, self._cache).argmax(-1).tolist())
         tokens, drafts = [], []

@@ -113,6 +113,39 @@ def test_decode_steps_neither_wait_nor_allocate(warm, count, options):
         engine.abort(request)
 
 
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_constrained_decode_steps_neither_compile_nor_allocate_nor_wait(count):
+    """The host waits only for the tokens of the step before. Every third request is free."""
+    import triton
+
+    compiled, grammar = [], {"regex": "([a-z]+ ){200,}"}
+    with Generator.from_pretrained(dtype="bfloat16", impl="triton", kv_cache_memory=1 << 30) as generator:
+        engine, ids = generator._engine.engine, []
+        for i in range(count):
+            own = {"ignore_eos": True} if i % 3 == 2 else {"structured_outputs": grammar}
+            sampling = generator.effective_sampling(SamplingParams(max_tokens=200, temperature=1.0, seed=i, **own))
+            engine.check([5], sampling)
+            ids.append(add(engine, [5 + i] * (i + 1), sampling, generator.eos_token_ids))
+        triton.knobs.runtime.jit_cache_hook = lambda *args, **kwargs: compiled.append(kwargs.get("repr") or args)
+        try:
+            for _ in range(10):
+                engine.step()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            torch.cuda.set_sync_debug_mode("error")
+            outputs = [output for _ in range(40) for output in engine.step()]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            triton.knobs.runtime.jit_cache_hook = None
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert not compiled, f"{len(compiled)} compilations: {compiled[:3]}"
+        assert len(outputs) == 40 * count
+        bound = [output for output in outputs if ids.index(output.request_id) % 3 != 2]
+        texts = "".join(generator.tokenizer.decode(output.token_ids) for output in bound)
+        assert set(texts) <= set("abcdefghijklmnopqrstuvwxyz ")
+        for request in ids:
+            engine.abort(request)
+
+
 def test_the_sync_check_can_fail():
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -154,14 +187,16 @@ def test_a_slow_gpu_changes_no_token(monkeypatch):
     prompts = [[draw.randrange(1000) for _ in range(n)] for n in (3, 70, 1, 200, 5, 90, 130, 2)]
     kinds = ({}, {"presence_penalty": 1.0, "logprobs": 2}, {"repetition_penalty": 1.5, "bad_words": "the"}, {"logprobs": 0}) * 2
     params = [SamplingParams(max_tokens=draw.randrange(3, 25), temperature=0.0, ignore_eos=True, **kind) for kind in kinds]
+    for i, kind in ((4, {}), (7, {"presence_penalty": 0.5, "logprobs": 1})):
+        params[i] = SamplingParams(max_tokens=20, temperature=0.0, structured_outputs={"regex": "([a-z]+[0-9]){9}"}, **kind)
     options = {"dtype": "float32", "impl": "triton", "kv_cache_memory": 1 << 28, "warmup": False}
     with Generator.from_pretrained(**options) as generator:
         expected = [generator.generate(p, own).token_ids for p, own in zip(prompts, params, strict=True)]
     start = Runner.start
 
-    def late(self, chunks, settings):
+    def late(self, chunks, settings, fill):
         torch.cuda._sleep(40_000_000)  # GPU cycles: about 20 ms
-        return start(self, chunks, settings)
+        return start(self, chunks, settings, fill)
 
     monkeypatch.setattr(Runner, "start", late)
     with Generator.from_pretrained(max_num_batched_tokens=64, **options) as generator:

@@ -294,9 +294,11 @@ def test_greedy_steps_need_no_logits_unless_somebody_asks(monkeypatch):
     for options in ({}, {"logprobs": 1}, {"temperature": 1.0}, {"presence_penalty": 1.0}):
         own = resolve(SamplingParams(**(greedy | options)), None)
         sequence = Sequence(0, array("q", [1]), 1, 9, slot=0)
-        runner.start([chunk], [sampling_stages.Row(own, 0, sequence, Rules.of(own, (), ()))])
-    assert asked == [False, True, True, True]
-    assert used == [True, True, True, False], "row maxima are those of the logits before penalties"
+        runner.start([chunk], [sampling_stages.Row.of(own, sequence, Rules.of(own, (), ()))])
+    row = sampling_stages.Row.of(resolve(SamplingParams(**greedy), None), sequence, None)
+    runner.start([chunk], [row], lambda masks: masks.fill_(-1))
+    assert asked == [False, True, True, True, True]
+    assert used == [True, True, True, False, False], "row maxima are those of the logits before penalties and masks"
 
 
 def test_settings_are_checked_against_the_model():

@@ -176,7 +176,7 @@ def test_samples_compute_their_prompt_once(length, computed, lookahead):
     first = {}
     inner = it._runner.start
 
-    def start(chunks, sampled):
+    def start(chunks, sampled, fill=None):
         for chunk, sequence in zip(chunks, it._scheduler.running.values(), strict=False):
             first.setdefault(sequence.id, len(chunk.tokens))
         return inner(chunks, sampled)

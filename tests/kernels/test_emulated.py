@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent / "attention"
-DECODE = ("test_decode_fp8.py", "test_decode.py")
+HERE = Path(__file__).parent
+DECODE = ("attention/test_decode_fp8.py", "attention/test_decode.py")
 FP16 = "float16 and not bfloat16"
 # FP8 pages: narrow work items; wide ones that reach past the last head; more blocks than slots for their scales; wide work items
 # whose slots are overwritten. 16-bit pages: one tile of channels, and two.
@@ -36,11 +36,12 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
     ("files", "selection", "count"),
     [
         (DECODE, CASES, 8),
-        (["test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
+        (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
+        (["moe/test_experts_sm90.py"], "test_products and ((False and (64 and 136 or 150)) or (True and (256 or 80 and 32)))", 4),
     ],
-    ids=["decode", "prompts"],
+    ids=["decode", "prompts", "experts"],
 )
-def test_attention(files, selection, count):
+def test_kernels(files, selection, count):
     said = emulated(files, selection)
     assert f"{count} passed" in said, said[-6000:]
     assert "failed" not in said, said[-6000:]

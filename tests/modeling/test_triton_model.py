@@ -110,6 +110,20 @@ def test_only_triton_computes(quantization):
             assert not strangers, f"not Triton: {sorted(strangers)}"
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_only_triton_computes_mixtures(quantization, hf_folder):
+    """The same for mixtures of experts with a shared expert, in CUDA graphs and in longer prompts."""
+    sizes = {"hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+    sizes |= {"shared_expert_intermediate_size": 192, "max_position_embeddings": 4096, "decoder_sparse_step": 1}
+    options = {"dtype": "bfloat16", "impl": "triton", "kv_cache_memory": 1 << 28, "max_num_seqs": 8}
+    with Generator.from_pretrained(hf_folder("Qwen2Moe", **sizes), quantization=quantization, **options) as generator:
+        prompts = [[t % 199 for t in range(n)] for n in (2500, 90, 3, 17)]
+        names = kernel_names(lambda: generator.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0)))
+        names |= kernel_names(lambda: generator.generate(prompts[2], SamplingParams(max_tokens=6, temperature=0.0)))
+    assert {"_choose_kernel", "_one_down_kernel"} <= names
+    assert not names - triton_kernel_names()
+
+
 def test_the_profiler_test_can_fail():
     impl = ["triton", "layers.3.mlp=eager"]
     with Generator.from_pretrained(dtype="bfloat16", impl=impl, kv_cache_memory=1 << 28, warmup=False) as generator:

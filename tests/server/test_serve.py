@@ -13,7 +13,6 @@ from support.cli import start
 from support.server import Server, events, message
 
 from minirt import Generator, SamplingParams
-from minirt.sampling_params import SamplingParams as Fields
 
 STORY = "Once upon a time"
 CHAT = [{"role": "user", "content": "What is the capital of France? One word."}]
@@ -187,16 +186,23 @@ def test_the_asyncio_client(smol):
 
 
 def test_structured_output(tiny):
-    """As soon as the engine has it. Until then it is refused by name."""
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "own", "schema": schema}}
-    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": form, "max_tokens": 40}
-    status, found = tiny.post("/v1/chat/completions", body)
-    if "structured_outputs" in Fields.__dataclass_fields__:
-        assert status == 200
-        assert json.loads(found["choices"][0]["message"]["content"])["n"] in (1, 2)
-    else:
-        assert (status, found["error"]["param"]) == (400, "response_format")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+    status, found = tiny.post("/v1/chat/completions", body | {"response_format": form})
+    assert status == 200
+    assert json.loads(found["choices"][0]["message"]["content"])["n"] in (1, 2)
+    own = {"choice": ["one", "two"]}
+    _, found = tiny.post("/v1/chat/completions", body | {"structured_outputs": own, "n": 3, "temperature": 1})
+    assert {choice["message"]["content"] for choice in found["choices"]} <= {"one", "two"}
+    refused = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}
+    for wrong, param in (
+        ({"response_format": refused}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ):
+        status, found = tiny.post("/v1/chat/completions", body | wrong)
+        assert (status, found["error"]["param"]) == (400, param)
 
 
 def test_errors_of_the_client(tiny):

@@ -27,7 +27,7 @@ from minirt.kernels.attention import prefill
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.reference import quantize_fp8
-from minirt.modeling.config import ModelConfig, RopeConfig
+from minirt.modeling.config import ModelConfig, MoEConfig, RopeConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter; the command itself runs on the GPU")
 
@@ -35,6 +35,7 @@ CONFIG = ModelConfig(
     model_type="qwen2", hidden_size=80, intermediate_size=144, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=64,
     vocab_size=211, rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=False, hidden_act="silu",
     qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False, dtype="float32", rope=RopeConfig(),
+    moe=MoEConfig(num_experts=7, experts_per_token=2, intermediate_size=24),
 )  # fmt: skip
 CPU = torch.device("cpu")
 once = partial(bench.measure, limits=None, clock=bench.host_clock, repeats=1, compiled=False)
@@ -68,6 +69,16 @@ def test_many_tokens_of_which_some_are_compared(name):
     """More tokens than the kernels for few tokens take, and more rows than are compared with the truth."""
     row = once(point(name, 200, 3, torch.float16))
     assert row["fault"] is None
+
+
+def test_experts_count_those_that_are_used():
+    """The bytes are those of distinct experts: of one token's 2, and of many tokens' 7, but never of more than there are."""
+    one, many = once(point("experts", 1)), once(point("experts.fp8", 40, dtype=torch.float16))
+    assert one["fault"] is many["fault"] is None
+    assert one["bytes"] == 3 * 2 * 80 * 24 * 4 + 3 * 80 * 4
+    assert many["bytes"] == 3 * 7 * 80 * 24 + 3 * 40 * 80 * 2
+    assert once(point("experts_route", 9))["fault"] is None
+    assert "no mixtures" in once(point("experts", 1, moe=None))["left_out"]["all"]
 
 
 def test_other_models():

@@ -5,6 +5,7 @@ names the target, and launches become compilations. So configurations, specializ
 the wrapper would launch on that GPU.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -23,6 +24,7 @@ from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, int4
 from minirt.kernels.linear.product import Product
 from minirt.kernels.moe import dispatch as moe
+from minirt.kernels.moe import experts_sm90, route
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # stack bytes of a thread: the cubin's EIATTR_FRAME_SIZE
@@ -185,17 +187,33 @@ def four_bits(
 
 def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
     """Mixtures of experts with the shapes of Qwen3-30B-A3B, for each height of tiles; some with a width that no tile divides."""
-    for many, hidden, inter, steps in ((128, 2048, 768, (1, 40, 200, 1000, 3000)), (60, 2052, 700, (1000,))):
-        gate_up, down = empty(many, 2 * inter, hidden), empty(many, hidden, inter)
+    pdl = cc >= 90
+    for many, hidden, inter, steps in ((128, 2048, 768, (1, 9, 40, 200, 400, 1100)), (60, 2052, 700, (1, 1000))):
+        gate_up, down, norm_weight = empty(many, 2 * inter, hidden), empty(many, hidden, inter), empty(hidden)
         for T in steps:
             h, logits = empty(T, hidden), empty(T, many)
-            moe.mixture_residual(h, logits, gate_up, down, h, 8, True, "silu")
+            moe.mixture_residual(h, logits, gate_up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl)
             if cc >= 89:
                 up8, down8 = (torch.empty_like(w, dtype=torch.float8_e4m3fn) for w in (gate_up, down))
                 scales = {"gate_up_scale": empty(many, 2 * inter, like=torch.float32)}
                 scales |= {"down_scale": empty(many, hidden, like=torch.float32)}
                 shared = {"shared": h, "shared_gate": empty(T, 1)}
-                moe.mixture_residual(h, logits, up8, down8, h, 8, False, "gelu", **scales, **shared)
+                moe.mixture_residual(h, logits, up8, down8, h, 8, False, "gelu", pdl=pdl, **scales, **shared)
+    if cc == 90 and gate_up.dtype.itemsize == 2:
+        other_tiles(empty)
+
+
+def other_tiles(empty: Callable[..., torch.Tensor]) -> None:
+    """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside."""
+    for fp8, hidden, tiles in ((False, 2048, ((8, 128), (128, 64))), (True, 2048, ((8, 128),)), (True, 4096, ((64, 128),))):
+        like, scales = (torch.float8_e4m3fn, empty(16, 1536, like=torch.float32)) if fp8 else (torch.bfloat16, None)
+        x_scale = empty(64, like=torch.float32) if fp8 else None
+        routing = route.route(empty(8, 16), 8, True, 8)
+        for config in itertools.starmap(experts_sm90.derive_config, tiles):
+            for K, N, activation in ((hidden, 768, "silu"), (768, hidden, None)):
+                weight = empty(16, N if activation is None else 2 * N, K, like=like)
+                rest = (routing, config, activation, scales, x_scale, True)
+                experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
 
 
 def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace) -> None:

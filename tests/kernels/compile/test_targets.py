@@ -19,18 +19,23 @@ TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(80, "float32")
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 DENSE = (
     "_gemm_small_kernel", "_gemm_kernel", "_gemm_int4_kernel", "_gemm_sm90_kernel", "_prefill_kernel", "_chunk_kernel",
-    "_prefill_sm90_kernel", "_decode_sm90_kernel",
+    "_prefill_sm90_kernel", "_decode_sm90_kernel", "_experts_sm90_kernel",
 )  # fmt: skip
 # Kernels in which every lane that holds a sum over lanes stores it: all copies of a sum must be equal.
-COPIES = ("_gemv_kernel", "_gemv_int4_kernel", "_decode_kernel", "_prefill_kernel", "_chunk_kernel")
-PDL = (
-    "_gemv_kernel", "_gemv_int4_kernel", "_rms_norm_kernel", "_quantize_kernel", "_gemm_small_kernel", "_gemm_int4_kernel",
-    "_unpack_kernel", "_kv_write_kernel", "_decode_kernel", "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel",
-    "_decode_fp8_sm90_kernel",
+COPIES = (
+    "_gemv_kernel", "_gemv_int4_kernel", "_one_gate_up_kernel", "_one_down_kernel", "_decode_kernel", "_prefill_kernel",
+    "_chunk_kernel",
 )  # fmt: skip
-READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens
-    "_gemv_kernel", "_gemv_int4_kernel", "_unpack_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel",
-    "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
+PDL = (
+    "_gemv_int4_kernel", "_gemm_int4_kernel", "_unpack_kernel",
+    "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_gemm_small_kernel", "_kv_write_kernel", "_decode_kernel",
+    "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel", "_choose_kernel", "_count_kernel",
+    "_place_kernel", "_gather_kernel", "_sum_experts_kernel", "_one_gate_up_kernel", "_one_down_kernel", "_experts_sm90_kernel",
+)  # fmt: skip
+READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router
+    "_gemv_int4_kernel", "_unpack_kernel",
+    "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel", "_decode_sm90_kernel",
+    "_decode_fp8_sm90_kernel", "_one_down_kernel",
 )  # fmt: skip
 
 
@@ -47,7 +52,7 @@ def compile_all(cc: int, dtype: str) -> list[dict]:
 def test_compiles_as_meant(target):
     cc, dtype = target
     results = compile_all(*target)
-    assert len({r["kernel"] for r in results}) == (25 if cc == 90 else 20 if cc >= 89 else 19)
+    assert len({r["kernel"] for r in results}) == (29 if cc == 90 else 22 if cc >= 89 else 21)
     for r in results:
         name = r["kernel"]
         assert r["shared"] <= r["limit"], r
@@ -72,6 +77,7 @@ def test_compiles_as_meant(target):
         if "_sm90" in name:
             assert r["tma"], r
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
+            most["_experts_sm90_kernel"] = 256 if r["fp8"] else 0  # in the epilogue of the highest tiles
             assert r["stack"] <= most.get(name, 0), r  # no spills, or none in the loops of products
         if name in ("_decode_sm90_kernel", "_decode_fp8_sm90_kernel"):
             programs = 65536 // (256 * r["options"]["maxnreg"])  # that the registers let run at once
@@ -79,6 +85,12 @@ def test_compiles_as_meant(target):
         if name == "_gemm_sm90_kernel" and r["pdl"]:
             groups = r["options"]["GROUPS"]
             assert r["roles_read_ahead"] == [False] * groups + [True], r  # weights, by the loading warp
+        if name == "_experts_sm90_kernel" and r["pdl"]:
+            multiply, *rest = r["roles_read_ahead"]  # the second group, and the loading warp, whose wait may be there twice
+            assert not multiply, r
+            assert any(rest), r  # lists and weights
+            if "maxnreg" in r["options"]:
+                assert 2 * (r["shared"] + 1024) <= 228 * 1024, r  # two programs share an SM
         if name == "_gemm_kernel":
             assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
         if name == "_gemm_small_kernel":

@@ -6,10 +6,10 @@ import torch
 from minirt.bench import bounds
 from minirt.errors import InputError
 from minirt.kernels import reference
-from minirt.kernels.moe import products
-from minirt.kernels.moe.dispatch import mixture_residual
+from minirt.kernels.moe import experts_sm90, products
+from minirt.kernels.moe.dispatch import REGIMES, mixture_residual
 from minirt.kernels.moe.products import CASES
-from minirt.kernels.moe.route import route
+from minirt.kernels.moe.route import FEW, route
 
 
 def weights(make, E, H, inter, dtype):
@@ -99,15 +99,15 @@ def test_a_row_does_not_depend_on_the_others(make):
 
 
 def test_regimes_follow_the_tiles():
-    from minirt.kernels.moe.dispatch import REGIMES
-
-    (regime,) = REGIMES
-    for T in range(1, 1500):
-        last = regime.variant_end(T)
-        assert last is None or (last >= T and products.block_t(last) == products.block_t(T))
-        if last is not None and last < 1024:
-            assert products.last_tokens(last + 1) != last
-    assert regime.variant_end(1) == 1
+    """A step's compiled kernels depend only on its regime and variant."""
+    one, sm90, generic = REGIMES
+    assert (one.first, one.last) == (1, 1)
+    for regime, block_t in ((sm90, lambda T: experts_sm90.block_t(T, 2048, 2)), (generic, products.block_t)):
+        ends = [regime.variant_end(T) for T in range(2, 1500)]
+        for T, last in enumerate(ends, 2):
+            assert last is None or (last >= T and block_t(last) == block_t(T) and (last <= FEW) == (T <= FEW))
+        assert None in ends
+        assert ends[:-1] == sorted(ends[:-1], key=lambda end: end or 1 << 30)
 
 
 def test_no_tokens_and_wrong_arguments(make):

@@ -1,0 +1,84 @@
+"""Mixtures of experts as operations of `minirt bench kernels`: the router's choice, and the experts that it chooses."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.bench.bounds import Floor, floor
+from minirt.bench.kernels.operations import FP8, Form, Inputs, Problem, Step, wide
+from minirt.errors import UnsupportedError
+from minirt.kernels import reference
+from minirt.modeling.config import MoEConfig
+
+
+def _sizes(step: Step, name: str) -> MoEConfig:
+    if step.config.moe is None:
+        raise UnsupportedError("the model has no mixtures of experts", where=name, found=step.config.model_type)
+    return step.config.moe
+
+
+def route(step: Step) -> Problem:
+    """Choose the experts of each token, and sort the tokens by expert. All choices must equal those of the eager code."""
+    from minirt.kernels.moe.route import cost
+    from minirt.kernels.moe.route import route as kernel
+
+    moe = _sizes(step, "experts_route")
+    E, k = moe.num_experts, moe.experts_per_token
+    logits = Inputs(step).normal(step.tokens, E)
+    forms = {
+        "eager": Form(lambda: reference.route(logits, k, moe.normalize)[1]),
+        "triton": Form(lambda: kernel(logits, k, moe.normalize, 16, check=False).experts),
+    }
+    return Problem(
+        f"E={E} k={k}", forms, lambda rows: reference.route(logits[rows], k, moe.normalize)[1].double(),
+        cost(step.tokens, E, k, logits.itemsize), step.dtype, Floor(0.0, 0.0), lambda experts: experts.double(), compiles=False,
+    )  # fmt: skip
+
+
+def experts(step: Step, fp8: bool = False) -> Problem:
+    """Compute the chosen experts of each token, weighted, and the residual. The bytes are those of the distinct ones chosen."""
+    from minirt.kernels.launch import capability
+    from minirt.kernels.moe.dispatch import cost
+    from minirt.kernels.moe.dispatch import mixture_residual as kernel
+
+    moe, inputs, T, H = _sizes(step, "experts"), Inputs(step), step.tokens, step.config.hidden_size
+    E, k, inter, activation = moe.num_experts, moe.experts_per_token, moe.intermediate_size, step.config.hidden_act
+    h, residual, logits = inputs.normal(T, H), inputs.normal(T, H), inputs.normal(T, E)
+    gate_up, down = inputs.normal(E, 2 * inter, H, scale=H**-0.5), inputs.normal(E, H, inter, scale=inter**-0.5)
+    scales: tuple[Any, Any] = (None, None)
+    if fp8:
+        (gate_up, up_scale), (down, down_scale) = _quantized(gate_up), _quantized(down)
+        scales = up_scale, down_scale
+    touched = int(reference.route(logits, k, moe.normalize)[1].unique().numel())
+
+    def compute(h: Tensor, logits: Tensor, residual: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        chosen = reference.route(logits, k, moe.normalize)
+        return residual + reference.mixture(h, *chosen, gate_up, down, activation, *scales)
+
+    def truth(rows: Tensor) -> Tensor:
+        if fp8 and T > 1 and len(rows) == 1:
+            rows = rows.repeat(2)  # one token alone would not be quantized
+        return compute(*wide(h[rows], logits[rows], residual[rows], gate_up, down))
+
+    def triton() -> Tensor:
+        return kernel(
+            h, logits, gate_up, down, residual, k, moe.normalize, activation, gate_up_scale=scales[0], down_scale=scales[1],
+            pdl=capability(step.device) >= 90, check=False,
+        )  # fmt: skip
+
+    eight = fp8 and T > 1  # one token is not quantized
+    return Problem(
+        f"E={E} k={k} H={H} I={inter}, {touched} used",
+        {"eager": Form(lambda: compute(h, logits, residual, gate_up, down)), "triton": Form(triton)}, truth,
+        cost(T, k, touched, H, inter, h.itemsize, gate_up.itemsize), FP8 if eight else step.dtype, floor(step.dtype, eight),
+        compiles=False,
+    )  # fmt: skip
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize expert by expert, because that takes many temporary bytes for each weight."""
+    values, scale = torch.empty_like(weight, dtype=FP8), torch.empty(weight.shape[:2], device=weight.device)
+    for e in range(len(weight)):
+        values[e], scale[e] = reference.quantize_fp8(weight[e])
+    return values, scale

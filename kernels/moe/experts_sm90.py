@@ -1,0 +1,344 @@
+"""The products of a mixture of experts for Hopper (compute capability 9.0): persistent and warp-specialized.
+
+The weights are on the M side of the tensor cores' MMA, the tokens of one expert on its N side: acc [n, t]. So a tile can have as
+few as 8 tokens, and an expert with few tokens costs little more than reading its weights. One warp fetches tiles by TMA. One or
+two groups of four warps multiply, each for 64 rows of two strips of the weight: strips of gate and up, or two neighbouring
+strips. Fetching continues while the groups activate and store.
+
+The rows of x are in the order of `Routing.order`, so the tokens of an expert are contiguous. A tile that reaches past the end of
+an expert's tokens also multiplies rows of the next expert. MMA columns are independent, and those results are not stored.
+
+As in `products.py`, no result depends on the order of programs. The number of tiles is read on the device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.gluon_sm90 import tma_descriptor, tma_load
+from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.linear.gemm_sm90 import activate
+from minirt.kernels.moe.route import Routing
+from minirt.kernels.prepared import prepared
+
+_ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
+_PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
+_LAST = (16, 64, 128, 256, 512)  # tokens up to which steps launch the same kernels
+
+
+@dataclass(frozen=True)
+class ExpertsSm90Config:
+    """A launch configuration.
+
+    Args:
+        block_t: rows of x in a tile, 8 to 128.
+        strip: rows of one of the two strips of the weight in a tile: 64 for each group of warps, of which there are one or two.
+        num_stages: tiles in flight.
+        programs: programs that share an SM.
+    """
+
+    block_t: int
+    strip: int
+    num_stages: int
+    programs: int = 1
+
+
+TUNABLE = Tunable("experts_sm90", ExpertsSm90Config, (__file__,))
+
+
+@gluon.jit
+def _tile(tiles_ptr, most, item, columns, COLUMNS: gl.constexpr):
+    """Expert, first place, end of the expert's places, and first column of a work item."""
+    tile = gl.minimum(item // columns, most - 1)
+    # Past L1, which may hold what an earlier kernel had written there: this is read before the PDL wait.
+    expert = gl.load(tiles_ptr + tile, cache_modifier=".cg")
+    first = gl.load(tiles_ptr + most + tile, cache_modifier=".cg")
+    end = gl.load(tiles_ptr + 2 * most + tile, cache_modifier=".cg")
+    return expert, first, end, item % columns * COLUMNS
+
+
+@gluon.jit
+def _fetch_strips(weight, expert, n, k, N, bar, tiles, GATED: gl.constexpr):
+    """Fetch two strips of an expert's weight from row n on: two neighbours, or one of gate and one of up."""
+    STRIP: gl.constexpr = tiles.shape[0] // 2
+    row = expert * N * (2 if GATED else 1) + n
+    tma_load(weight, [row, k], bar, tiles.slice(0, STRIP))
+    tma_load(weight, [row + (N if GATED else STRIP), k], bar, tiles.slice(STRIP, STRIP))
+
+
+@gluon.jit
+def _fetch_tiles(
+    x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K: gl.constexpr, GATED: gl.constexpr, COLUMNS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    x_tiles, w_tiles, full, empty = ring
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    BLOCK_K: gl.constexpr = w_tiles.shape[2]
+    BYTES: gl.constexpr = (x_tiles.shape[1] + w_tiles.shape[1]) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    AHEAD: gl.constexpr = min(STAGES, (K + BLOCK_K - 1) // BLOCK_K)
+    first_item = gl.program_id(0)
+    items = gl.load(used_ptr, cache_modifier=".cg") * columns
+    step = 0
+    ahead = 0
+    if PDL:
+        # The kernel before may still write x. The lists were written by an earlier one, which has ended.
+        expert, t, _, n = _tile(tiles_ptr, most, first_item, columns, COLUMNS)
+        ahead += gl.where(first_item < items, AHEAD, 0)
+        for i in range(ahead):
+            mbarrier.expect(full.index(i), BYTES)
+            _fetch_strips(weight, expert, n, i * BLOCK_K, N, full.index(i), w_tiles.index(i), GATED)
+        gdc_wait()
+        for i in range(ahead):
+            tma_load(x, [t, i * BLOCK_K], full.index(i), x_tiles.index(i))
+        step += ahead
+    for item in range(first_item, items, gl.num_programs(0)):
+        expert, t, _, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        skipped = gl.where(item == first_item, ahead, 0)
+        for k in range(skipped * BLOCK_K, K, BLOCK_K):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES)
+            tma_load(x, [t, k], bar, x_tiles.index(stage))
+            _fetch_strips(weight, expert, n, k, N, bar, w_tiles.index(stage), GATED)
+            step += 1
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _add_products(ring, left, right, step, first, last, GROUP: gl.constexpr):
+    """Add the products of steps `first` … `last` - 1 of a tile, for the group's 64 rows of both strips."""
+    x_tiles, w_tiles, full, empty = ring
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    STRIP: gl.constexpr = w_tiles.shape[1] // 2
+    for i in range(first, last):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        x = x_tiles.index(stage).permute((1, 0))
+        w = w_tiles.index(stage)
+        left = warpgroup_mma(w.slice(64 * GROUP, 64), x, left, use_acc=i > first, is_async=True)
+        right = warpgroup_mma(w.slice(STRIP + 64 * GROUP, 64), x, right, use_acc=i > first, is_async=True)
+        left, right = warpgroup_mma_wait(2, deps=[left, right])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=i > first)  # the stage of the step before
+        step += 1
+    left, right = warpgroup_mma_wait(0, deps=[left, right])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return left, right, step
+
+
+@gluon.jit
+def _scaled(acc, scale_ptr, row, inside, x_scale):
+    """acc [n, t] times the scales of the weight's rows and of the tokens."""
+    if scale_ptr is not None:
+        acc *= gl.load(scale_ptr + row, mask=inside, other=0.0)[:, None] * x_scale[None, :]
+    return acc
+
+
+@gluon.jit
+def _store(value, out_ptr, rows, inside, n, N, STORED: gl.constexpr):
+    """out[rows[t], n + i] = value[i, t], where inside[t] and n + i < N."""
+    column = n + gl.arange(0, 64, gl.SliceLayout(1, STORED))
+    at = rows.to(gl.int64)[None, :] * N + column[:, None]
+    stored = gl.convert_layout(value.to(out_ptr.dtype.element_ty), STORED)
+    gl.store(out_ptr + at, stored, mask=inside[None, :] & (column < N)[:, None])
+
+
+@gluon.jit
+def _multiply_tiles(
+    ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K: gl.constexpr, ACTIVATION: gl.constexpr,
+    COLUMNS: gl.constexpr, PROMOTE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Task of one group of four warps."""
+    x_tiles, w_tiles, _, _ = ring
+    tiles_ptr, used_ptr, order_ptr, pair_weight_ptr = lists
+    BLOCK_T: gl.constexpr = x_tiles.shape[1]
+    STRIP: gl.constexpr = w_tiles.shape[1] // 2
+    STEPS: gl.constexpr = (K + w_tiles.shape[2] - 1) // w_tiles.shape[2]
+    DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, DEPTH])
+    WIDE: gl.constexpr = 8 if BLOCK_T >= 16 else 4
+    STORED: gl.constexpr = gl.BlockedLayout([WIDE, 1], [64 // WIDE, WIDE // 2], [1, 4], [0, 1])
+    step = 0
+    if PDL:
+        gdc_wait()  # these warps write the output
+    items = gl.load(used_ptr) * columns
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        expert, first, end, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        n += 64 * GROUP
+        left = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
+        right = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
+        if STEPS > PROMOTE:
+            left_aside = left
+            right_aside = right
+            for k in range(0, STEPS, PROMOTE):
+                left, right, step = _add_products(ring, left, right, step, k, min(k + PROMOTE, STEPS), GROUP)
+                left_aside += left
+                right_aside += right
+            left = left_aside
+            right = right_aside
+        else:
+            left, right, step = _add_products(ring, left, right, step, 0, STEPS, GROUP)
+        place = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, PRODUCTS))
+        stored_place = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, STORED))
+        row = n + gl.arange(0, 64, gl.SliceLayout(1, PRODUCTS))
+        x_scale = 1.0
+        if x_scale_ptr is not None:
+            x_scale = gl.load(x_scale_ptr + place, mask=place < end, other=0.0)
+        if ACTIVATION is not None:
+            scales = expert * 2 * N + row
+            left = _scaled(left, scale_ptr, scales, row < N, x_scale)
+            right = _scaled(right, scale_ptr, scales + N, row < N, x_scale)
+            _store(activate(left, ACTIVATION) * right, out_ptr, stored_place, stored_place < end, n, N, STORED)
+        else:
+            scales = expert * N + row
+            pair = gl.load(order_ptr + place, mask=place < end, other=0)
+            weight = gl.load(pair_weight_ptr + pair, mask=place < end, other=0.0).to(gl.float32)
+            stored_pair = gl.load(order_ptr + stored_place, mask=stored_place < end, other=0)
+            left = _scaled(left, scale_ptr, scales, row < N, x_scale) * weight[None, :]
+            right = _scaled(right, scale_ptr, scales + STRIP, row + STRIP < N, x_scale) * weight[None, :]
+            _store(left, out_ptr, stored_pair, stored_place < end, n, N, STORED)
+            _store(right, out_ptr, stored_pair, stored_place < end, n + STRIP, N, STORED)
+
+
+@prepared
+@gluon.jit(do_not_specialize=["most"])
+def _experts_sm90_kernel(
+    x, weight, out_ptr, order_ptr, tiles_ptr, used_ptr, pair_weight_ptr, x_scale_ptr, scale_ptr, most, columns, N,
+    K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs, each
+    multiplied by its pair's weight."""
+    BLOCK_T: gl.constexpr = x.block_type.shape[0]
+    STRIP: gl.constexpr = weight.block_type.shape[0]
+    BLOCK_K: gl.constexpr = weight.block_type.shape[1]
+    GATED: gl.constexpr = ACTIVATION is not None
+    COLUMNS: gl.constexpr = STRIP if GATED else 2 * STRIP
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=STRIP // 64)
+    fence_async_shared()
+    ring = (x_tiles, w_tiles, full, empty)
+    lists = (tiles_ptr, used_ptr, order_ptr, pair_weight_ptr)
+    if STRIP == 64:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
+                 PROMOTE, PDL, 0)),
+                (_fetch_tiles, (x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, PDL)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
+                 PROMOTE, PDL, 0)),
+                (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
+                 PROMOTE, PDL, 1)),
+                (_fetch_tiles, (x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, PDL)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+
+
+def derive_config(block_t: int, strip: int, programs: int = 1) -> ExpertsSm90Config:
+    """The configuration with as many tiles in flight as fit in shared memory."""
+    scratch = 64 * (block_t + 8) * 2 * (strip // 64)  # in which the groups turn results into rows
+    budget = shared_limit(90) // programs - 1024 * programs - scratch
+    return ExpertsSm90Config(block_t, strip, min(8, budget // ((block_t + 2 * strip) * _ROW_BYTES)), programs)
+
+
+def block_t(T: int, K: int, itemsize: int) -> int:
+    """Rows of a tile for a step of T tokens: at least the tokens of most experts. K: the longest row, of `itemsize` bytes."""
+    rows = 8 if T <= 16 else 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 512 else 128
+    return min(rows, _highest(K, itemsize))
+
+
+def _highest(K: int, itemsize: int) -> int:
+    """Rows of the highest tile: the sums of FP8 products that are set aside take registers."""
+    return 64 if itemsize == 1 and K > _PROMOTE else 128
+
+
+def last_tokens(T: int) -> int | None:
+    """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
+    return next((last for last in _LAST if last >= T), None)
+
+
+def token_regime(T: int) -> int:
+    """T rounded up to the end of its variant, or to twice the last one's."""
+    return last_tokens(T) or 2 * _LAST[-1]
+
+
+def choose_config(rows: int, gated: bool) -> ExpertsSm90Config:
+    """The configuration for tiles of so many rows."""
+    return derive_config(rows, 64, 2) if rows <= 32 else derive_config(rows, 128)
+
+
+def tuning_bucket(T: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
+    """The bucket of a product of experts. T: a token regime."""
+    return bucket(T=T, E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated)
+
+
+@cached_lookup
+def lookup_config(
+    device: torch.device, T: int, rows: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool
+) -> ExpertsSm90Config:
+    """The tuned configuration for tiles of `rows` rows, or else the rule's. T: a token regime."""
+    tuned = TUNABLE.find(device, tuning_bucket(T, E, k, N, K, itemsize, gated))
+    return tuned if tuned is not None and tuned.block_t == rows else choose_config(rows, gated)
+
+
+def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
+    """All configurations for rows of up to K values of `itemsize` bytes."""
+    heights = [t for t in (8, 16, 32, 64, 128) if t <= _highest(K, itemsize)]
+    shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
+    return [derive_config(t, strip, n) for t in heights for strip, n in shapes if n == 1 or t <= 32]
+
+
+def accepts(H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; 16-bit activations."""
+    itemsize = gate_up.element_size()
+    aligned = all(n * itemsize % 16 == 0 for n in (H, inter)) and all(w.data_ptr() % 16 == 0 for w in (gate_up, down))
+    return aligned and dtype.itemsize == 2
+
+
+def launch(
+    x: Tensor, weight: Tensor, out: Tensor, routing: Routing, config: ExpertsSm90Config | None, activation: str | None,
+    scale: Tensor | None = None, x_scale: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """With an activation: act(gate) · up of each place, x [pairs, H] → out [pairs, I], both in the order of `routing.order`.
+    Without: x [pairs, I] in that order times the pair's weight → out [pairs, H], rows in the order of pairs.
+
+    A given configuration must have the height of the routing's tiles.
+    """
+    (E, rows, K), N, (T, top_k), gated = weight.shape, out.shape[1], routing.weights.shape, activation is not None
+    facts = (E, top_k, N, K, x.element_size(), gated)
+    c = config or lookup_config(x.device, token_regime(T), routing.block_t, *facts)
+    columns, most = cdiv(N, c.strip if gated else 2 * c.strip), routing.tiles.shape[1]
+    block_k = _ROW_BYTES // x.element_size()
+    registers = {"maxnreg": 65536 // (256 * c.programs) // 8 * 8} if c.programs > 1 else {}  # one group: 8 warps with the padding
+    promote = _PROMOTE // block_k if x.dtype == torch.float8_e4m3fn else cdiv(K, block_k)
+    _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
+        tma_descriptor(x, c.block_t, block_k), tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out, routing.order,
+        routing.tiles, routing.used, routing.weights, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
+        STAGES=c.num_stages, PROMOTE=promote, **registers, **launch_options(4, 1, pdl),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,287 @@
+"""The experts of a single token, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
+
+Which experts these are follows from the router's logits. Every program finds it out by itself: an expert's rank is the number of
+experts ahead of it. That takes less time than a kernel between the router and the experts.
+
+`gate_up` cannot load weights before it has the logits. `down` can: `gate_up` triggers after its wait, so when programs of `down`
+start, the logits are complete. Both kernels may therefore follow the router's in a chain of PDL launches.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.launch import launch_options, sm_count
+from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.gemv import chunk_size
+from minirt.kernels.moe.route import shares_of
+from minirt.kernels.prepared import prepared
+
+_REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
+
+CASES = [
+    {"E": 7, "k": 3, "H": 72, "I": 40},
+    {"E": 128, "k": 8, "H": 40, "I": 12},
+    {"E": 60, "k": 1, "H": 97, "I": 33},
+    {"E": 3, "k": 2, "H": 20, "I": 300},
+]
+
+
+@dataclass(frozen=True)
+class OneTokenConfig:
+    """A launch configuration of one of the two kernels.
+
+    Args:
+        block_n: outputs that a program computes at a time.
+        num_warps: warps of a program.
+        block_k: elements of K in one load of a program's rows.
+        tiles: loads in flight.
+        blocks: how many times `block_n` outputs a program computes, one after the other.
+    """
+
+    block_n: int
+    num_warps: int
+    block_k: int
+    tiles: int
+    blocks: int = 1
+
+
+TUNABLE = Tunable("experts_one_token", OneTokenConfig, (__file__,))
+
+
+@triton.jit
+def _ranks(logits_ptr, E, BLOCK_E: tl.constexpr):
+    """Each expert's share, and the number of experts that come before it: those with a larger share, or equal and lower."""
+    e = tl.arange(0, BLOCK_E)
+    # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
+    shares, keys = shares_of(logits_ptr, e, E, ".cg")
+    return e, shares, tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
+
+
+@triton.jit
+def _load(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
+    """Tile i of the rows whose first tile is at `ptrs`. Masked only if the tile may reach past K."""
+    if (i + 1) * BLOCK_K <= K:
+        return tl.load(ptrs + i * BLOCK_K, eviction_policy=EVICT)
+    else:
+        return tl.load(ptrs + i * BLOCK_K, mask=k + i * BLOCK_K < K, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _products(w, x, CHUNK: tl.constexpr):
+    """w [BLOCK_N, BLOCK_K] times x [BLOCK_K], summed over the CHUNK neighbouring values of one thread."""
+    products = w.to(tl.float32) * x[None, :]
+    return tl.sum(tl.reshape(products, [w.shape[0], w.shape[1] // CHUNK, CHUNK]), 2)
+
+
+@triton.jit
+def _rows(expert, n, N, block: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of an expert's weight, which has ROWS · N, for a block of outputs. Rows past the end are the last one again."""
+    return expert.to(tl.int64) * ROWS * N + tl.minimum(n + block * BLOCK_N, N - 1)
+
+
+@prepared
+@triton.jit
+def _one_gate_up_kernel(
+    x_ptr, norm_ptr, logits_ptr, weight_ptr, scale_ptr, out_ptr, E, N, eps, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS · BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1)."""
+    COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    j = tl.program_id(1)
+    n = tl.program_id(0) * BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
+    up_offset = tl.cast(N, tl.int64) * K
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    raw = ()  # loaded while the program looks for its expert
+    for i in tl.static_range(COUNT):
+        raw += (_load(x_ptr + k, k, i, K, BLOCK_K, ""),)
+    e, _, rank = _ranks(logits_ptr, E, BLOCK_E)
+    expert = tl.sum(tl.where(rank == j, e, 0), 0)
+    gate, up = (), ()
+    for i in tl.static_range(TILES):
+        ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
+        gate += (_load(ptrs, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
+        up += (_load(ptrs + up_offset, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    xs = ()
+    for i in tl.static_range(COUNT):
+        x = raw[i].to(tl.float32)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= _load(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+        xs += (x,)
+    inverse_rms = 1.0
+    if norm_ptr is not None:
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    up_sums = gate_sums
+    for i in tl.static_range(BLOCKS * COUNT):
+        gate_sums += _products(gate[i], xs[i % COUNT], CHUNK)
+        up_sums += _products(up[i], xs[i % COUNT], CHUNK)
+        if i + TILES < BLOCKS * COUNT:
+            ptrs = weight_ptr + _rows(expert, n, N, (i + TILES) // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
+            gate += (_load(ptrs, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
+            up += (_load(ptrs + up_offset, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
+        if i % COUNT == COUNT - 1:
+            gate_value, up_value = tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms
+            if scale_ptr is not None:
+                row = _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
+                gate_value *= tl.load(scale_ptr + row)
+                up_value *= tl.load(scale_ptr + N + row)
+            out = activate(gate_value, ACTIVATION) * up_value
+            column = n + i // COUNT * BLOCK_N
+            tl.store(out_ptr + j * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
+            gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+            up_sums = gate_sums
+
+
+@prepared
+@triton.jit
+def _one_down_kernel(
+    x_ptr, logits_ptr, weight_ptr, scale_ptr, residual_ptr, shared_ptr, gate_ptr, out_ptr, E, N, K: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS · BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K]."""
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # tiles of one expert
+    COUNT: tl.constexpr = TOP_K * PARTS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
+    e, shares, rank = _ranks(logits_ptr, E, BLOCK_E)
+    experts, weights = (), ()
+    for j in tl.static_range(TOP_K):
+        experts += (tl.sum(tl.where(rank == j, e, 0), 0),)
+        weights += (tl.sum(tl.where(rank == j, shares, 0.0), 0),)
+    w = ()
+    for i in tl.static_range(TILES):
+        row = _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1)
+        w += (_load(weight_ptr + row[:, None] * K + k[None, :], k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = 0.0
+    for j in tl.static_range(TOP_K):
+        total += weights[j]
+    out = tl.zeros((BLOCK_N,), tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    for i in tl.static_range(BLOCKS * COUNT):
+        x = _load(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
+        sums += _products(w[i], x, CHUNK)
+        if i + TILES < BLOCKS * COUNT:
+            row = _rows(experts[(i + TILES) % COUNT // PARTS], n, N, (i + TILES) // COUNT, BLOCK_N, 1)
+            ptrs = weight_ptr + row[:, None] * K + k[None, :]
+            w += (_load(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
+        if i % PARTS == PARTS - 1:
+            share = weights[i % COUNT // PARTS]
+            if NORMALIZE:
+                share = tl.div_rn(share, total)
+            value = tl.sum(sums, 1) * share.to(logits_ptr.dtype.element_ty).to(tl.float32)
+            if scale_ptr is not None:
+                value *= tl.load(scale_ptr + _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1))
+            out += value
+            sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+        if i % COUNT == COUNT - 1:
+            column = n + i // COUNT * BLOCK_N
+            valid = column < N
+            if shared_ptr is not None:
+                shared = tl.load(shared_ptr + column, mask=valid, other=0.0).to(tl.float32)
+                out += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
+            out += tl.load(residual_ptr + column, mask=valid, other=0.0).to(tl.float32)
+            tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=valid)
+            out = tl.zeros((BLOCK_N,), tl.float32)
+
+
+def choose_config(k: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> OneTokenConfig:
+    """The configuration for N outputs of each of k experts, and rows of K values of `itemsize` bytes.
+
+    A program of gate/up looks for its expert before it loads weights. So all programs run at once, four on each SM, and each
+    computes several blocks of outputs.
+    """
+    if gated:
+        block_k, blocks = min(1024, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
+        return OneTokenConfig(4, 4, block_k, 2 if itemsize > 1 else 4, min(8, blocks))
+    return OneTokenConfig(4, 4, min(256, triton.next_power_of_2(K)), 12)
+
+
+def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfig]:
+    """Configurations worth trying for rows of K values of `itemsize` bytes; a row of `down` is that of k experts."""
+    found = []
+    for block_n, num_warps, block_k in itertools.product((2, 4, 8, 16), (2, 4, 8), (256, 512, 1024, 2048)):
+        count = triton.cdiv(K, block_k) * (1 if gated else k)
+        elements = block_n * block_k * (2 if gated else 1) // (32 * num_warps)  # of a thread in one load
+        if block_k >= 2 * K or elements < 8:
+            continue
+        for blocks in (1, 2, 3, 4) if gated else (1,):
+            most = min(count * blocks, 256 // itemsize // elements)  # 64 registers of 4 bytes
+            found += [OneTokenConfig(block_n, num_warps, block_k, tiles, blocks) for tiles in sorted({most, most // 2} - {0})]
+    return found
+
+
+def tuning_bucket(E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
+    """The bucket of a product of experts."""
+    return bucket(E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated)
+
+
+@cached_lookup
+def lookup_config(device: torch.device, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> OneTokenConfig:
+    """The tuned configuration for a product of experts, or else the rule's."""
+    return TUNABLE.find(device, tuning_bucket(E, k, N, K, itemsize, gated)) or choose_config(
+        k, N, K, itemsize, gated, sm_count(device)
+    )
+
+
+def _chunk(weight: Tensor) -> int:
+    """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value."""
+    chunk = chunk_size(weight.element_size())
+    return chunk if weight.shape[2] % chunk == 0 and weight.data_ptr() % 16 == 0 else 1
+
+
+def gate_up(
+    x: Tensor, norm_weight: Tensor | None, eps: float, logits: Tensor, weight: Tensor, activation: str, out: Tensor,
+    scale: Tensor | None = None, pdl: bool = False, config: OneTokenConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I]."""
+    (E, _, K), (top_k, N) = weight.shape, out.shape
+    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True)
+    _one_gate_up_kernel[(triton.cdiv(N, c.block_n * c.blocks), top_k)](
+        x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, ACTIVATION=activation, BLOCK_E=triton.next_power_of_2(E),
+        BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), BLOCKS=c.blocks,
+        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
+        **launch_options(c.num_warps, 1, pdl),
+    )  # fmt: skip
+    return out
+
+
+def down(
+    x: Tensor, logits: Tensor, weight: Tensor, residual: Tensor, out: Tensor, normalize: bool, scale: Tensor | None = None,
+    shared: Tensor | None = None, shared_gate: Tensor | None = None, pdl: bool = False, config: OneTokenConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """residual + Σ_j w_j · expert_j's down projection + sigmoid(shared_gate) · shared: x [k, I], weight [E, H, I] → out [1, H].
+
+    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
+    """
+    (E, N, K), top_k = weight.shape, x.shape[0]
+    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False)
+    _one_down_kernel[(triton.cdiv(N, c.block_n * c.blocks),)](
+        x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
+        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k),
+        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
+        **launch_options(c.num_warps, 1, pdl),
+    )  # fmt: skip
+    return out
+
+
+def cost(E: int, k: int, H: int, inter: int, itemsize: int, weight_itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations) of both kernels."""
+    weights = 3 * k * H * inter
+    return weights * weight_itemsize + (E + 3 * H + 2 * k * inter) * itemsize, 2 * weights

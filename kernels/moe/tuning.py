@@ -1,0 +1,140 @@
+"""What `minirt tune` tries for the experts of a mixture: each family's own rule, and configurations around it."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.errors import NumericsError
+from minirt.kernels import reference
+from minirt.kernels.compile.tuning import Case, LinearShape, register
+from minirt.kernels.launch import capability, sm_count
+from minirt.kernels.moe import experts_sm90, one_token
+from minirt.kernels.moe.route import gather, route
+
+TUNABLES = (one_token.TUNABLE, experts_sm90.TUNABLE)
+_TOLERANCE = 2e-2  # relative error of bf16 outputs, as for the linear layers
+_ROUTINGS = 8  # launches that use different experts, so that one does not find its weights in the L2 cache
+
+Prepared = tuple[Callable[[Any], None], Callable[[Any], None]]
+
+
+def one_token_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of one token."""
+    for shape, (E, k) in _of_experts(shapes) if 1 in tokens else ():
+        itemsize = 1 if shape.fp8 else shape.dtype.itemsize
+        rule = one_token.choose_config(k, shape.N, shape.K, itemsize, shape.gated, sm_count(device))
+        key = one_token.tuning_bucket(E, k, shape.N, shape.K, itemsize, shape.gated)
+        around = one_token.candidates(shape.K, k, itemsize, shape.gated)
+        prepare = lambda shape=shape, E=E, k=k: _prepare_one(shape, E, k, device)  # noqa: E731
+        yield Case(one_token.TUNABLE, key, rule, tuple(around), prepare, 1)
+
+
+def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of more tokens on Hopper, one case for each regime. The height of tiles is the rule's: both products share it."""
+    if capability(device) != 90:
+        return
+    regimes = sorted({experts_sm90.token_regime(T) for T in tokens if T > 1})
+    for T, (shape, (E, k)) in itertools.product(regimes, _of_experts(shapes)):
+        itemsize = 1 if shape.fp8 else shape.dtype.itemsize
+        if itemsize > 2:
+            continue
+        block_t = experts_sm90.block_t(T, shape.K, itemsize)
+        rule = experts_sm90.choose_config(block_t, shape.gated)
+        key = experts_sm90.tuning_bucket(T, E, k, shape.N, shape.K, itemsize, shape.gated)
+        around = [c for c in experts_sm90.candidates(shape.K, itemsize) if c.block_t == block_t]
+        prepare = lambda shape=shape, T=T, E=E, k=k, t=block_t: _prepare(shape, T, E, k, t, device)  # noqa: E731
+        yield Case(experts_sm90.TUNABLE, key, rule, tuple(around), prepare, T)
+
+
+def _of_experts(shapes: Sequence[LinearShape]) -> list[tuple[LinearShape, tuple[int, int]]]:
+    return [(shape, shape.experts) for shape in shapes if shape.experts is not None]
+
+
+class _Inputs:
+    """Random inputs of one product of E experts."""
+
+    def __init__(self, shape: LinearShape, T: int, E: int, device: torch.device) -> None:
+        self._random, self.shape, self.device = torch.Generator(device).manual_seed(0), shape, device
+        rows = 2 * shape.N if shape.gated else shape.N
+        self.scale: Tensor | None = None
+        if shape.fp8:
+            self.weight = torch.empty(E, rows, shape.K, dtype=torch.float8_e4m3fn, device=device)
+            self.scale = torch.empty(E, rows, device=device)
+            for e in range(E):
+                self.weight[e], self.scale[e] = reference.quantize_fp8(self.normal(rows, shape.K) / shape.K**0.5)
+        else:
+            self.weight = self.normal(E, rows, shape.K) / shape.K**0.5
+        self.logits = [self.normal(T, E) for _ in range(_ROUTINGS)]
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, dtype=self.shape.dtype, generator=self._random)
+
+    def expected(self, x: Tensor, expert: int, quantize: bool) -> Tensor:
+        """One expert's product, with SiLU for gate and up."""
+        y = reference.linear(x, self.weight[expert], scale=None if self.scale is None else self.scale[expert], quantize=quantize)
+        return reference.gated(y, "silu") if self.shape.gated else y
+
+
+def _prepare_one(shape: LinearShape, E: int, k: int, device: torch.device) -> Prepared:
+    inputs, turn, pdl = _Inputs(shape, 1, E, device), itertools.count(), capability(device) >= 90
+    x, residual = inputs.normal(1 if shape.gated else k, shape.K), inputs.normal(1, shape.N)
+    out = torch.empty(k if shape.gated else 1, shape.N, dtype=shape.dtype, device=device)
+
+    def run(logits: Tensor, config: Any) -> None:
+        weight, scale = inputs.weight, inputs.scale
+        if shape.gated:
+            one_token.gate_up(x, None, 0.0, logits, weight, "silu", out, scale, pdl, config)
+        else:
+            one_token.down(x, logits, weight, residual, out, True, scale, pdl=pdl, config=config)
+
+    weights, experts = reference.route(inputs.logits[0], k, True)
+    each = [inputs.expected(x if shape.gated else x[j : j + 1], e, False) for j, e in enumerate(experts[0].tolist())]
+    expected = torch.cat(each) if shape.gated else residual + sum(w * y for w, y in zip(weights[0], each, strict=True))
+    return _launch_and_check(inputs, turn, run, out, expected)
+
+
+def _prepare(shape: LinearShape, T: int, E: int, k: int, block_t: int, device: torch.device) -> Prepared:
+    inputs, turn = _Inputs(shape, T, E, device), itertools.count()
+    routings = {id(logits): route(logits, k, True, block_t) for logits in inputs.logits}
+    tokens, first = inputs.normal(T, shape.K), routings[id(inputs.logits[0])]
+    x, x_scale = gather(tokens, first, shape.fp8)  # the same rows for all routings: only the time depends on them
+    out = torch.empty(T * k, shape.N, dtype=shape.dtype, device=device)
+
+    def run(logits: Tensor, config: Any) -> None:
+        rest = (routings[id(logits)], config, "silu" if shape.gated else None, inputs.scale, x_scale, True)
+        experts_sm90.launch(x, inputs.weight, out, *rest)
+
+    expected = torch.empty_like(out)
+    experts = first.experts.flatten()[first.order]
+    for e in experts.unique().tolist():
+        places = (experts == e).nonzero()[:, 0]
+        pairs = first.order[places].long()
+        y = inputs.expected(tokens[pairs // k], e, shape.fp8)
+        if shape.gated:
+            expected[places] = y
+        else:
+            expected[pairs] = y * first.weights.flatten()[pairs, None]
+    return _launch_and_check(inputs, turn, run, out, expected)
+
+
+def _launch_and_check(
+    inputs: _Inputs, turn: Iterator[int], run: Callable[[Tensor, Any], None], out: Tensor, expected: Tensor
+) -> Prepared:
+    def launch(config: Any) -> None:
+        run(inputs.logits[next(turn) % _ROUTINGS], config)
+
+    def check(config: Any) -> None:
+        out.fill_(torch.nan)
+        run(inputs.logits[0], config)
+        error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+        if not error < _TOLERANCE:
+            raise NumericsError("a configuration computes something else", expected=f"below {_TOLERANCE}", found=f"{error:.1e}")
+
+    return launch, check
+
+
+register("experts_one_token", one_token_cases)
+register("experts_sm90", experts_sm90_cases)

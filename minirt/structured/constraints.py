@@ -1,0 +1,195 @@
+"""`Constraints`: what the engine asks about grammars. It implements `minirt.engine.token_constraints`."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirt.errors import InputError, MinirtError, shortened
+from minirt.structured.grammar import Grammar, GrammarTokenizer
+from minirt.structured.params import StructuredOutputsParams
+from minirt.text.tokenizer import Tokenizer
+from minirt.threads import usable_cpus
+
+MAX_GRAMMARS = 128  # compiled grammars that are kept
+_COMPILERS = 4  # threads that compile for the engine, at most
+_MASKERS = 8  # threads that compute masks, at most
+_FEW = 4  # masks below which threads are not worth waking
+
+
+class Constraint:
+    """The grammar's state in one sequence.
+
+    Args:
+        ends: the tokens that end the text.
+        min_tokens: before so many tokens, none of these is allowed, unless the grammar allows no other token.
+    """
+
+    def __init__(self, tools: "_Tools", grammar: Grammar, matcher: Any, ends: frozenset[int], min_tokens: int) -> None:
+        self._tools, self.matcher, self.ends, self._min_tokens = tools, matcher, ends, min_tokens
+        self._unlike = grammar.tokens_named or ends != grammar.end_ids  # whether all masks of llguidance need a change
+        self._marker, self._tail = grammar.marker, b""
+        self._count = 0  # of accepted tokens
+
+    @cached_property
+    def end_bits(self) -> Tensor:
+        """A row of a mask in which only `ends` are allowed."""
+        return self._tools.bits(self.ends)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The next tokens of the sequence. Those up to the end of the reasoning block are no part of the grammar."""
+        self._count += len(tokens)
+        for token in tokens:
+            if self._marker is None:
+                self.matcher.consume_token(token)  # if it fails, the next mask does, too
+            else:
+                text = self._tail + self._tools.tokenizer.text(token)
+                self._tail = text[max(0, len(text) - len(self._marker) + 1) :]  # it may hold the marker's beginning
+                if self._marker in text:
+                    self._marker = None
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the grammar has not begun."""
+        return self._marker is not None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the next mask is to be passed to `adjust`."""
+        return self._unlike or self._count < self._min_tokens
+
+    def adjust(self, mask: Tensor) -> None:
+        """Unknown ids out; where the text may end, all of its ends in; ends out before `min_tokens`."""
+        mask &= self._tools.known
+        if self.matcher.is_accepting():
+            mask |= self.end_bits
+        if self._count < self._min_tokens and bool((mask & ~self.end_bits).any()):
+            mask &= ~self.end_bits
+
+    def error(self) -> InputError:
+        """Why there is no mask."""
+        found = shortened(self.matcher.get_error().partition("<")[0].strip())
+        where, hint = f"generated token {self._count}", "simplify the grammar"
+        return InputError("the grammar cannot go on", where=where, found=found, hint=hint)
+
+
+class Constraints:
+    """Compiles grammars, keeps the last ones, and computes the masks of a step.
+
+    Args:
+        tokenizer, vocab, end_ids: see `GrammarTokenizer`. llguidance is imported when the first grammar is compiled.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
+        self._made_of = tokenizer, vocab, end_ids
+        self._lock = threading.Lock()
+        self._tools: _Tools | None = None
+        self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def compile(self, spec: StructuredOutputsParams) -> None:
+        """Compile a grammar, if it is not in the cache. Any thread but the engine's may call it.
+
+        Raises:
+            InputError, UnsupportedError: see `Grammar` and `GrammarTokenizer`.
+        """
+        self._grammar(spec)
+
+    def prepare(self, spec: StructuredOutputsParams, ends: Sequence[int], min_tokens: int) -> "Future[Constraint]":
+        """A new sequence's constraint. Does not wait: unless a matcher is ready, a thread compiles it."""
+        grammar = self._find(spec)
+        matcher = None if grammar is None else grammar.take()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(min(_COMPILERS, usable_cpus()), thread_name_prefix="minirt-grammar")
+        if grammar is None or matcher is None:
+            return self._pool.submit(self._new, spec, ends, min_tokens)
+        self._pool.submit(grammar.restock)
+        future: Future[Constraint] = Future()
+        future.set_result(self._constraint(grammar, matcher, ends, min_tokens))
+        return future
+
+    def _new(self, spec: StructuredOutputsParams, ends: Sequence[int], min_tokens: int) -> Constraint:
+        grammar = self._grammar(spec)
+        matcher = grammar.take()
+        return self._constraint(grammar, grammar.compile() if matcher is None else matcher, ends, min_tokens)
+
+    def _constraint(self, grammar: Grammar, matcher: Any, ends: Sequence[int], min_tokens: int) -> Constraint:
+        tools = self._need_tools()
+        return Constraint(tools, grammar, matcher, tools.tokenizer.known_ids.intersection(ends), min_tokens)
+
+    def _grammar(self, spec: StructuredOutputsParams) -> Grammar:
+        grammar = self._find(spec)
+        if grammar is None:
+            grammar = Grammar(spec, self._need_tools().tokenizer)
+            with self._lock:
+                self._grammars[spec] = grammar
+                while len(self._grammars) > MAX_GRAMMARS:
+                    self._grammars.popitem(last=False)
+        return grammar
+
+    def _find(self, spec: StructuredOutputsParams) -> Grammar | None:
+        with self._lock:
+            if spec in self._grammars:
+                self._grammars.move_to_end(spec)
+            return self._grammars.get(spec)
+
+    def _need_tools(self) -> "_Tools":
+        with self._lock:
+            if self._tools is None:
+                self._tools = _Tools(*self._made_of)
+            return self._tools
+
+    def fill(self, masks: Tensor, constraints: Sequence[Constraint | None]) -> dict[int, MinirtError]:
+        """Write the mask of each row's next token.
+
+        Args:
+            masks: [B, ceil(vocab / 32)] int32 on the CPU: bit v mod 32 of word v div 32 becomes 1 if token v is allowed.
+            constraints: of each row; None: every token is allowed.
+        Returns:
+            The errors of the rows whose grammar cannot go on. Their masks are arbitrary.
+        """
+        tools = self._need_tools()
+        free = [row for row, own in enumerate(constraints) if own is None]
+        bound = [(row, own) for row, own in enumerate(constraints) if own is not None and not own.reasons]
+        if free:
+            masks.index_fill_(0, torch.tensor(free), -1)
+        if len(free) + len(bound) < len(constraints):
+            for row, own in enumerate(constraints):
+                if own is not None and own.reasons:
+                    torch.bitwise_and(tools.known, ~own.end_bits, out=masks[row])
+        start, size = masks.data_ptr(), 4 * masks.shape[1]
+        if len(bound) < _FEW:
+            for row, own in bound:
+                own.matcher.unsafe_compute_mask_ptr(start + row * size, size)
+        else:
+            tools.executor.unsafe_compute_mask_ptr([(own.matcher, row) for row, own in bound], start, size, len(masks))
+        failed: dict[int, MinirtError] = {}
+        for row, own in bound:
+            if own.matcher.is_error():
+                failed[row] = own.error()
+            elif own.adjusts:
+                own.adjust(masks[row])
+        return failed
+
+
+class _Tools:
+    """What needs llguidance, made with the first grammar."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
+        self.tokenizer, self._words = GrammarTokenizer(tokenizer, vocab, end_ids), -(-vocab // 32)
+        from llguidance import LLExecutor
+
+        self.executor = LLExecutor(min(_MASKERS, usable_cpus()))
+        self.known = self.bits(self.tokenizer.known_ids)
+
+    def bits(self, tokens: frozenset[int]) -> Tensor:
+        """A row of a mask in which these tokens are allowed."""
+        bits = bytearray(4 * self._words)
+        for token in tokens:
+            bits[token >> 3] |= 1 << (token & 7)
+        return torch.frombuffer(bits, dtype=torch.int32)

@@ -1,0 +1,195 @@
+"""`Grammar`: a `StructuredOutputsParams` compiled for one tokenizer, and all calls of llguidance that compile.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses with Earley's algorithm over a lexer of regular-expression
+derivatives, which it builds while it is used. Its limits bound the work of compiling, of each mask, and the memory.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.structured.params import StructuredOutputsParams
+from minirt.structured.schema import check_schema, parse_schema, subschemas
+from minirt.text.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
+# Between two JSON tokens, unless there is nothing. (llama.cpp bounds it in the same way.)
+WHITESPACE = r"( |\n[ \t]{0,20})"
+# Without \u: an additional property could be a stated one in disguise, such as "\u0061" for "a", with a value of another type.
+ESCAPES = 'nrbtf\\"'
+# States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
+# below a second.
+MAX_LEXER_STATES = 50_000
+# What llguidance says where a limit is reached.
+_TOO_COMPLEX = (
+    "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
+)  # fmt: skip
+_MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
+
+
+class Grammar:
+    """A spec that compiles, and the matchers that it has ready. A matcher (`llguidance.LLMatcher`) is the state of one sequence.
+
+    Matchers are not copied from one another: copies share their lexer. They would wait for each other, and the states that other
+    requests have built would count towards `MAX_LEXER_STATES`.
+
+    Attributes:
+        tokens_named: whether the grammar may name token ids, so that masks may have ids that the tokenizer lacks.
+        end_ids: the tokens that masks allow where the text may end.
+        marker: the end of the reasoning block, after which the grammar begins.
+    """
+
+    def __init__(self, spec: StructuredOutputsParams, tokenizer: "GrammarTokenizer") -> None:
+        """Compile the first matcher. Takes milliseconds, for large grammars up to about a second, and releases the GIL.
+
+        Raises:
+            InputError, UnsupportedError: the grammar is wrong, contradicts itself, is too complex, or has a feature that is not
+                supported.
+        """
+        self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
+        self.marker = None if spec.reasoning_end is None else spec.reasoning_end.encode()
+        self._where = f"structured_outputs.{spec.kind}"
+        self._tokenizer = tokenizer
+        self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
+        try:
+            self._ready = [self.compile()]
+        except MinirtError as error:
+            if spec.json is None:
+                raise
+            schema = parse_schema(str(spec.json), self._where)
+            raise error.at(f"{self._where}{_place(schema, spec, error, tokenizer)}") from error
+
+    def compile(self) -> Any:
+        """A new matcher. It takes as long as the first."""
+        return self._tokenizer.compile(self._source, self._where)
+
+    def take(self) -> Any | None:
+        """A matcher that is ready, if there is one."""
+        try:
+            return self._ready.pop()
+        except IndexError:
+            return None
+
+    def restock(self) -> None:
+        """Have a matcher ready for the next sequence."""
+        if not self._ready:
+            self._ready.append(self.compile())
+
+
+class GrammarTokenizer:
+    """The tokenizer and the ends of a text as llguidance needs them.
+
+    Args:
+        vocab: columns of the logits; those above the tokenizer's ids are never allowed.
+        end_ids: the model's end-of-sequence tokens.
+    Raises:
+        UnsupportedError: llguidance is not installed, or cannot use this tokenizer with this model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            what, hint = "structured output needs llguidance, which is not installed", "pip install 'minirt[structured]'"
+            raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
+        self._library = llguidance
+        self.known_ids = tokenizer.ids()
+        self.end_ids = tuple(token for token in end_ids if token in self.known_ids)
+        if not self.end_ids:
+            what = "a text of a grammar ends with an end-of-sequence token, and the tokenizer has none of the model's"
+            raise UnsupportedError(what, where="structured_outputs", found=list(end_ids))
+        if max(self.known_ids) >= vocab:
+            what, expected = "the tokenizer has ids that the model has no logits for", f"ids below {vocab}"
+            raise UnsupportedError(what, where="structured_outputs", expected=expected, found=max(self.known_ids))
+        self._tokenizer = _call(
+            lambda: llguidance.LLTokenizer(tokenizer.serialized(), n_vocab=vocab, eos_token=list(self.end_ids)),
+            "the tokenizer cannot be used for structured output", error=UnsupportedError,
+        )
+        # Errors without the state of the parser, which is long.
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+    def text(self, token: int) -> bytes:
+        return self._tokenizer.decode_bytes([token])
+
+    def compile(self, source: str, where: str) -> Any:
+        """A matcher in its initial state, with the mask of the first token computed."""
+        options = {"log_level": 0, "limits": self._limits}
+        matcher = _call(lambda: self._library.LLMatcher(self._tokenizer, source, **options), "cannot be compiled", where)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _compile_error(matcher.get_error(), where)
+        return matcher
+
+
+def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
+    """", /pointer" of the smallest subschema that by itself has the same error, or of its pattern."""
+    pointer, smallest, todo = "", schema, list(subschemas(schema)) if isinstance(schema, dict) else []
+    work = _MAX_WORK * len(str(spec.json))
+    while todo and work > 0:
+        name, part = todo.pop()
+        if isinstance(part, dict) and part:
+            source = _json_source(part, spec)
+            work -= len(source)
+            try:
+                tokenizer.compile(source, "")
+            except MinirtError as own:
+                if own.found == error.found:
+                    pointer, smallest = f"/{name}", part
+                    todo = [(f"{name}/{inner}", value) for inner, value in subschemas(part)]
+    if isinstance(smallest, dict) and "pattern" in smallest and "regex" in str(error.found).lower():
+        pointer += "/pattern"
+    return f", {pointer}" if pointer else ""
+
+
+def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
+    """The grammar in a language of llguidance."""
+    from llguidance import LLMatcher
+
+    if spec.json is not None:
+        schema = parse_schema(str(spec.json), where)
+        check_schema(schema, where)
+        return _json_source({} if isinstance(schema, bool) else schema, spec)
+    if spec.json_object:
+        return _json_source({"type": "object"}, spec)
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(spec.regex)
+    if spec.choice is not None:  # one terminal, so that all choices are matched at once
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
+    return LLMatcher.grammar_from_lark(str(spec.grammar))
+
+
+def _json_source(schema: dict[str, Any], spec: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    space = {"whitespace_flexible": False} if spec.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
+    options: Any = {"json_allowed_escapes": ESCAPES, **space}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
+    """llguidance's message, as one line, in an error of minirt."""
+    text = " ".join(message.partition("<non-verbose/>")[0].split())
+    if any(words in text.lower() for words in _TOO_COMPLEX):
+        return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
+    if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):
+        return UnsupportedError("not supported in a grammar", where=where, found=shortened(text))
+    if "NoExtension" in text or "nsatisfiable" in text:
+        return InputError("no text fits", where=where, found=shortened(text))
+    return InputError("the grammar is wrong", where=where, found=shortened(text))
+
+
+def _call(
+    function: Callable[[], _T], what: str, where: str = "structured_outputs", error: type[MinirtError] = InputError
+) -> _T:
+    """Call llguidance. It is written in Rust, whose panics derive from BaseException and cannot be imported."""
+    try:
+        return function()
+    except MinirtError:
+        raise
+    except BaseException as cause:
+        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
+            raise  # Ctrl-C
+        raise error(f"{what}: {shortened(cause)}", where=where) from cause

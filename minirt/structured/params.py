@@ -1,0 +1,137 @@
+"""`StructuredOutputsParams`: what a request's text must be, as plain values. Names and meanings are vLLM's.
+
+Imports neither torch nor llguidance. `minirt.structured.grammar` makes a grammar of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json import dumps
+from typing import Any
+
+from minirt.errors import InputError, shortened
+from minirt.structured.schema import parse_schema
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_LENGTH = {"json": 1 << 18, "regex": 1 << 15, "choice": 1 << 18, "grammar": 1 << 18}  # characters
+MAX_CHOICES = 4096
+MAX_MARKER = 256  # characters of `reasoning_end`
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the generated text must be: exactly one of the first five fields. Needs `minirt[structured]`.
+
+    Args:
+        json: JSON that a JSON schema accepts; the schema as a dict, a bool or JSON text. It is stored as text.
+        regex: a text that a regular expression matches from its beginning to its end, in the syntax of Rust's `regex`.
+        choice: one of these texts.
+        grammar: a text of a context-free grammar, in the Lark syntax of llguidance.
+        json_object: any JSON object.
+        disable_any_whitespace: no white space between JSON tokens. Else there may be a space, or a line break and an indentation.
+        reasoning_end: the text that ends a reasoning block, such as "</think>". The grammar begins with the token after it.
+            Until then tokens are free, but the text does not end.
+
+    Raises:
+        InputError: a value has the wrong type or is too long, or there is not exactly one kind.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+    reasoning_end: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "disable_any_whitespace"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, False)
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "not an acceptable value", "True or False", getattr(self, name))
+        asked = [kind for kind in KINDS if getattr(self, kind) is not None and getattr(self, kind) is not False]
+        if self.json is False:
+            raise _wrong("json", "the schema false accepts nothing", "a JSON schema", False)
+        if len(asked) != 1:
+            where, found = "StructuredOutputsParams", " and ".join(asked) or "none"
+            raise InputError("not one kind of output", where=where, expected=f"one of {', '.join(KINDS)}", found=found)
+        if self.disable_any_whitespace and self.json is None and not self.json_object:
+            raise _wrong("disable_any_whitespace", f"is about JSON, and this is {asked[0]}", "json or json_object", True)
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name, limit in (("regex", MAX_LENGTH["regex"]), ("grammar", MAX_LENGTH["grammar"]), ("reasoning_end", MAX_MARKER)):
+            if (value := getattr(self, name)) is not None:
+                _check_text(name, value, limit)
+
+    @classmethod
+    def of(cls, value: object) -> "StructuredOutputsParams":
+        """`value`, or what it says as a mapping of field names to values, as in JSON."""
+        if isinstance(value, cls):
+            return value
+        names = tuple(cls.__dataclass_fields__)
+        if not isinstance(value, Mapping):
+            expected = f"StructuredOutputsParams, or an object with {', '.join(names)}"
+            raise InputError("not structured outputs", where=cls.__name__, expected=expected, found=shortened(repr(value)))
+        for name in value:
+            if name not in names:
+                expected = f"one of {', '.join(names)}"
+                raise InputError("unknown key", where=cls.__name__, expected=expected, found=shortened(repr(name)))
+        return cls(**value)
+
+    @property
+    def kind(self) -> str:
+        """Which of `KINDS` it is."""
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
+
+    def stated(self) -> dict[str, Any]:
+        """The fields that are set, from which `of` makes an equal one."""
+        names = (self.kind, "disable_any_whitespace", "reasoning_end")
+        return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
+
+    def __str__(self) -> str:
+        return self.kind if self.json_object else f"{self.kind} {getattr(self, self.kind)}"
+
+
+def _schema_text(schema: object) -> str:
+    """A schema as JSON text, whose properties keep their order."""
+    if isinstance(schema, Mapping | bool):
+        try:
+            text = dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            where = "StructuredOutputsParams.json"
+            raise InputError(f"the schema is not JSON: {shortened(error)}", where=where) from error
+    elif isinstance(schema, str):
+        text = schema
+    else:
+        raise _wrong("json", "not a JSON schema", "a dict, a bool or JSON text", schema)
+    _check_text("json", text, MAX_LENGTH["json"])
+    parse_schema(text, "StructuredOutputsParams.json")
+    return text
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    if not isinstance(choices, list | tuple) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise _wrong("choice", "not choices", "a list of texts, at least one, none empty", choices)
+    if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_LENGTH["choice"]:
+        expected = f"at most {MAX_CHOICES} with {MAX_LENGTH['choice']} characters together"
+        found = f"{len(choices)} with {sum(map(len, choices))} characters"
+        raise InputError("too many choices", where="StructuredOutputsParams.choice", expected=expected, found=found)
+    for choice in choices:
+        _check_text("choice", choice, MAX_LENGTH["choice"])
+    return tuple(dict.fromkeys(choices))
+
+
+def _check_text(name: str, text: object, limit: int) -> None:
+    if not isinstance(text, str) or not text:
+        raise _wrong(name, "not an acceptable value", "a text that is not empty", text)
+    where = f"StructuredOutputsParams.{name}"
+    if len(text) > limit:
+        raise InputError("too long", where=where, expected=f"at most {limit} characters", found=len(text))
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise InputError("the text is not valid Unicode (a lone surrogate)", where=where, found=ascii(text[:80]))
+
+
+def _wrong(name: str, what: str, expected: str, found: object) -> InputError:
+    return InputError(what, where=f"StructuredOutputsParams.{name}", expected=expected, found=shortened(repr(found)))

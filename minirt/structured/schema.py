@@ -1,0 +1,209 @@
+"""JSON schemas: parsing, and refusals that name the keyword and its place.
+
+llguidance refuses some keywords and ignores others, and it drops an optional property whose schema contradicts itself. Here
+everything that would not be enforced is refused first. Annotations, such as "title", change nothing.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+
+MAX_DEPTH = 64  # of nested subschemas
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # names to subschemas
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SINGLE = ("items", "additionalItems", "additionalProperties")
+_ENFORCED = {
+    *_MAPS, *_LISTS, *_SINGLE, "$ref", "$schema", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties",
+    "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "multipleOf",
+}  # fmt: skip
+_ANNOTATIONS = {
+    "$comment", "$id", "id", "$anchor", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "contentMediaType", "contentEncoding",
+}  # fmt: skip
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BOUNDS = (  # (lower, upper, whether they may be equal)
+    ("minLength", "maxLength", True), ("minItems", "maxItems", True), ("minProperties", "maxProperties", True),
+    ("minimum", "maximum", True), ("exclusiveMinimum", "maximum", False), ("minimum", "exclusiveMaximum", False),
+    ("exclusiveMinimum", "exclusiveMaximum", False),
+)  # fmt: skip
+# Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONTROL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\(x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|x\{|u\{|c[A-Za-z]|[ave0])")
+_NEGATED = re.compile(r"\[\^(?:\\.|[^\[\]\\])*\]")  # a class of characters that it excludes
+
+
+def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
+    """The schema in a JSON text.
+
+    Raises:
+        InputError: it is not JSON, repeats a key, is nested too deeply, or is neither an object nor a bool.
+    """
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise InputError("the schema repeats a key", where=where, found=shortened(repr(twice)))
+        return value
+
+    def constant(name: str) -> Any:
+        raise InputError("the schema is not JSON", where=where, found=name)
+
+    try:
+        schema = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        found = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise InputError("the schema is not JSON", where=where, found=found) from error
+    except MinirtError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
+        raise InputError(f"the schema is not acceptable JSON: {shortened(error)}", where=where) from error
+    if not isinstance(schema, dict | bool):
+        raise InputError("not a JSON schema", where=where, expected="an object or a bool", found=shortened(json.dumps(schema)))
+    if schema is False:
+        raise InputError("the schema false accepts nothing", where=where, expected="a schema that accepts something")
+    return schema
+
+
+def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
+    """Check a schema and its subschemas. `where` names the schema; errors add the place within it, as a JSON pointer.
+
+    Raises:
+        UnsupportedError: a keyword cannot be enforced.
+        InputError: bounds contradict each other, or a keyword has a malformed value.
+    """
+    draft_4 = isinstance(schema, dict) and "draft-04" in str(schema.get("$schema"))
+    todo: list[tuple[Any, str, int]] = [(schema, "", 0)]
+    while todo:
+        own, pointer, depth = todo.pop()
+        place = f"{where}{', ' + pointer if pointer else ''}"
+        if depth > MAX_DEPTH:
+            raise InputError("the schema is nested too deeply", where=place, expected=f"at most {MAX_DEPTH} levels")
+        if isinstance(own, bool):
+            continue
+        if not isinstance(own, dict):
+            expected = "an object or a bool"
+            raise InputError("not a JSON schema", where=place, expected=expected, found=shortened(json.dumps(own)))
+        _check_values(own, place, draft_4)
+        _check_keywords(own, place)
+        _check_bounds(own, place)
+        todo += ((value, f"{pointer}/{name}", depth + 1) for name, value in subschemas(own))
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(its JSON pointer within `schema`, without the first slash, and the subschema)."""
+    for keyword, value in schema.items():
+        if keyword in _MAPS:
+            yield from ((f"{keyword}/{_escaped(name)}", part) for name, part in value.items())
+        elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
+            yield from ((f"{keyword}/{i}", part) for i, part in enumerate(value))
+        elif keyword in _SINGLE:
+            yield keyword, value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
+    for keyword in schema:
+        if keyword not in _ENFORCED and keyword not in _ANNOTATIONS:
+            hint = "remove it, or express it otherwise; nothing is ignored"
+            what = "the keyword is not supported"
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(keyword)), hint=hint)
+    if "format" in schema and schema["format"] not in FORMATS:
+        what, expected = 'this "format" is not supported', f"one of {', '.join(FORMATS)}"
+        raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(schema["format"])))
+    for keyword in filter(schema.__contains__, ("const", "enum", "properties", "required")):
+        stated = list(schema[keyword]) if keyword == "properties" else schema[keyword]
+        if _has_control(stated):
+            what, hint = f'"{keyword}" with a control character is not supported', "only \\b, \\f, \\n, \\r and \\t are written"
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(stated)), hint=hint)
+    for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
+        if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(_NEGATED.sub("", pattern)):
+            what = '"pattern" with a control character is not supported'
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(pattern)))
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        what, expected = '"$ref" to another document is not supported', 'a reference that begins with "#"'
+        raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(schema["$ref"])))
+    if (low := schema.get("minProperties", 0)) > len(schema.get("required", ())) + 1:
+        # The names of additional properties may repeat, so only required ones and one more are sure to be different.
+        what, expected = "minProperties is not supported", "at most the number of required properties plus 1"
+        raise UnsupportedError(what, where=place, expected=expected, found=f'"minProperties": {low}')
+
+
+def _has_control(value: Any) -> bool:
+    """Whether a text in a JSON value, or a name in it, has such a character."""
+    todo = [value]
+    while todo:
+        own = todo.pop()
+        if isinstance(own, str) and _CONTROL.search(own):
+            return True
+        if isinstance(own, dict):
+            todo += [*own, *own.values()]
+        elif isinstance(own, list):
+            todo += own
+    return False
+
+
+def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
+    for keyword in filter(schema.__contains__, _COUNTS):
+        value = schema[keyword]
+        _expect(type(value) is int and value >= 0, keyword, "an integer >= 0", value, place)
+    for keyword in filter(schema.__contains__, _NUMBERS):
+        value = schema[keyword]
+        if not (draft_4 and keyword.startswith("exclusive")):
+            _expect(isinstance(value, int | float) and not isinstance(value, bool), keyword, "a number", value, place)
+            _expect(keyword != "multipleOf" or value > 0, keyword, "a number above 0", value, place)
+    types = schema.get("type", "null")
+    for name in types if isinstance(types, list) else [types]:
+        _expect(name in _TYPES, "type", f"one of {', '.join(_TYPES)}", types, place)
+    if "enum" in schema:
+        _expect(isinstance(schema["enum"], list) and schema["enum"], "enum", "a list that is not empty", schema["enum"], place)
+    if "required" in schema:
+        names = schema["required"]
+        fits = isinstance(names, list) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+        _expect(fits, "required", "a list of different names", names, place)
+    for keyword in filter(schema.__contains__, _MAPS):
+        _expect(isinstance(schema[keyword], dict), keyword, "an object of schemas", schema[keyword], place)
+    for keyword in filter(schema.__contains__, _LISTS):
+        _expect(isinstance(schema[keyword], list), keyword, "a list of schemas", schema[keyword], place)
+    for keyword in ("pattern", "format", "$ref", "$schema"):
+        _expect(isinstance(schema.get(keyword, ""), str), keyword, "a text", schema.get(keyword), place)
+
+
+def _check_bounds(schema: Mapping[str, Any], place: str) -> None:
+    def numeric(keyword: str) -> bool:
+        return keyword in schema and not isinstance(schema[keyword], bool)
+
+    for low, high, may_be_equal in _BOUNDS:
+        if numeric(low) and numeric(high):
+            least, most = schema[low], schema[high]
+            if least > most or (least == most and not may_be_equal):
+                sign = "at most" if may_be_equal else "below"
+                raise _contradiction(place, f"{low} {sign} {high}", f"{low} {least} and {high} {most}")
+    if numeric("maxProperties") and len(schema.get("required", ())) > schema["maxProperties"]:
+        found = f"{len(schema['required'])} required properties and maxProperties {schema['maxProperties']}"
+        raise _contradiction(place, "at most maxProperties required properties", found)
+    for name in schema.get("required", ()):
+        known = schema.get("properties", {}).get(name, True if "patternProperties" in schema else None)
+        if known is False or (known is None and schema.get("additionalProperties") is False):
+            raise _contradiction(place, "required properties that are allowed", f"{json.dumps(name)}, which is not")
+
+
+def _contradiction(place: str, expected: str, found: str) -> InputError:
+    return InputError("the schema contradicts itself", where=place, expected=expected, found=shortened(found))
+
+
+def _expect(fits: object, keyword: str, expected: str, found: object, place: str) -> None:
+    if not fits:
+        what, shown = f"{json.dumps(keyword)} has a malformed value", shortened(json.dumps(found))
+        raise InputError(what, where=place, expected=expected, found=shown)

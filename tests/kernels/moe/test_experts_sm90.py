@@ -1,0 +1,182 @@
+"""The experts' kernel for Hopper, on a GPU or emulated, and all regimes on a GPU: against the reference in fp64.
+
+Catches what the interpreter cannot see: barriers and fences that are missing, tiles that reach into another expert's rows, stages
+that are skipped, sums that are set aside at the wrong step.
+"""
+
+import os
+
+import pytest
+import torch
+
+from minirt.bench import bounds
+from minirt.kernels import reference
+from minirt.kernels.moe import experts_sm90
+from minirt.kernels.moe.dispatch import mixture_residual
+from minirt.kernels.moe.route import Routing, gather, most_tiles, route
+
+# Rows (H, I) end within a tile, experts without a token, one expert with most tokens, more items than programs.
+CASES = [
+    {"T": 5, "E": 4, "k": 2, "H": 136, "I": 72, "block_t": 8, "strip": 64},
+    {"T": 9, "E": 4, "k": 2, "H": 136, "I": 72, "block_t": 8, "strip": 128},
+    {"T": 40, "E": 3, "k": 2, "H": 256, "I": 144, "block_t": 16, "strip": 128},
+    {"T": 40, "E": 5, "k": 1, "H": 128, "I": 80, "block_t": 32, "strip": 64},
+    {"T": 150, "E": 3, "k": 1, "H": 192, "I": 80, "block_t": 128, "strip": 128},
+]
+
+
+@pytest.fixture
+def on_hopper():
+    if "MINIRT_EMULATE" not in os.environ and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for Hopper")
+    return experts_sm90.launch
+
+
+def lists(experts, weights, E, block_t):
+    """The `Routing` of given choices, by the reference. Its unused tiles name an expert that there is not."""
+    order, tiles = reference.expert_tiles(experts, E, block_t)
+    every = torch.full((3, most_tiles(order.numel(), E, block_t)), 1 << 20, dtype=torch.int32, device=order.device)
+    every[:, : tiles.shape[1]] = tiles
+    used = torch.tensor([tiles.shape[1]], dtype=torch.int32, device=order.device)
+    return Routing(weights, experts.int(), order, every, used, block_t)
+
+
+def wide(weight, scale):
+    return weight.double() if scale is None else weight.double() * scale.double()[..., None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_products(case, fp8, make, nan, on_hopper, monkeypatch):
+    T, E, k, H, inter, block_t, strip = case.values()
+    if fp8 and (H % 16 or inter % 16):
+        pytest.skip("TMA cannot move such rows")
+    monkeypatch.setattr(experts_sm90, "_PROMOTE", 128)  # so that sums are set aside, in every other case
+    dtype = torch.float16
+    gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
+    logits = make(T, E, dtype=dtype)
+    if T > 100:
+        logits[:, 1] += 3
+    weights, experts = reference.route(logits, k, True)
+    routing, config = lists(experts, weights, E, block_t), experts_sm90.derive_config(block_t, strip)
+    tokens = routing.order // k
+    x, x_scale, up_scale, down_scale = make(T, H, dtype=dtype)[tokens], None, None, None
+    if fp8:
+        (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
+        x, x_scale = reference.quantize_fp8(x)
+    inner = on_hopper(x, gate_up, nan(T * k, inter, dtype=dtype), routing, config, "silu", up_scale, x_scale, True)
+    place_experts = experts.flatten()[routing.order.long()]
+    up = torch.einsum("pnh,ph->pn", wide(gate_up, up_scale)[place_experts], wide(x, x_scale))
+    close(inner, reference.gated(up, "silu"))
+    h, h_scale = reference.quantize_fp8(inner) if fp8 else (inner, None)
+    rows = on_hopper(h, down, nan(T * k, H, dtype=dtype), routing, config, None, down_scale, h_scale, True)
+    y = torch.einsum("phi,pi->ph", wide(down, down_scale)[place_experts], wide(h, h_scale))
+    expected = torch.empty_like(y)
+    expected[routing.order.long()] = y * weights.flatten()[routing.order.long()].double()[:, None]
+    close(rows, expected)
+
+
+def close(out, truth):
+    assert not out.isnan().any()
+    assert (out - truth).norm() < 2e-3 * truth.norm()
+    assert (out - truth).norm(dim=1).max() < 1e-2 * truth.norm(dim=1).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("MINIRT_EMULATE" in os.environ, reason="too large to emulate")
+@pytest.mark.parametrize("T", [1, 2, 3, 8, 17, 64, 100, 129, 256, 513, 2048])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_mixture_of_a_real_size(T, fp8, make, half_dtype, device):
+    """All regimes with the shapes of Qwen3-30B-A3B, and 100 experts so that some sizes divide nothing."""
+    E, k, H, inter = 100, 8, 2048, 784
+    dtype = half_dtype
+    gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
+    h, residual, logits = make(T, H, dtype=dtype), make(T, H, dtype=dtype), make(T, E, dtype=dtype)
+    logits[:, 7] += 2
+    scales = (None, None)
+    if fp8:
+        (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
+        scales = (up_scale, down_scale)
+
+    def expected(convert):
+        chosen = reference.route(convert(logits), k, True)
+        own = (gate_up, down) if fp8 else (convert(gate_up), convert(down))
+        return convert(residual) + reference.mixture(convert(h), *chosen, *own, "silu", *scales)
+
+    for pdl in (False, torch.cuda.get_device_capability() >= (9, 0)):
+        out = mixture_residual(
+            h, logits, gate_up, down, residual, k, True, "silu", gate_up_scale=scales[0], down_scale=scales[1], pdl=pdl
+        )
+        truth, same = expected(torch.Tensor.double), expected(lambda t: t)
+        least = bounds.floor(dtype, quantized_activations=fp8 and T > 1)
+        assert bounds.fault(bounds.errors(out, truth), bounds.errors(same, truth), least) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("MINIRT_EMULATE" in os.environ, reason="a CUDA graph")
+@pytest.mark.parametrize("T", [1, 5, 70, 300])
+def test_a_cuda_graph_follows_the_logits(T, make, device):
+    """Nothing waits for the device, and another choice of experts needs no other launch. The same input gives the same bits."""
+    E, k, H, inter, dtype = 24, 4, 256, 128, torch.bfloat16
+    gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
+    h, logits = make(T, H, dtype=dtype), make(T, E, dtype=dtype)
+    pdl = torch.cuda.get_device_capability() >= (9, 0)
+
+    def run():
+        return mixture_residual(h, logits, gate_up, down, h, k, True, "silu", pdl=pdl, check=False)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    choices = [make(T, E, dtype=dtype), torch.arange(E, device=device).to(dtype).expand(T, E), make(T, E, dtype=dtype)]
+    for choice in choices:
+        logits.copy_(choice)
+        graph.replay()
+        first = out.clone()
+        assert torch.equal(first, run())
+        graph.replay()
+        assert torch.equal(first, out)
+
+
+def test_gather_is_the_order_of_experts(make):
+    T, E, k, H = 7, 5, 2, 40
+    x, logits = make(T, H, dtype=torch.float32), make(T, E, dtype=torch.float32)
+    routing = route(logits, k, True, 8)
+    rows, scale = gather(x, routing, False)
+    assert scale is None
+    assert torch.equal(rows, x[routing.order.long() // k])
+    values, scale = gather(x, routing, True)
+    expected, own = reference.quantize_fp8(rows)
+    assert torch.equal(scale, own)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_the_kernel_says_what_it_accepts(make):
+    def weights(H, inter, dtype=torch.bfloat16):
+        return torch.empty(2, 2 * inter, H, dtype=dtype), torch.empty(2, H, inter, dtype=dtype)
+
+    assert experts_sm90.accepts(64, 24, torch.bfloat16, *weights(64, 24))
+    assert not experts_sm90.accepts(64, 24, torch.bfloat16, *weights(64, 24, torch.float8_e4m3fn))
+    assert not experts_sm90.accepts(66, 24, torch.bfloat16, *weights(66, 24))
+    assert not experts_sm90.accepts(64, 24, torch.float32, *weights(64, 24, torch.float32))
+    gate_up, down = weights(64, 24)
+    assert not experts_sm90.accepts(64, 24, torch.bfloat16, gate_up.flatten()[3:].narrow(0, 0, 64).view(1, 1, 64), down)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_configurations_fit_on_an_sm(itemsize):
+    for K in (256, 2048, 4096):
+        found = experts_sm90.candidates(K, itemsize)
+        assert max(c.block_t for c in found) == (64 if itemsize == 1 and K > 2048 else 128)
+        for c in found:
+            stage = (c.block_t + 2 * c.strip) * 128
+            assert c.num_stages >= 3
+            assert c.programs * (c.num_stages * stage + 2048) <= 227 * 1024

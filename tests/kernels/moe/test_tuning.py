@@ -1,0 +1,73 @@
+"""The cases of `minirt tune` for experts: their buckets are those that launches ask for, and a wrong result is noticed."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from minirt import models
+from minirt.cli.tune import linear_shapes
+from minirt.errors import NumericsError
+from minirt.kernels.compile.tuning import LinearShape, override_config
+from minirt.kernels.moe import experts_sm90, one_token, tuning
+from minirt.modeling.formats import Quantization
+from minirt.modeling.model import Model
+
+UP = LinearShape(12, 24, True, False, torch.float16, False, experts=(5, 2))
+DOWN = LinearShape(24, 12, False, False, torch.float16, False, experts=(5, 2))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_cases_of_one_token(fp8, device, monkeypatch):
+    from dataclasses import replace
+
+    shapes = [replace(shape, fp8=fp8) for shape in (UP, DOWN)]
+    dense = LinearShape(24, 12, False, False, torch.float16, False)
+    cases = list(tuning.one_token_cases([*shapes, dense], [1, 8], device))
+    assert len(cases) == 2
+    for case, shape in zip(cases, shapes, strict=True):
+        launch, check = case.prepare()
+        launch(case.default)
+        check(case.default)
+        other = one_token.OneTokenConfig(2, 1, 32, 1, 2)
+        check(other)
+        with override_config(case.tunable, case.bucket, other):
+            found = one_token.lookup_config(device, 5, 2, shape.N, shape.K, 1 if fp8 else 2, shape.gated)
+        assert found == other
+    original = one_token.down
+    monkeypatch.setattr(one_token, "down", lambda *a, **b: original(*a, **b).mul_(1.1))
+    with pytest.raises(NumericsError):
+        check(case.default)
+    assert not list(tuning.one_token_cases(shapes, [8], device))
+
+
+def test_cases_on_hopper(device, monkeypatch):
+    """One case for each regime and product; candidates differ only in what both products need not share."""
+    assert not list(tuning.experts_sm90_cases([UP], [64], torch.device("cpu")))
+    monkeypatch.setattr(tuning, "capability", lambda device: 90)
+    cases = list(tuning.experts_sm90_cases([UP, DOWN], [1, 3, 16, 300, 2048], device))
+    assert len({case.bucket for case in cases}) == len(cases) == 2 * 3
+    for case in cases:
+        assert {c.block_t for c in case.candidates} == {case.default.block_t}
+        assert case.default in case.candidates
+    with override_config(cases[0].tunable, cases[0].bucket, cases[0].candidates[-1]):
+        found = experts_sm90.lookup_config(device, 16, 8, 5, 2, 12, 24, 2, True)
+    assert found == cases[0].candidates[-1]
+    assert experts_sm90.lookup_config(device, 16, 8, 5, 2, 12, 24, 2, True) == cases[0].default
+
+
+def test_token_regimes_follow_each_other():
+    ends = [experts_sm90.token_regime(T) for T in range(2, 3000)]
+    assert all(a <= b for a, b in pairwise(ends))
+    assert all(experts_sm90.token_regime(end) == end for end in set(ends))
+
+
+def test_a_models_shapes_name_its_experts():
+    config = models.preset("Qwen3-30B-A3B").config
+    model = Model(config, models.build(config), Quantization("fp8", None))
+    model.dtype = torch.bfloat16
+    shapes = [shape for shape in linear_shapes(model) if shape.experts is not None]
+    assert shapes == [
+        LinearShape(768, 2048, True, False, torch.bfloat16, True, experts=(128, 8)),
+        LinearShape(2048, 768, False, False, torch.bfloat16, True, experts=(128, 8)),
+    ]

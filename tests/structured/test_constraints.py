@@ -1,0 +1,293 @@
+"""Grammars and masks without a model: languages, ends, reasoning blocks, limits, the cache.
+
+Catches a mask that allows too much or too little, an end before the grammar's, ids that the tokenizer lacks, a choice that hides
+another, state that two sequences share, and errors of llguidance that escape.
+"""
+
+import random
+import re
+import sys
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constraints, draw, text_of
+
+from minirt.errors import InputError, UnsupportedError
+from minirt.structured import constraints as module
+from minirt.structured import grammar
+from minirt.structured.constraints import Constraints
+from minirt.structured.params import StructuredOutputsParams
+
+OWN = constraints()
+
+
+def ids(text):
+    return TOKENIZER.encode(text)
+
+
+def after(constraint, text):
+    constraint.accept(ids(text))
+    return allowed(OWN, constraint)
+
+
+REGEXES = [
+    "a", "ab*c?", "(cat|dog)s? [0-9]{3}", "[^a-z]{1,5}", ".{2,4}", "(?s:.){3}", "[äöüß]+", "日本?語", "😀{1,3}",
+    r"\d+\.\d{2}", "[a-z]+@[a-z]+", "(ab|a)(bc|c)?", "x{0,7}y", "[\\u0041-\\u0043]+", '"[^"\\\\]*"', "(a|b){4}!", "(?i)hello",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_regular_expression_matches_the_whole_text(regex):
+    compiled_regex = compiled(OWN, regex=regex)
+    texts = {text_of(tokens) for seed in range(6) for tokens, done in [draw(OWN, compiled_regex.start((EOS,), 0), seed)] if done}
+    assert texts
+    for text in texts:
+        assert re.fullmatch(regex, text), text
+
+
+CHOICES = [
+    ["a", "ab", "abc"], ["yes", "no"], ["x"], ["a b", "a  b", " a"], ["été", "ete", "日本", "日", "😀😀", "😀"],
+    ['"', "\\", "\n", "/", "'"], ["(a)", "[b]", "a|b", ".*", "$x^", "%json", "<|endoftext|>"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_every_choice_and_nothing_else(choices):
+    """Choices that begin with another choice, and characters that mean something in a grammar."""
+    own = compiled(OWN, choice=choices)
+    texts = {text_of(tokens) for seed in range(40) for tokens, done in [draw(OWN, own.start((EOS,), 0), seed, push=99)] if done}
+    assert texts == set(choices)
+
+
+def test_a_grammar():
+    lark = 'start: item ("," item)*\nitem: NUMBER | "(" start ")"\nNUMBER: /[0-9]{1,3}/\n'
+    own = compiled(OWN, grammar=lark)
+    for seed in range(8):
+        tokens, done = draw(OWN, own.start((EOS,), 0), seed, limit=300)
+        text = text_of(tokens)
+        assert set(text) <= set("0123456789(),")
+        if done:
+            inner = re.sub(r"[0-9]{1,3}", "n", text)
+            while inner != (inner := re.sub(r"\(n(,n)*\)", "n", inner)):
+                pass
+            assert re.fullmatch("n(,n)*", inner), text
+
+
+def test_json_object_is_an_object():
+    first = allowed(OWN, compiled(OWN, json_object=True).start((EOS,), 0))
+    assert {TOKENIZER.decode([token]) for token in first.nonzero().flatten().tolist()} == {"{"}
+
+
+def test_the_text_ends_only_where_the_grammar_does():
+    constraint = compiled(OWN, regex="ab+").start((EOS,), 0)
+    assert not allowed(OWN, constraint)[EOS]
+    assert not after(constraint, "a")[EOS]
+    assert after(constraint, "b")[EOS]
+    done = compiled(OWN, regex="ab").start((EOS,), 0)
+    assert after(done, "ab").nonzero().flatten().tolist() == [EOS]
+
+
+def test_any_number_of_tokens_at_once():
+    together, apart = (compiled(OWN, regex="[a-f]{6}[0-9]{3}").start((EOS,), 0) for _ in range(2))
+    tokens = [token for letter in "abcdef01" for token in ids(letter)]
+    together.accept(tokens[:5])
+    together.accept(tokens[5:])
+    for token in tokens:
+        apart.accept([token])
+        last = allowed(OWN, apart)
+    assert torch.equal(allowed(OWN, together), last)
+    assert torch.equal(allowed(OWN, together), last), "asking twice changes nothing"
+    assert {TOKENIZER.decode([t]) for t in last.nonzero().flatten().tolist()} == set("0123456789")
+
+
+def test_sequences_of_one_grammar_share_no_state(monkeypatch):
+    """Neither that of the parser, nor the lexer's, whose states are limited."""
+    own = compiled(OWN, regex="a{3}b")
+    first, second = own.start((EOS,), 0), own.start((EOS,), 0)
+    after(first, "aaab")
+    third = own.start((EOS,), 0)
+    assert torch.equal(allowed(OWN, second), allowed(OWN, third))
+    assert not allowed(OWN, third)[EOS]
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    limited = constraints()
+    growing, letters = compiled(limited, regex=".*a.{12}"), random.Random(0)
+    failing = growing.start((EOS,), 0)
+    failing.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
+    with pytest.raises(InputError):
+        allowed(limited, failing)
+    assert allowed(limited, growing.start((EOS,), 0)).any()
+
+
+def test_several_ends():
+    """Two end-of-sequence tokens, and a stop token of the request: allowed where the text may end, and only there."""
+    own, stop = constraints((EOS, 7)), 2040
+    constraint = compiled(own, regex="q+").start((EOS, 7, stop), 0)
+    assert not allowed(own, constraint)[[EOS, 7, stop]].any()
+    constraint.accept(ids("q"))
+    assert allowed(own, constraint)[[EOS, 7, stop]].all()
+    assert not allowed(own, constraint)[[5, 6, 8, 2039]].any()
+    beyond = compiled(own, regex="q").start((EOS, 7, VOCAB - 1), 0)
+    beyond.accept(ids("q"))
+    assert allowed(own, beyond).nonzero().flatten().tolist() == [EOS, 7], "an end that the tokenizer lacks"
+
+
+def test_min_tokens():
+    constraint = compiled(OWN, regex="[xyz]{1,5}").start((EOS, 9), 3)
+    for _ in range(2):
+        assert not after(constraint, "x")[[EOS, 9]].any()
+    assert after(constraint, "x")[[EOS, 9]].all()
+    forced = compiled(OWN, regex="xx?").start((EOS,), 3)
+    assert not after(forced, "x")[EOS]
+    assert after(forced, "x").nonzero().flatten().tolist() == [EOS], "the grammar allows nothing else"
+
+
+@pytest.mark.parametrize("lark", ["start: <[*]>", "start: <[40-2099]>", "start: <[2050]> | <[3]>", 'start: <[^5]> "x"'])
+def test_ids_that_the_tokenizer_lacks_are_never_allowed(lark):
+    choice = allowed(OWN, compiled(OWN, grammar=lark).start((EOS,), 0))
+    assert choice.any()
+    assert not choice[TOKENIZER.vocab_size :].any()
+
+
+def test_a_grammar_may_name_special_tokens():
+    choice = allowed(OWN, compiled(OWN, grammar="start: <|endoftext|>").start((1,), 0))
+    assert choice.nonzero().flatten().tolist() == [0]
+
+
+MARKERS = [(".", "I think", "."), ("</think>", "</thi", "nk>"), ("ab", "aa", "b"), ("é!", "é", "!")]
+
+
+@pytest.mark.parametrize(("marker", "before", "final"), MARKERS)
+def test_the_grammar_begins_after_the_reasoning_block(marker, before, final):
+    constraint = compiled(OWN, regex="[0-9]+", reasoning_end=marker).start((EOS, 8), 0)
+    for text in ("", before):
+        choice = after(constraint, text) if text else allowed(OWN, constraint)
+        expected = [t for t in range(TOKENIZER.vocab_size) if t not in (EOS, 8)]
+        assert choice.nonzero().flatten().tolist() == expected, "free, but no end, and no id that the tokenizer lacks"
+    choice = after(constraint, final)
+    assert {TOKENIZER.decode([t]) for t in choice.nonzero().flatten().tolist()} <= {str(i) for i in range(10**5)}
+    assert not choice[[EOS, 8]].any()
+    assert after(constraint, "42")[[EOS, 8]].all()
+
+
+def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
+    constraint = compiled(OWN, regex="[0-9]{2}", reasoning_end="!").start((EOS,), 0)
+    assert after(constraint, "hm! 1"[:3] + "12").nonzero().flatten().tolist() == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ({"regex": "(a"}, InputError, r"\.regex: the grammar is wrong; .*unclosed group"),
+        ({"regex": "(?=a)"}, UnsupportedError, r"\.regex: .*look-around"),
+        ({"regex": r"(a)\1"}, UnsupportedError, "backreferences"),
+        ({"grammar": "start: limit"}, InputError, "the grammar is wrong; .*unknown name"),
+        ({"grammar": "start: x"}, InputError, r'\.grammar: .*at 1\(8\).*unknown name: "x"'),
+        ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found 2\(5\)"),
+        ({"grammar": "start: <|nope|>"}, InputError, "unknown special token"),
+        ({"grammar": "start: <[9999]>"}, InputError, "9999"),
+        ({"grammar": 'start: %json {"not": {}}'}, UnsupportedError, 'Unimplemented keys: ."not".'),
+        ({"json": {"$ref": "#"}}, InputError, "no text fits"),
+        ({"json": {"$ref": "#/$defs/x"}}, InputError, r"structured_outputs\.json: .*x"),
+    ],
+)
+def test_errors_of_a_grammar_say_where(spec, error, message):
+    with pytest.raises(error, match=message) as caught:
+        compiled(OWN, **spec)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("structured_outputs.")
+
+
+HARD = ["(a*)*b", "(a|aa)*c", "(.*a){30}", ".*a.{60}", "((a?){50}){50}", "(x+x+)+y", "[a-z]{1,30000}",
+        "(a{0,1000}b){0,1000}(a{0,1000}c){0,1000}(.{1000}){1000}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("regex", HARD)
+def test_regular_expressions_that_hang_others_do_not(regex):
+    """They give texts, or errors of minirt."""
+    with suppress(InputError):
+        draw(OWN, compiled(OWN, regex=regex).start((EOS,), 0), 1, push=99, limit=60)
+
+
+def test_a_grammar_that_grows_too_large_while_it_runs(monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    own = constraints()
+    constraint, letters = compiled(own, regex=".*a.{12}").start((EOS,), 0), random.Random(0)
+    constraint.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
+    with pytest.raises(InputError, match=r"^generated token 2000: the grammar cannot go on; found .+simplify"):
+        allowed(own, constraint)
+
+
+def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
+    own = constraints()
+    bad = compiled(own, regex=".*a.{12}").start((EOS,), 0)
+    good = compiled(own, regex="x+").start((EOS,), 0)
+    letters = random.Random(0)
+    bad.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
+    masks = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
+    failed = own.fill(masks, [bad, good])
+    assert set(failed) == {0}
+    expected = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
+    own.fill(expected, [compiled(own, regex="x+").start((EOS,), 0)])
+    assert torch.equal(masks[1:], expected)
+
+
+def test_grammars_are_checked_once_and_the_last_are_kept(monkeypatch):
+    made, inner = [], module.Grammar
+    monkeypatch.setattr(module, "Grammar", lambda spec, tools: made.append(spec) or inner(spec, tools))
+    monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
+    own = constraints()
+    specs = [StructuredOutputsParams(regex=letter) for letter in "abc"]
+    for spec in (specs[0], StructuredOutputsParams(regex="a"), specs[1], specs[0], specs[2], specs[0]):
+        own.compile(spec)
+    assert made == specs
+    own.compile(specs[1])
+    assert made == [*specs, specs[1]], "the one that was used last long ago is dropped"
+
+
+def test_a_matcher_is_ready_or_another_thread_compiles_it(monkeypatch):
+    threads, inner = [], grammar.GrammarTokenizer.compile
+    monkeypatch.setattr(
+        grammar.GrammarTokenizer, "compile", lambda *args: threads.append(threading.current_thread()) or inner(*args)
+    )
+    own, spec = constraints(), StructuredOutputsParams(regex="a")
+    own.compile(spec)
+    assert own.prepare(spec, (EOS,), 0).done()
+    started = [own.prepare(spec, (EOS,), 0) for _ in range(5)]
+    matchers = {id(future.result(timeout=60).matcher) for future in started}
+    assert len(matchers) == 5, "each sequence has its own"
+    other = own.prepare(StructuredOutputsParams(regex="b"), (EOS,), 0)
+    assert allowed(own, other.result(timeout=60)).any()
+    with pytest.raises(InputError, match="unclosed"):
+        own.prepare(StructuredOutputsParams(regex="("), (EOS,), 0).result(timeout=60)
+    assert threads.count(threading.current_thread()) == 1, "only `compile` runs here"
+
+
+def test_without_llguidance(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedError, match=r"needs llguidance.*pip install 'minirt\[structured\]'"):
+        constraints().compile(StructuredOutputsParams(regex="a"))
+
+
+def test_models_that_cannot_be_constrained():
+    with pytest.raises(UnsupportedError, match="ends with an end-of-sequence token"):
+        Constraints(TOKENIZER, VOCAB, ()).compile(StructuredOutputsParams(regex="a"))
+    with pytest.raises(UnsupportedError, match="ends with an end-of-sequence token"):
+        Constraints(TOKENIZER, VOCAB, (VOCAB - 1,)).compile(StructuredOutputsParams(regex="a"))
+    with pytest.raises(UnsupportedError, match="no logits for; expected ids below 2047; found 2047"):
+        Constraints(TOKENIZER, 2047, (EOS,)).compile(StructuredOutputsParams(regex="a"))
+
+
+def test_a_panic_in_rust_is_an_error():
+    class PanicException(BaseException):
+        pass
+
+    def panic():
+        raise PanicException("index out of bounds")
+
+    with pytest.raises(InputError, match="cannot be compiled: index out of bounds"):
+        grammar._call(panic, "cannot be compiled")
+    with pytest.raises(KeyboardInterrupt):
+        grammar._call(lambda: (_ for _ in ()).throw(KeyboardInterrupt), "cannot be compiled")

@@ -1,0 +1,123 @@
+"""A list of JSON schemas, by keyword: most are accepted and all of their outputs are valid; the others are refused by name.
+
+Catches a keyword that is accepted and not enforced, an output that the schema does not accept, and a refusal that does not say
+what is refused. The judge is `jsonschema`.
+"""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from support.structured import compiled, constraints, draw, text_of
+
+from minirt.errors import InputError, UnsupportedError
+from minirt.structured.schema import FORMATS
+
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
+ACCEPTED = [entry for entry in SCHEMAS if "refused" not in entry]
+REFUSED = [entry for entry in SCHEMAS if "refused" in entry]
+OWN = constraints()
+
+
+def validator(schema):
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    kind.check_schema(schema)
+    return kind(schema, format_checker=kind.FORMAT_CHECKER)
+
+
+def test_the_list_is_long_and_has_no_repetition():
+    assert len(SCHEMAS) >= 300
+    assert len(ACCEPTED) >= 250
+    assert len({json.dumps(entry["schema"], sort_keys=True) for entry in SCHEMAS}) == len(SCHEMAS)
+    assert {schema.get("format") for schema in (entry["schema"] for entry in ACCEPTED) if schema is not True} >= set(FORMATS)
+
+
+@pytest.mark.parametrize("group", sorted({entry["group"] for entry in ACCEPTED}))
+def test_every_finished_output_is_valid(group):
+    ended = 0
+    entries = [entry["schema"] for entry in ACCEPTED if entry["group"] == group]
+    for schema in entries:
+        judge, grammar = validator(schema), compiled(OWN, json=schema)
+        for seed in range(2):
+            tokens, done = draw(OWN, grammar.start((0,), 0), seed)
+            if done:
+                ended += 1
+                judge.validate(json.loads(text_of(tokens)))
+    assert ended >= 1.3 * len(entries), "too few outputs have ended for this test to mean anything"
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: f"{entry['group']}-{entry['refused']}")
+def test_the_others_are_refused_by_name(entry):
+    expected = UnsupportedError if entry["group"] == "unsupported" else InputError
+    with pytest.raises(expected) as caught:
+        compiled(OWN, json=entry["schema"])
+    assert str(caught.value).startswith("structured_outputs.json"), caught.value
+    assert entry["refused"] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a/b": {"items": {"not": {}}}}}, "/properties/a~1b/items"),
+        ({"$defs": {"x~": {"anyOf": [{}, {"minimum": 2, "maximum": 1}]}}}, "/$defs/x~0/anyOf/1"),
+        ({"properties": {"a": {"type": "string", "pattern": "(?=x)"}}}, "/properties/a/pattern"),
+        ({"prefixItems": [{}, {"oneOf": [{}, {}]}]}, "/prefixItems/1"),
+        ({"additionalProperties": {"patternProperties": {"x": {"type": "text"}}}}, "/additionalProperties/patternProperties/x"),
+    ],
+)
+def test_errors_name_the_place_within_the_schema(schema, place):
+    with pytest.raises((InputError, UnsupportedError), match=rf"^structured_outputs\.json, {place.replace('$', '[$]')}: "):
+        compiled(OWN, json=schema)
+
+
+def test_what_only_looks_like_a_keyword_is_none():
+    schema = {"enum": [{"not": 1}], "default": {"if": 1}, "examples": [{"foo": 2}]}
+    tokens, done = draw(OWN, compiled(OWN, json=schema).start((0,), 0), 0)
+    assert done
+    assert json.loads(text_of(tokens)) == {"not": 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        # A second property of the same name, written with an escape, would replace the first one's value.
+        ({"properties": {"id": {"type": "integer"}}, "required": ["id"], "additionalProperties": {"type": "string"}},
+         '{"id":1,"\\u0069d":"x"}'),
+        ({"properties": {"id": {"type": "integer"}}, "required": ["id"], "additionalProperties": True}, '{"id":1,"id":2}'),
+        ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a":1,"a":2}'),
+        ({"type": "object", "patternProperties": {"^x": {"type": "integer"}}}, '{"\\u0078":"y"}'),
+        ({"type": "array"}, "[\n\n1]"), ({"type": "array"}, "[\n" + " " * 21 + "1]"), ({"type": "array"}, "[  1]"),
+        ({"type": "array"}, " []"), ({"type": "array"}, "[]\n"), ({"type": "string"}, '"\\ud800"'),
+    ],
+)  # fmt: skip
+def test_texts_that_are_not_allowed(schema, text):
+    ids = OWN._made_of[0].encode(text)
+    assert compiled(OWN, json=schema).start((0,), 0).matcher.try_consume_tokens(ids) < len(ids)
+
+
+@pytest.mark.parametrize("text", ["[\n" + "\t" * 20 + "1]", '[ 1 , 2 ]', "[1,2]", '{\n  "a": [\n    1\n  ]\n}', '"\\n\\t\\\\"'])
+def test_usual_white_space_is_allowed(text):
+    constraint = compiled(OWN, json=True).start((0,), 0)
+    ids = OWN._made_of[0].encode(text)
+    assert constraint.matcher.try_consume_tokens(ids) == len(ids)
+    assert constraint.matcher.is_accepting()
+
+
+def test_no_white_space_at_all():
+    own = compiled(OWN, json={"type": "array", "items": {"type": "object"}}, disable_any_whitespace=True)
+    for text, fits in (('[{"a b":[1,{}]},{}]', True), ('[ {"a":1}]', False), ('[{"a": 1}]', False), ("[{},\n{}]", False)):
+        constraint, tokens = own.start((0,), 0), OWN._made_of[0].encode(text)
+        assert (constraint.matcher.try_consume_tokens(tokens) == len(tokens)) == fits
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"const": "\\ud800"}', '{"minimum": 1e999}', '{"const": 1' + "0" * 400 + "}", '{"const": ' + "[" * 200 + "]" * 200 + "}",
+     '{"enum": [' + ",".join(f'"{i}"' for i in range(20_000)) + ', "\\u0001"]}', '{"pattern": "' + "[^" * 50_000 + '"}',
+     '{"properties": {' + ",".join(f'"{i}": {{"type": "string"}}' for i in range(5_000)) + ', "x": {"oneOf": [{}, {}]}}}'],
+    ids=["surrogate", "infinity", "large number", "deep", "many values", "brackets", "many properties"],
+)  # fmt: skip
+def test_extreme_schemas_are_refused(text):
+    with pytest.raises((InputError, UnsupportedError), match=r"^structured_outputs\.json"):
+        compiled(OWN, json=text)
