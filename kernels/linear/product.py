@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from minirt.kernels.launch import Workspace
@@ -57,5 +58,6 @@ class Product(NamedTuple):
     def scale_rows(self) -> int | None:
         """g, the rows of the blocks of an fp8 weight: a power of two up to 128; None: the weight has no blocks."""
         scale = self.scale
-        in_blocks = scale is not None and scale.ndim == 2 and scale.dtype == torch.float32
-        return block_rows(self.weight.shape[0], scale.shape[0]) if in_blocks else None
+        if scale is None or scale.ndim == 1 or scale.dtype != torch.float32:  # the scales of 4-bit weights are words
+            return None
+        return block_rows(self.weight.shape[0], scale.shape[0])

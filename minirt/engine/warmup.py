@@ -3,13 +3,14 @@
 The sizes follow from the regimes that the kernels' dispatch modules declare; nothing here restates them.
 """
 
+from minirt.engine.scheduler import MAX_SCORED_TOKENS
 from minirt.engine.step_input import Chunk
 from minirt.kernels.regimes import operations, paired_operations, representatives
 from minirt.sampling_params import SamplingParams
 
 
 def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
-    """Steps that together launch every compiled kernel: prompts alone, and prompts beside single tokens.
+    """Steps that together launch every compiled kernel: prompts alone, beside single tokens, and with logits of all tokens.
 
     Args:
         limit: tokens of the largest step.
@@ -22,7 +23,10 @@ def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
             for together in representatives(min(seqs, count), by_sequences, lambda first, last: first):
                 if together > 1:
                     steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
-    return steps
+    scored = min(limit, longest, MAX_SCORED_TOKENS)  # with `prompt_logprobs`, each token of a prompt needs logits
+    return steps + [
+        [Chunk([0] * count, 0, range(count), num_logits=count)] for count in representatives(scored, operations("tokens"), _small)
+    ]
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:
