@@ -205,6 +205,36 @@ def test_structured_output(tiny):
         assert (status, found["error"]["param"]) == (400, param)
 
 
+def test_calls_that_a_grammar_forces(tiny):
+    """The embedded model knows no tools, so only the grammar makes it call them."""
+    closed = {"type": "object", "additionalProperties": False}
+    heat = closed | {"properties": {"level": {"enum": [1, 2, 30]}, "on": {"type": "boolean"}}, "required": ["level", "on"]}
+    functions = [{"name": "heat", "parameters": heat}, {"name": "stop", "parameters": closed}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    request = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 300}
+    named = {"type": "function", "function": {"name": "heat"}}
+    for choice, seeds in (("required", (1, 2)), (named, (3,))):
+        for seed in seeds:
+            own = request | {"tool_choice": choice, "parallel_tool_calls": False, "seed": seed}
+            (answer,) = client(tiny).chat.completions.create(**own).choices
+            assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+            (call,) = answer.message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            if choice == named or call.function.name == "heat":
+                assert set(arguments) == {"level", "on"}
+                assert arguments["level"] in (1, 2, 30)
+                assert isinstance(arguments["on"], bool)
+            else:
+                assert (call.function.name, arguments) == ("stop", {})
+            deltas = [chunk.choices[0].delta for chunk in client(tiny).chat.completions.create(**own, stream=True)]
+            parts = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+            assert parts[0].name == call.function.name
+            assert "".join(part.arguments for part in parts) == call.function.arguments
+    for wrong in ({"tool_choice": "auto"}, {"tools": [{}]}):
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            client(tiny).chat.completions.create(**request | wrong)
+
+
 def test_errors_of_the_client(tiny):
     own = client(tiny)
     with pytest.raises(openai.NotFoundError, match="no such model") as found:
