@@ -371,6 +371,9 @@ def test_calls_that_are_forced(folders):
         # A function without a schema takes an object, not any JSON.
         await chats.complete("{}", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})
         assert json.loads(chats.last.sampling.structured_outputs.json)["type"] == "object"
+        loose = {"type": "function", "function": {"name": "loose", "parameters": {"properties": {"a": {}}}}}
+        await chats.complete("{}", tools=[loose], tool_choice={"type": "function", "function": {"name": "loose"}})
+        assert json.loads(chats.last.sampling.structured_outputs.json) == {"type": "object", "properties": {"a": {}}}
         # The format of the content says nothing about calls.
         await chats.complete(listed, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})
         assert json.loads(chats.last.sampling.structured_outputs.json)["type"] == "array"
