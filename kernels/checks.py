@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.reference import FP8_BLOCK, block_rows
+from minirt.kernels.reference import FP8_BLOCK, INT4_CHUNK, INT4_GROUPS, block_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -48,15 +48,24 @@ def check_linear(
     """Raise InputError unless x [T, K], weight [N, K], bias [N], residual [T, N] and out [T, N] fit together.
 
     With `activation`, the weight's N rows are gate and up, and residual and out are [T, N/2]. With `scale` fp32, [N] or
-    [⌈N / g⌉, ⌈K / 128⌉], the weight must be float8_e4m3fn; without it, the weight must have x's dtype.
+    [⌈N / g⌉, ⌈K / 128⌉], the weight must be float8_e4m3fn; without it, the weight must have x's dtype. An int16 weight and an
+    int32 scale have 4 bits, see `reference.dequantize_int4`.
     """
     check_activations("x", x)
     T, K = x.shape
-    check_tensor("weight", weight, (None, K), x.dtype if scale is None else torch.float8_e4m3fn, x.device)
+    if scale is not None and scale.dtype == torch.int32:
+        check_tensor("weight", weight, (None, -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)), torch.int16, x.device)
+        check_tensor("scale", scale, (None, weight.shape[0]), torch.int32, x.device)
+        groups = [-(-K // g) for g in INT4_GROUPS]
+        if scale.shape[0] not in groups:
+            expected = " or ".join(map(str, groups))
+            raise InputError("wrong number of groups", where="scale", expected=expected, found=scale.shape[0])
+    else:
+        check_tensor("weight", weight, (None, K), x.dtype if scale is None else torch.float8_e4m3fn, x.device)
+        if scale is not None:
+            _check_scale(scale, weight.shape[0], K, activation is not None)
+            check_tensor("scale", scale, tuple(scale.shape), torch.float32, x.device)
     N = rows = weight.shape[0]
-    if scale is not None:
-        _check_scale(scale, rows, K, activation is not None)
-        check_tensor("scale", scale, tuple(scale.shape), torch.float32, x.device)
     if activation is not None:
         if activation not in ACTIVATIONS:
             expected = " or ".join(ACTIVATIONS)

@@ -13,6 +13,10 @@ from torch import Tensor
 
 FP8_MAX = 448.0  # the largest finite e4m3 value; the format has NaN and no infinity
 FP8_BLOCK = 128  # rows and columns of a block with one scale
+INT4_CHUNK = 128  # columns that are packed together
+INT4_GROUPS = (128, 64, 32)  # columns that share a scale
+INT4_ZERO = 8  # the zero point of symmetric weights
+INT4_LEVELS = (8.0, -7.5, 7.5, 8.5, 9.0, 9.5, 10.0, 10.5, 11.0, 12.0)  # scales that are tried: a group's largest value over these
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
@@ -35,10 +39,13 @@ def linear(
 ) -> Tensor:
     """x [T, K] · weightᵀ [N, K] + bias [N] → [T, N].
 
-    With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`.
+    With `scale` fp32 the weight is fp8: `scale` [N] see `linear_fp8`, `scale` [S, ⌈K / 128⌉] see `linear_fp8_blocks`. With
+    `scale` int32 it has 4 bits, see `dequantize_int4`, and activations are never quantized.
     """
     if scale is None:
         return F.linear(x, weight, bias)
+    if scale.dtype == torch.int32:
+        return F.linear(x, dequantize_int4(weight, scale, x.shape[1], x.dtype), bias)
     product = linear_fp8 if scale.ndim == 1 else linear_fp8_blocks
     return product(x, weight, scale, bias, quantize)
 
@@ -110,6 +117,79 @@ def block_rows(N: int, blocks: int) -> int:
     while g > 1 and -(-N // g) != blocks:
         g //= 2
     return g
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes [N, K] from 0 to 15 → words [N, ⌈K / 128⌉ · 32] int16: word 32c + s has the columns 128c + 32j + s, j = 0 lowest.
+
+    Columns past K are filled with zeros.
+    """
+    padded = F.pad(codes.to(torch.int32), (0, -codes.shape[1] % INT4_CHUNK)).unflatten(1, (-1, 4, INT4_CHUNK // 4))
+    words = padded[:, :, 0] | padded[:, :, 1] << 4 | padded[:, :, 2] << 8 | padded[:, :, 3] << 12
+    return words.to(torch.int16).flatten(1)  # keeps the lowest 16 bits
+
+
+def unpack_int4(words: Tensor, K: int) -> Tensor:
+    """The codes [N, K] uint8 of packed words, see `pack_int4`."""
+    wide = words.unflatten(1, (-1, 1, INT4_CHUNK // 4)).to(torch.int32)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)[:, None]
+    return (wide >> shifts & 15).to(torch.uint8).flatten(1)[:, :K]
+
+
+def pack_int4_scale(scale: Tensor, zero: Tensor | int = INT4_ZERO) -> Tensor:
+    """Scales [N, groups] and zero points from 0 to 15 of the same shape → scale words [groups, N] int32.
+
+    A word is the fp32 scale with the zero point in its four lowest bits. Scales that are numbers of 16 bits have zeros there.
+    Other scales are rounded, by a millionth at most.
+    """
+    bits = (scale.float().view(torch.int32) + 8) & -16
+    return (bits | zero).T.contiguous()
+
+
+def unpack_int4_scale(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [N, groups] fp32 and zero points int32 of scale words, see `pack_int4_scale`."""
+    words = words.T.contiguous()
+    return (words & -16).view(torch.float32), words & 15
+
+
+def dequantize_int4(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(q − z) · s of packed words [N, ⌈K / 128⌉ · 32] and scale words [groups, N] → [N, K] in `dtype`, rounded once.
+
+    A group is 128, 64 or 32 columns, see `int4_group`.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    factor, zero = unpack_int4_scale(scale)
+    g = int4_group(K, scale.shape[0])
+    padded = F.pad(unpack_int4(words, K), (0, -K % g)).unflatten(1, (-1, g))
+    values = (padded.to(wide) - zero.unsqueeze(2)) * factor.to(wide).unsqueeze(2)
+    return values.to(dtype).flatten(1)[:, :K]
+
+
+def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [N, K] → codes [N, K] uint8 from 0 to 15 and scales [N, ⌈K / group⌉] fp32, with (codes − 8) · scale ≈ x.
+
+    The scale of a group is the one of INT4_LEVELS with the least sum of errors to the power of 2.5. With squares, more large
+    values are clipped, which costs more in perplexity than it saves in error (docs/decisions/int4.md). A negative scale gives the
+    group's largest value the code −8, which 4 bits have in addition to −7 to 7. The scale is 1 for a group of zeros.
+    """
+    K = x.shape[1]
+    values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))
+    largest = values.gather(2, values.abs().argmax(2, keepdim=True))
+    largest = torch.where(largest == 0, -INT4_LEVELS[0], largest)
+    best, codes, least = torch.empty_like(largest), torch.empty_like(values), torch.full_like(largest, torch.inf)
+    for levels in INT4_LEVELS:
+        scale = largest / -levels
+        own = (values / scale).round_().clamp_(-8, 7)
+        error = (own * scale).sub_(values).abs_()
+        error = error.square().mul_(error.sqrt_()).sum(2, keepdim=True)
+        better = error < least
+        best, least, codes = torch.where(better, scale, best), torch.where(better, error, least), torch.where(better, own, codes)
+    return (codes + INT4_ZERO).to(torch.uint8).flatten(1)[:, :K], best.squeeze(2)
+
+
+def int4_group(K: int, groups: int) -> int:
+    """Columns of a group: the largest of 128, 64 and 32 that splits K columns into `groups` groups."""
+    return next(g for g in INT4_GROUPS if -(-K // g) == groups)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

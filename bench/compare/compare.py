@@ -185,7 +185,7 @@ def _over_text(
     model: Model, sequence: Sequence[Place], tokens: list[int], progress: Callable[[str], None]
 ) -> tuple[Row, list[str]]:
     """Compare the whole model over a text. Returns the row, without the times of the decode step, and the broken bounds."""
-    quantized = model.kv_dtype == FP8 or any(weights.format for place in sequence for weights in place.layer.quantizable())
+    quantized = model.kv_dtype == FP8 or any(compare_layers.rounds_activations(place.layer) for place in sequence)
     least = floor(model.dtype, quantized).worst_row  # a changed e4m3 code changes codes in later layers
     text = compare_text(model, sequence, tokens, Floor(least, least), lambda share: progress(f"whole model: {share:.0%}"))
     figures = {name: _number(value) for name, value in asdict(text).items() if name != "faults"}

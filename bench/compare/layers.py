@@ -197,7 +197,7 @@ def decode(model: Model, sequence: Sequence[Place], texts: Sequence[Sequence[int
 
 
 def exact(layer: Layer) -> Forward:
-    """Return the truth for a layer: its eager implementation with weights converted to fp64, except FP8 weights.
+    """Return the truth for a layer: its eager implementation with weights converted to fp64, except quantized weights.
 
     The returned forward needs x in fp64, and KV pages in fp64 or FP8. A layer that only copies values is exact in any dtype; its
     output is converted.
@@ -335,7 +335,12 @@ def floors(place: Place, step: Step) -> dict[str, Floor]:
 
 def quantizes(place: Place, step: Step) -> bool:
     """Whether the layer quantizes its activations: it does so with FP8 weights and more than one row."""
-    return step.rows(place) > 1 and any(weights.format for weights in place.layer.quantizable())
+    return step.rows(place) > 1 and rounds_activations(place.layer)
+
+
+def rounds_activations(layer: Layer) -> bool:
+    """Whether a weight of the layer has a format with which steps of several tokens round activations to e4m3."""
+    return any(weights.format is not None and weights.format.rounds_activations for weights in layer.quantizable())
 
 
 class Work(NamedTuple):

@@ -97,20 +97,23 @@ def _operations() -> dict[str, Operation]:
     }  # fmt: skip
     for name, what in fused.items():
         points = _FEW if name == "lm_head" else _LINEAR
-        table[name] = Operation(partial(ops.fused_linear, name=name, fp8=False), what, points)
+        table[name] = Operation(partial(ops.fused_linear, name=name, quantization=None), what, points)
         table[f"{name}.fp8"] = Operation(
-            partial(ops.fused_linear, name=name, fp8=True), f"{what}; FP8 weights, tokens quantized on the way", points
+            partial(ops.fused_linear, name=name, quantization="fp8"), f"{what}; FP8 weights, tokens quantized on the way", points
+        )
+        table[f"{name}.int4"] = Operation(
+            partial(ops.fused_linear, name=name, quantization="int4"), f"{what}; 4-bit weights", points
         )
         table[f"{name}.fp8_blocks"] = Operation(
-            partial(ops.fused_linear, name=name, fp8=True, blocks=True), f"{what}; FP8 weights in blocks of 128 x 128", points
+            partial(ops.fused_linear, name=name, quantization="fp8_blocks"), f"{what}; FP8 weights in blocks of 128 x 128", points
         )
         if name != "lm_head":
-            table[f"gemm_{name}"] = Operation(partial(ops.gemm, name=name, fp8=False), f"product of {name} alone", _MANY)
+            table[f"gemm_{name}"] = Operation(partial(ops.gemm, name=name, quantization=None), f"product of {name} alone", _MANY)
             table[f"gemm_{name}.fp8"] = Operation(
-                partial(ops.gemm, name=name, fp8=True), f"FP8 product of {name}, tokens quantized before", _MANY
+                partial(ops.gemm, name=name, quantization="fp8"), f"FP8 product of {name}, tokens quantized before", _MANY
             )
             table[f"gemm_{name}.fp8_blocks"] = Operation(
-                partial(ops.gemm, name=name, fp8=True, blocks=True), f"the same of {name} in blocks of 128 x 128", _MANY
+                partial(ops.gemm, name=name, quantization="fp8_blocks"), f"the same of {name} in blocks of 128 x 128", _MANY
             )
     return table
 

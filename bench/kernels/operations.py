@@ -135,8 +135,8 @@ def dequantized(pair: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def wide(*tensors: Tensor | None) -> list[Any]:
-    """Convert tensors to fp64, except those that are None or FP8."""
-    return [None if t is None else t.double() if t.dtype != FP8 else t for t in tensors]
+    """Convert tensors to fp64, except those that are None, FP8 or integers."""
+    return [t.double() if t is not None and t.is_floating_point() and t.dtype != FP8 else t for t in tensors]
 
 
 # --- rows: embedding, norms, quantization, sampling ---
@@ -253,10 +253,12 @@ def linears(config: ModelConfig) -> dict[str, Linear]:
 
 
 class Operands:
-    """The tensors of a linear layer, and its formula. The weight is of 16 or 32 bits, FP8 with a scale for each row, or FP8 in
-    `blocks` with a scale each."""
+    """The tensors of a linear layer, and its formula.
 
-    def __init__(self, step: Step, linear: Linear, fp8: bool, blocks: bool = False, seed: int = 1) -> None:
+    `quantization` of the weight: None; "fp8", a scale for each row; "fp8_blocks", a scale for each block; or "int4".
+    """
+
+    def __init__(self, step: Step, linear: Linear, quantization: str | None, seed: int = 1) -> None:
         inputs, self.linear, self.eps = Inputs(step, seed), linear, step.config.rms_norm_eps
         T, N, K = step.tokens, linear.N, linear.K
         rows = 2 * N if linear.activation else N
@@ -265,12 +267,15 @@ class Operands:
         self.bias = inputs.normal(rows) if linear.bias else None
         self.residual = inputs.normal(T, N) if linear.residual else None
         self.weight, self.scale = inputs.normal(rows, K, scale=K**-0.5), None
-        if blocks:
+        if quantization == "fp8_blocks":
             block_rows = math.gcd(reference.FP8_BLOCK, N if linear.activation else reference.FP8_BLOCK)
             self.weight, self.scale = reference.quantize_fp8_blocks(self.weight, -(-rows // block_rows))
             self.weight = self.weight.contiguous()
-        elif fp8:
+        elif quantization == "fp8":
             self.weight, self.scale = reference.quantize_fp8(self.weight)
+        elif quantization == "int4":
+            codes, scale = reference.quantize_int4(self.weight, reference.INT4_CHUNK)
+            self.weight, self.scale = reference.pack_int4(codes), reference.pack_int4_scale(scale)
         self.out = inputs.nan(T, N, dtype=linear.out_dtype)
 
     def compute(self, x: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, weight: Tensor) -> Tensor:
@@ -303,6 +308,10 @@ class Operands:
         """
         if self.scale is None:
             return {"library": Form(lambda: F.linear(self.x, self.weight, self.bias), self.lacks)}
+        if self.scale.dtype == torch.int32:
+            weight = reference.dequantize_int4(self.weight, self.scale, self.linear.K, self.x.dtype)
+            lacks = ", ".join(filter(None, (self.lacks, "4-bit weights")))
+            return {"library": Form(lambda: F.linear(self.x, weight, self.bias), lacks)}
         if self.scale.ndim == 2:
             return {}
         values, x_scale = reference.quantize_fp8(self.x)
@@ -323,17 +332,17 @@ class Operands:
 
         linear, item = self.linear, self.x.itemsize
         gated = linear.activation is not None
-        return cost(
-            len(self.x), linear.N, linear.K, item, weight_itemsize=self.weight.itemsize, gated=gated, residual=linear.residual
-        )
+        nbytes, flops = cost(len(self.x), linear.N, linear.K, item, gated=gated, residual=linear.residual)
+        weights = self.weight.nbytes + (self.scale.nbytes if self.scale is not None and self.scale.ndim == 2 else 0)
+        return nbytes - linear.N * (2 if gated else 1) * linear.K * item + weights, flops
 
 
-def fused_linear(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
+def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
     """Compute a linear layer as the layers call it: norm, quantization, product, activation, residual."""
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear import dispatch as kernels
 
-    o, workspace = Operands(step, linears(step.config)[name], fp8, blocks), Workspace(step.device)
+    o, workspace = Operands(step, linears(step.config)[name], quantization), Workspace(step.device)
     options: dict[str, Any] = {"scale": o.scale, "check": False}
 
     def triton() -> Tensor:
@@ -344,10 +353,10 @@ def fused_linear(step: Step, name: str, fp8: bool, blocks: bool = False) -> Prob
         return kernels.norm_linear(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
 
     forms = {"eager": Form(o.eager)} | o.products(False) | {"triton": Form(triton)}
-    return _linear_problem(step, o, forms, fp8)
+    return _linear_problem(step, o, forms, quantization in ("fp8", "fp8_blocks"))
 
 
-def gemm(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
+def gemm(step: Step, name: str, quantization: str | None) -> Problem:
     """Compute the product alone, with the activation in its epilogue. FP8 activations are quantized before the timing.
 
     Raises:
@@ -357,16 +366,16 @@ def gemm(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
     from minirt.kernels.linear.dispatch import launch
     from minirt.kernels.linear.product import Product
 
-    if fp8 and step.tokens == 1:
-        where = f"gemm_{name}.fp8{'_blocks' if blocks else ''}"
+    if quantization is not None and step.tokens == 1:
+        where = f"gemm_{name}.{quantization}"
         raise UnsupportedError("a single token is not quantized", where=where, expected="2 tokens or more")
     plain = replace(linears(step.config)[name], norm=False, bias=False, residual=False, out_dtype=None)
-    o, workspace = Operands(step, plain, fp8, blocks), Workspace(step.device)
+    o, workspace = Operands(step, plain, quantization), Workspace(step.device)
     values, x_scale = o.x, None
-    if blocks:
+    if quantization == "fp8_blocks":
         values, x_scale = reference.quantize_fp8_blocks(o.x, step.tokens)
         values = values.contiguous()
-    elif fp8:
+    elif quantization == "fp8":
         values, x_scale = reference.quantize_fp8(o.x)
     product = Product(
         values, o.weight, o.out, activation=plain.activation, scale=o.scale, x_scale=x_scale, workspace=workspace
@@ -376,7 +385,8 @@ def gemm(step: Step, name: str, fp8: bool, blocks: bool = False) -> Problem:
         launch(product)
         return o.out
 
-    return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}, fp8)
+    forms = {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}
+    return _linear_problem(step, o, forms, quantization is not None)
 
 
 def _linear_problem(step: Step, o: Operands, forms: dict[str, Form], fp8: bool) -> Problem:
@@ -391,8 +401,8 @@ def mlp(step: Step, activation: str | None = None) -> Problem:
     from minirt.kernels.linear import dispatch as kernels
 
     both = linears(step.config)
-    first = Operands(step, replace(both["gate_up"], activation=activation or both["gate_up"].activation), False)
-    second, workspace = Operands(step, both["down"], False, seed=2), Workspace(step.device)
+    first = Operands(step, replace(both["gate_up"], activation=activation or both["gate_up"].activation), None)
+    second, workspace = Operands(step, both["down"], None, seed=2), Workspace(step.device)
     tensors = (first.norm, first.bias, first.weight, second.bias, second.weight)
 
     def compute(x: Tensor, norm: Any, gate_up_bias: Any, gate_up: Any, down_bias: Any, down: Any) -> Tensor:
@@ -419,7 +429,7 @@ def residual_norm(step: Step) -> Problem:
     from minirt.kernels.linear import dispatch as kernels
     from minirt.kernels.norm import rms_norm as norm_kernel
 
-    o, workspace = Operands(step, linears(step.config)["down"], False), Workspace(step.device)
+    o, workspace = Operands(step, linears(step.config)["down"], None), Workspace(step.device)
     weight, normed = Inputs(step, seed=2).norm(o.linear.N), torch.empty_like(o.out)
 
     def both(y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

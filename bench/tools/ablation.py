@@ -157,7 +157,7 @@ def _without_gemm_sm90(original: Replacement, product: Any) -> Any:
     if original(product).kernel != "gemm_sm90":
         raise Untouched
     T = product.x.shape[0]
-    return next(own for own in REGIMES if own.covers(T) and own.kernel != "gemm_sm90")
+    return next(own for own in REGIMES if own.covers(T) and own.kernel != "gemm_sm90" and own.accepts(product))
 
 
 def _without_decode_sm90(original: Replacement, operands: Any) -> Any:

@@ -27,7 +27,7 @@ _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
 _KERNELS = {
     "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
     "attention": ("attention_*",),
-    "linears": ("qkv*", "o", "o.fp8", "gate_up*", "down*", "lm_head*"),
+    "linears": ("qkv*", "o", "o.fp8", "o.int4", "gate_up*", "down*", "lm_head*"),
     "mlp": ("mlp*",),
 }
 

@@ -655,6 +655,21 @@ def quality_table(records: Records) -> str:
     return f"{shown}\n\nFrom `cpu-fp8-quality` ({where}); ± is the standard error over windows of 512 tokens."
 
 
+def int4_quality_table(records: Records) -> str:
+    """What 4 bits cost: the loss in nats per token above fp32, and the divergence, for several ways to choose scales."""
+    (lines,) = records.values()
+    about = next(line for line in lines if line["kind"] == "about")
+    columns = ("int4", "round to nearest", "mse observer")
+    rows = []
+    for model in dict.fromkeys(line["model"] for line in lines if "difference" in line):
+        found = {line["name"]: line for line in lines if line.get("model") == model}
+        rows.append([model, *(_loss(found.get(name)) for name in columns)])
+        rows.append([f"{model}, KL", *(f"{found[name]['kl']:.4f}" if name in found else NONE for name in columns)])
+    shown = table(["nats per token above fp32", "`--quantize int4`", "round to nearest", "MSE observer"], rows)
+    where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
+    return f"{shown}\n\nFrom `cpu-int4-quality` ({where}); ± is the standard error over windows of 512 tokens, SmolLM2 256."
+
+
 # For each row of the table, the result's name for each column. None: the column does not differ from the first.
 _QUALITY: dict[str, tuple[str | None, ...]] = {
     "embedded model": ("embedded fp8", "embedded fp8 + kv", None),
@@ -776,6 +791,7 @@ BLOCKS = {
     ),
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
+    "quality-int4": Block(("cpu-int4-quality",), int4_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
 
 

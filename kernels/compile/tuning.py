@@ -126,6 +126,7 @@ class LinearShape:
         logits: whether the outputs are fp32, as those of an LM head.
         experts: (E, k) if there are E such layers, of which each token uses k; None: a single one.
         blocks: whether fp8 weights have a scale for each block, not for each row.
+        int4: whether the weights have 4 bits.
     """
 
     N: int
@@ -137,6 +138,7 @@ class LinearShape:
     logits: bool = False
     experts: tuple[int, int] | None = None
     blocks: bool = False
+    int4: bool = False
 
 
 Cases = Callable[[Sequence[LinearShape], Sequence[int], torch.device], Iterator[Case]]

@@ -9,6 +9,10 @@ for each row, or [⌈N / g⌉, ⌈K / 128⌉], one for each block of g rows and 
 more tokens are quantized too, with a scale for each token or, if the weight has blocks, for each token and 128 channels: by the
 norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8` and
 `linear_fp8_blocks` do the same.) Every kernel takes either form of scale.
+
+4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
+token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
+tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product.
 """
 
 from collections.abc import Callable
@@ -24,6 +28,7 @@ from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
+from minirt.kernels.linear import gemv_int4, int4
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -55,9 +60,19 @@ class LinearRegime(Regime):
     fetches_early: bool = False
 
 
+def _unpacked(product: Product) -> None:
+    int4.gemm_unpacked(product, launch)
+
+
 # The first regime that covers the tokens and accepts the product computes it.
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
+    LinearRegime("gemv_int4", "tokens", 1, 1, launch=gemv_int4.gemv_int4, accepts=int4.accepts),
+    LinearRegime(
+        "gemm_int4", "tokens", 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block, launch=int4.gemm_int4,
+        accepts=int4.accepts,
+    ),
+    LinearRegime("gemm_unpacked", "tokens", int4.MAX_TOKENS + 1, launch=_unpacked, accepts=int4.accepts),
     LinearRegime("gemv", "tokens", 1, 1, launch=vector.gemv),
     LinearRegime(
         "gemm_sm90", "tokens", _SM90, variant=sm90.token_regime, padded=sm90.padded_tokens, capability=90, launch=sm90.gemm_sm90,
@@ -200,6 +215,8 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tenso
     """
     if rows == 0:
         return 0
+    if int4.is_int4(weight):
+        return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
     product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"), scale=scale)
@@ -223,13 +240,14 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
         _check(product, norm_weight)
     if T == 0:
         return out
+    four_bits = int4.is_int4(product.weight)
     if T == 1:
         if product.row_maxima is not None:
             raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
-        vector.gemv(product, norm_weight, eps)
+        (gemv_int4.gemv_int4 if four_bits else vector.gemv)(product, norm_weight, eps)
         return out
     early = bool(covering(EARLY, T, capability(x.device)))
-    if product.scale is None:
+    if product.scale is None or four_bits:
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
     else:

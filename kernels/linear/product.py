@@ -55,6 +55,7 @@ class Product(NamedTuple):
 
     @property
     def scale_rows(self) -> int | None:
-        """g, the rows of the weight's blocks: a power of two up to 128; None: no scale, or one for each row."""
+        """g, the rows of the blocks of an fp8 weight: a power of two up to 128; None: the weight has no blocks."""
         scale = self.scale
-        return None if scale is None or scale.ndim == 1 else block_rows(self.weight.shape[0], scale.shape[0])
+        in_blocks = scale is not None and scale.ndim == 2 and scale.dtype == torch.float32
+        return block_rows(self.weight.shape[0], scale.shape[0]) if in_blocks else None

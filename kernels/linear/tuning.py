@@ -13,13 +13,13 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
-from minirt.kernels.linear import gemm_sm90, gemm_small, gemv
+from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import FP8_BLOCK
 
-TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE)
+TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE)
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
 
@@ -74,14 +74,45 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
         yield _case(gemm_sm90.TUNABLE, bucket(T=regime, **facts), rule, around, shape, regime, device)
 
 
+def gemv_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of one token with 4-bit weights."""
+    for shape in shapes if 1 in tokens else ():
+        if shape.int4:
+            key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
+            rule = gemv_int4.choose_gemv_int4_config(shape.N, shape.K, shape.gated, _sm_count(device))
+            around = [
+                gemv_int4.GemvInt4Config(rows, warps, tiles, registers)
+                for rows in _around(rule.rows, 8) for warps in _around(rule.num_warps, 8) for tiles in _around(rule.tiles, 4)
+                for registers in {None, 128, rule.registers}
+            ]  # fmt: skip
+            yield _case(gemv_int4.TUNABLE, key, rule, around, shape, 1, device)
+
+
+def gemm_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of several tokens with 4-bit weights, one case for each power of two that they are padded to."""
+    blocks = sorted({int4.token_block(T) for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4"})
+    for block_t, shape in itertools.product(blocks, [shape for shape in shapes if shape.int4]):
+        key = bucket(T=block_t, N=shape.N, K=shape.K, itemsize=shape.dtype.itemsize, gated=shape.gated)
+        sizes = (block_t, shape.N, shape.K, shape.dtype.itemsize, shape.gated, capability(device), _sm_count(device))
+        rule = int4.choose_int4_config(*sizes)
+        parts = (1,) if shape.gated or cdiv(shape.N, rule.block_n) > 8 * _sm_count(device) else (1, 2, 3, 4, 6, 9)
+        around = [
+            replace(rule, block_n=block_n, num_warps=warps, num_stages=stages, programs=programs, split=split)
+            for block_n, warps in ((64, 4), (128, 4), (128, 8)) for stages in (3, 4) for programs in (1, 2, 3) for split in parts
+            if programs * warps <= 12
+        ]  # fmt: skip
+        yield _case(int4.TUNABLE, key, rule, around, shape, block_t, device)
+
+
 def _single(shapes: Sequence[LinearShape]) -> list[LinearShape]:
-    """The layers that are not those of experts, which `moe.tuning` tunes."""
-    return [shape for shape in shapes if shape.experts is None]
+    """The layers that are neither those of experts, which `moe.tuning` tunes, nor have weights of 4 bits."""
+    return [shape for shape in shapes if shape.experts is None and not shape.int4]
 
 
-def _kernel(tokens: int, device: torch.device) -> str:
-    """The kernel for this number of tokens."""
-    return next(own.kernel for own in REGIMES if own.covers(tokens, capability(device)))
+def _kernel(tokens: int, device: torch.device, four_bits: bool = False) -> str:
+    """The kernel for this number of tokens, for weights of 4 bits or for others."""
+    fitting = [own for own in REGIMES if own.covers(tokens, capability(device))]
+    return next(own.kernel for own in fitting if (own.accepts is int4.accepts) == four_bits)
 
 
 def _sm_count(device: torch.device) -> int:
@@ -109,11 +140,12 @@ def _prepare(
         return torch.randn(size, device=device, dtype=shape.dtype, generator=random)
 
     x, residual = normal(T, shape.K), normal(T, shape.N) if shape.residual else None
-    copies = max(2, cdiv(_COLD, rows * shape.K * (1 if shape.fp8 else shape.dtype.itemsize)))
+    itemsize = 0.5 if shape.int4 else 1 if shape.fp8 else shape.dtype.itemsize
+    copies = max(2, cdiv(_COLD, int(rows * shape.K * itemsize)))
     weights: list[tuple[Tensor, Tensor | None]] = []
     for _ in range(copies):
         weight = normal(rows, shape.K) / shape.K**0.5
-        weights.append(_quantized(weight, shape) if shape.fp8 else (weight, None))
+        weights.append(_int4(weight) if shape.int4 else _fp8(weight, shape) if shape.fp8 else (weight, None))
     activation = "silu" if shape.gated else None
     h, x_scale = quantize(x, blocks=shape.blocks) if shape.fp8 and T > 1 else (x, None)
     out_dtype = torch.float32 if shape.logits else shape.dtype
@@ -123,7 +155,7 @@ def _prepare(
     base = Product(h, weights[0][0], out, None, residual, activation, None, x_scale, workspace, pdl=pdl)
     kernels: dict[type, Callable[..., None]] = {
         gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
-        gemm_sm90.gemm_sm90,
+        gemm_sm90.gemm_sm90, gemv_int4.GemvInt4Config: gemv_int4.gemv_int4, int4.Int4Config: int4.gemm_int4,
     }  # fmt: skip
     kernel = kernels[config_type]
 
@@ -148,7 +180,7 @@ def _prepare(
     return launch, check
 
 
-def _quantized(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
+def _fp8(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
     if not shape.blocks:
         return reference.quantize_fp8(weight)
     block_rows = math.gcd(FP8_BLOCK, shape.N) if shape.gated else FP8_BLOCK
@@ -156,6 +188,17 @@ def _quantized(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
     return values.contiguous(), scale
 
 
+def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Words and scale words of a weight, rounded to the nearest: how good the scales are does not change the time."""
+    groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % reference.INT4_CHUNK))
+    groups = groups.unflatten(1, (-1, reference.INT4_CHUNK))
+    scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-9) / 7.5
+    codes = ((groups / scale).round().clamp(-8, 7) + reference.INT4_ZERO).flatten(1)[:, : weight.shape[1]]
+    return reference.pack_int4(codes), reference.pack_int4_scale(scale.squeeze(2))
+
+
 register("gemv", gemv_cases)
+register("gemv_int4", gemv_int4_cases)
+register("gemm_int4", gemm_int4_cases)
 register("gemm_small", gemm_small_cases)
 register("gemm_sm90", gemm_cases)

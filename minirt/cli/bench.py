@@ -21,6 +21,7 @@ from minirt.cli.options import (
     open_generator,
     option_group,
     output_file_option,
+    quantization,
     quiet_option,
     report_format_option,
     to_load_options,
@@ -250,7 +251,7 @@ def _products(options: dict[str, Any], device: "torch.device") -> "MatmulCeiling
     from minirt.loading.load import plan_model
 
     planned = plan_model(to_load_options(options, model_name(options, True)))
-    return matmul_ceiling(device, torch.float8_e4m3fn if options["fp8"] else planned.dtype)
+    return matmul_ceiling(device, torch.float8_e4m3fn if quantization(options) == "fp8" else planned.dtype)
 
 
 def _nothing_to_check(load: "LoadOptions", skip: bool) -> str | None:

@@ -17,6 +17,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "--impl": (*_IMPLEMENTATIONS, *(f"{layer}={name}" for layer in _LAYERS for name in _IMPLEMENTATIONS)),
     "--kv-cache-dtype": ("auto", "fp8"),
     "--layer": _LAYERS,
+    "--quantize": ("fp8", "int4"),
 }
 _FILES = (
     "--prompt-file", "--prompts", "--text", "--warm-prompt", "--baseline", "--picture", "--output-file", "--json-schema",

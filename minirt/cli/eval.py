@@ -92,7 +92,7 @@ def fp8_command(file: str, num_tokens: int | None, output_format: str, quiet: bo
     from minirt.bench.fp8_error import format_errors, table
 
     load = to_load_options(
-        options | {"impl": (), "fp8": False, "fp8_head": None}, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES,
+        options | {"impl": ()}, name, impl="eager", max_num_seqs=1, kv_cache_memory=_PAGES,
         warmup=False,
     )  # fmt: skip
     with ExitStack() as stack:

@@ -110,10 +110,14 @@ model_options = option_group(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16 or float32."),
     click.option("--impl", multiple=True, help="Implementation: NAME for all layers, or GLOB=NAME (repeatable)."),
-    click.option("--fp8", is_flag=True, help="Quantize the weights of all linear layers to FP8 while they are loaded."),
     click.option(
-        "--fp8-head/--no-fp8-head", default=None,
-        help="With --fp8: quantize the LM head too. [default: unless it is tied to the embedding]",
+        "--quantize", type=click.Choice(("fp8", "int4")),
+        help="Quantize the weights of all linear layers while they are loaded, to FP8 or to 4 bits.",
+    ),
+    click.option("--fp8", is_flag=True, help="The same as --quantize fp8."),
+    click.option(
+        "--quantize-head/--no-quantize-head", "--fp8-head/--no-fp8-head", "quantize_head", default=None,
+        help="With --quantize: quantize the LM head too. [default: with fp8, unless it is tied to the embedding]",
     ),
 )
 gpu_option = click.option(
@@ -317,6 +321,13 @@ def model_name(options: dict[str, Any], quiet: bool = False) -> str:
     return EMBEDDED
 
 
+def quantization(options: dict[str, Any]) -> str | None:
+    """The format of `--quantize` or `--fp8`; None: neither is given."""
+    if options.get("fp8") and options.get("quantize") not in (None, "fp8"):
+        raise click.UsageError(f"--fp8 and --quantize {options['quantize']} exclude each other")
+    return "fp8" if options.get("fp8") else options.get("quantize")
+
+
 def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "LoadOptions":
     """LoadOptions for the model `name` from the parsed `model_options` or `load_options`. `changes` override them.
 
@@ -329,15 +340,16 @@ def to_load_options(options: dict[str, Any], name: str, **changes: Any) -> "Load
 
 def load_arguments(options: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
     """The arguments of `LoadOptions`, as `to_load_options` takes them from the parsed options. Imports no torch."""
-    if options["fp8_head"] is not None and not options["fp8"]:
-        raise click.UsageError("--fp8-head and --no-fp8-head need --fp8")
+    quantize, head = quantization(options), options.get("quantize_head")
+    if head is not None and quantize is None:
+        raise click.UsageError("--quantize-head and --no-quantize-head need --quantize (or --fp8)")
     if options.get("random_weights") and options.get("check_weights"):
         raise click.UsageError("--check-weights and --random-weights exclude each other: random weights have no checkpoint")
     same = ("revision", "device", "dtype", "kv_cache_dtype", "kv_cache_memory", "gpu_memory_utilization", "max_model_len",
             "max_num_seqs", "max_num_batched_tokens", "max_waiting", "threads", "random_weights", "check_weights",
             "seed")  # fmt: skip
     chosen = {key: options[key] for key in same if options.get(key) is not None}
-    chosen |= {"quantization": "fp8" if options["fp8"] else None, "quantize_head": options["fp8_head"]}
+    chosen |= {"quantization": quantize, "quantize_head": head}
     chosen |= {name: not options.get(f"no_{name}") for name in ("warmup", "cuda_graphs", "prefix_cache")}
     return {"model": name, "impl": list(options["impl"]) or "auto"} | chosen | changes
 

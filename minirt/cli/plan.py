@@ -66,7 +66,7 @@ def _memory_lines(memory: "MemoryPlan", length: int, gpu: AbsentGPU | None) -> l
     lines = [f"Memory: {free}{share}"]
     lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in memory.rows()]
     if not memory.fits:
-        hint = "use --fp8, a 16-bit --dtype, a smaller model, or lower --max-model-len or --kv-cache-memory"
+        hint = "use --quantize fp8 or int4, a 16-bit --dtype, a smaller model, or lower --max-model-len or --kv-cache-memory"
         return [*lines, f"Does not fit: it needs {format_size(memory.needed, up=True)} ({hint})"]
     return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]
 

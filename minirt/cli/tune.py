@@ -14,6 +14,7 @@ from minirt.cli.options import (
     model_name,
     model_options,
     output_file_option,
+    quantization,
     quiet_option,
     report_format_option,
     require_triton,
@@ -109,7 +110,7 @@ def tune(
         note(f"{faster} of {len(rows)} buckets have a faster configuration than the rule's, in {tuning.path(device)}")
     correctness = {"checked": True, "against": "eager PyTorch, each configuration before it is timed"}
     shared = machine("tune", device, ["minirt", *(ctx.find_root().obj or [])], None)
-    shared |= {"model": name, "quantization": "fp8" if options["fp8"] else None, "correctness": correctness}
+    shared |= {"model": name, "quantization": quantization(options), "correctness": correctness}
     emit(TuneReport(shared, rows).render(options["output_format"]), options["output_file"], options["quiet"])
 
 
@@ -142,9 +143,11 @@ def linear_shapes(model: "Model") -> "list[LinearShape]":
             if linear.no_triton is not None:
                 continue
             rows = linear.out_features // (experts[0] if experts else 1) // (2 if gated else 1)
-            fp8 = linear.format is not None
-            blocks = linear.format is not None and len(linear.format.scale_shape(linear.rows, linear.in_features)) == 2
-            shapes.append(LinearShape(rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts, blocks))
+            stored = linear.format
+            int4, fp8 = stored is not None and stored.name == "int4", stored is not None and stored.name != "int4"
+            blocks = fp8 and stored is not None and len(stored.scale_shape(linear.rows, linear.in_features)) == 2
+            shape = rows, linear.in_features, gated, residual, model.dtype, fp8, logits, experts
+            shapes.append(LinearShape(*shape, blocks=blocks, int4=int4))
     return list(dict.fromkeys(shapes))
 
 

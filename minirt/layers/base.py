@@ -315,5 +315,6 @@ def triton_unsupported(layer: Layer, device: torch.device) -> str | None:
     if not is_nvidia(device):
         return "the Triton kernels are for NVIDIA GPUs, and this is an AMD GPU"
     major, minor = compute_capability(device)
-    lowest, why = (8.9, " for fp8 weights") if any(p.format for p in layer.parameters()) else (8.0, "")
+    needed = {p.format.capability: f" for {p.format.name} weights" for p in layer.parameters() if p.format}
+    lowest, why = max(needed.items(), default=(8.0, ""))
     return None if major + minor / 10 >= lowest else f"compute capability {major}.{minor} is below {lowest}{why}"

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from minirt.errors import CheckpointError
+from minirt.errors import CheckpointError, inside
 from minirt.files import parse_json
 from minirt.modeling.config import shown
-from minirt.modeling.formats import CHUNK, E4M3, FLOATS, TensorSpec
+from minirt.modeling.formats import CHUNK, E4M3, FLOATS, INT32, INT64, TensorSpec
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, E4M3: 1}  # of the dtypes that are read
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, E4M3: 1, INT32: 4, INT64: 8}  # of the dtypes that are read
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
 # After this many bytes a file is mapped again, so that the whole file never counts as the process's memory.
@@ -208,7 +208,7 @@ def load(
     """
     entries = read_headers(files, index)
     targets, unused = match(model, entries, allow_unused)
-    positive = {spec[0] for parameter in model.parameters() for spec in parameter.expected() if TensorSpec(*spec).positive}
+    specs = {spec[0]: TensorSpec(*spec) for parameter in model.parameters() for spec in parameter.expected()}
     tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
     work = [entries[name] for name in targets]
     total, done = sum(e.nbytes for e in work), 0
@@ -216,10 +216,14 @@ def load(
     def place(entry: Entry, tensor: torch.Tensor) -> None:
         if check_weights and (bad := _not_finite(tensor)):
             raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file}: {entry.name}")
-        if entry.name in positive:
+        if specs[entry.name].positive:
             _check_scale(entry, tensor)
-        for holder in targets[entry.name]:
-            holder.load(entry.name, tensor)
+        if (values := specs[entry.name].values) is not None and tensor.tolist() != list(values):
+            where, found = f"{entry.file}: {entry.name}", shown(tensor.tolist())
+            raise CheckpointError("wrong values", where=where, expected=list(values), found=found)
+        with inside(f"{entry.file}: {entry.name}"):
+            for holder in targets[entry.name]:
+                holder.load(entry.name, tensor)
 
     threads = THREADS if model.device.type == "cuda" else 1
     pool = ThreadPoolExecutor(threads)

@@ -89,7 +89,7 @@ def choose_formats(
     stored = stored_formats(layers, entries, found.quantization)
     if stored is not None and options.quantization is not None:
         what, hint = "the checkpoint is quantized already", "leave it out (quantization=)"
-        raise ConfigError(what, where="--fp8", found=stored.checkpoint, hint=hint)
+        raise ConfigError(what, where="--quantize", found=stored.checkpoint, hint=hint)
     return stored or options.formats
 
 

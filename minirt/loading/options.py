@@ -26,9 +26,10 @@ class LoadOptions:
         device: "auto" (a GPU if there is one), "cuda", "cuda:N" or "cpu".
         dtype: "auto" (on a GPU the checkpoint's own; on a CPU float32), "bfloat16", "float16" or "float32".
         impl: which implementation each layer runs; see `minirt.modeling.plan.parse_impl`.
-        quantization: None, or "fp8": the weights of all linear layers as e4m3 with a scale for each output channel, quantized
-            while they are loaded. Activations and the embedding keep the dtype. For a checkpoint that is quantized already: None.
-        quantize_head: quantize the LM head too. None: unless it is tied to the embedding.
+        quantization: None, or how the weights of all linear layers are quantized while they are loaded. "fp8": e4m3 with a scale
+            for each output channel. "int4": 4 bits with a scale for each output channel and 128 input channels. Activations and
+            the embedding keep the dtype. For a checkpoint that is quantized already: None.
+        quantize_head: quantize the LM head too. None: with "fp8", unless it is tied to the embedding; with "int4", no.
         kv_cache_dtype: "auto" (the dtype), or "fp8": e4m3 with a scale for each token and head.
         kv_cache_memory: bytes for KV pages. None: what `gpu_memory_utilization` leaves beside weights and steps; on a CPU, a
             quarter of the free memory. Never more than `max_num_seqs` sequences of full length need.
@@ -84,7 +85,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.quantize_head is not None and self.quantization is None:
             what = "quantize_head needs a quantization"
-            raise ConfigError(what, where="quantize_head", expected='quantization="fp8"', found=self.quantization)
+            raise ConfigError(what, where="quantize_head", expected='quantization="fp8" or "int4"', found=self.quantization)
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
         check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)

@@ -11,13 +11,24 @@ from dataclasses import dataclass
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
 from minirt.loading.checkpoint import MAX_SHOWN, Entry
-from minirt.modeling.formats import E4M3, FLOATS, FormatChoice, LinearFormat, StoredFp8, StoredFp8Blocks
-from minirt.modeling.quantization_config import QuantizationConfig, Scheme
+from minirt.modeling.formats import (
+    E4M3,
+    FLOATS,
+    FormatChoice,
+    LinearFormat,
+    StoredFp8,
+    StoredFp8Blocks,
+    StoredInt4Awq,
+    StoredInt4Gptq,
+    StoredInt4Packed,
+)
+from minirt.modeling.quantization_config import Int4Scheme, QuantizationConfig, Scheme
 
 _SCALES = ("weight_scale", "weight_scale_inv")
+_PACKED = ("weight_packed", "qweight")  # the last components of the names of 4-bit weights
 # Scales of FP8 pages; "output_scale" of k_proj and v_proj is an older name of them. minirt computes one for each token and head.
 _KV_SCALES = ("k_scale", "v_scale", "output_scale")
-_HINT = "load the unquantized checkpoint; minirt quantizes to FP8 while loading, with --fp8"
+_HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or int4"
 # Ends of tensor names that only these formats have.
 _FOREIGN = {
     "qweight": "AWQ or GPTQ weights",
@@ -30,6 +41,7 @@ _FOREIGN = {
     "quant_map": "4-bit weights of bitsandbytes",
     "bitmask": "sparse weights",
 }
+_INT4_TENSORS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
 
 
 @dataclass(frozen=True)
@@ -61,8 +73,8 @@ def stored_formats(
     """
     search = _Search(entries, stated)
     if entries is not None:
-        _refuse_foreign(entries)
-    schemes: dict[str, Scheme] = {}
+        _refuse_foreign(entries, stated)
+    schemes: dict[str, Scheme | Int4Scheme] = {}
     modules: list[str] = []
     layers = list(layers)
     plain = [p for layer in layers for p in layer.parameters() if not any(p is own for own in layer.quantizable())]
@@ -89,17 +101,13 @@ def stored_formats(
     inputs, kv = search.unused_scales(modules, schemes)
     kinds = sorted(set(map(str, schemes.values())))
     return StoredFormats(
-        {module: _format(scheme) for module, scheme in schemes.items()}, f"{stated.method}: {'; '.join(kinds)}",
+        {module: search.format(module, scheme) for module, scheme in schemes.items()}, f"{stated.method}: {'; '.join(kinds)}",
         tuple(_notes(schemes.values(), inputs, kv, entries is None)), (*inputs, *kv),
     )  # fmt: skip
 
 
-def _format(scheme: Scheme) -> LinearFormat:
-    return StoredFp8Blocks(scheme.scale_name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor")
-
-
-def _notes(schemes: Iterable[Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> Iterable[str]:
-    kinds = {scheme.activations for scheme in schemes}
+def _notes(schemes: Iterable[Scheme | Int4Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> Iterable[str]:
+    kinds = {scheme.activations for scheme in schemes if isinstance(scheme, Scheme)}
     if unseen:
         yield "the weight files could not be looked at: the formats are those that config.json states"
     if inputs or "static" in kinds:
@@ -118,12 +126,23 @@ class _Search:
         self.entries, self.stated = entries, stated
         self.unlisted: list[str] = []
 
-    def scheme(self, module: str) -> Scheme | None:
+    def format(self, module: str, scheme: Scheme | Int4Scheme) -> LinearFormat:
+        """The format of a quantized linear."""
+        if isinstance(scheme, Scheme):
+            return StoredFp8Blocks(scheme.scale_name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor")
+        if scheme.layout == "gptq":
+            indices = self.entries is not None and f"{module}.g_idx" in self.entries
+            return StoredInt4Gptq(scheme.group, scheme.symmetric, scheme.zero_offset, indices)
+        return (StoredInt4Packed if scheme.layout == "packed" else StoredInt4Awq)(scheme.group, scheme.symmetric)
+
+    def scheme(self, module: str) -> Scheme | Int4Scheme | None:
         """How a linear is stored; None: not quantized."""
         said = self.stated.scheme(module) if self.stated else None
         silent = self.stated is not None and module in self.stated.silent
         if self.entries is None:
             return None if silent else said
+        if any(f"{module}.{name}" in self.entries for name in _PACKED):
+            return self.packed(module, said, self.entries)
         weight = self.entries.get(f"{module}.weight")
         scales = [name for name in _SCALES if f"{module}.{name}" in self.entries]
         if weight is None or weight.dtype in FLOATS:
@@ -150,9 +169,31 @@ class _Search:
         if said is None:
             what = "the weight is quantized, but config.json says it is not"
             raise ConfigError(what, where=where, found=weight.dtype, hint=f"correct {self.stated.where.rpartition('.')[0]}")
-        if scales != [said.scale_name]:
+        if isinstance(said, Int4Scheme) or scales != [said.scale_name]:
             found, expected = ", ".join(scales), f"{said.scale_name} ({said})"
             raise CheckpointError("the scale is not that of the stated format", where=where, expected=expected, found=found)
+        return said
+
+    def packed(self, module: str, said: Scheme | Int4Scheme | None, entries: Mapping[str, Entry]) -> Int4Scheme:
+        """The scheme of a linear with 4-bit weights."""
+        names = [name for name in ("weight", *_PACKED) if f"{module}.{name}" in entries]
+        own = entries[f"{module}.{names[-1]}"]
+        where = f"{own.file}: {own.name}"
+        if len(names) > 1:
+            raise CheckpointError("the weight is stored twice", where=where, found=", ".join(names))
+        if said is None:
+            what, states = "the weight has 4 bits", self.stated.where.rpartition(".")[0] if self.stated else "quantization_config"
+            says = "config.json says it is not quantized" if self.stated else "config.json states no quantization"
+            raise ConfigError(f"{what}, but {says}", where=where, hint=f"correct {states}")
+        if not isinstance(said, Int4Scheme) or said.value_name != names[0]:
+            expected = f"{said.value_name} ({said})"
+            raise CheckpointError("the weight is not that of the stated format", where=where, expected=expected, found=names[0])
+        if f"{module}.{said.scale_name}" not in entries:
+            expected, hint = f"{module}.{said.scale_name}", "the checkpoint is incomplete"
+            raise CheckpointError("the quantized weight has no scale", where=where, expected=expected, hint=hint)
+        if said.symmetric and said.layout == "packed" and f"{module}.weight_zero_point" in entries:
+            what = f"{entries[f'{module}.weight_zero_point'].file}: {module}.weight_zero_point"
+            raise CheckpointError("zero points of symmetric weights", where=what, expected="none", found="a tensor")
         return said
 
     def refuse_quantized(self, expected: Iterable[Sequence]) -> None:
@@ -160,7 +201,8 @@ class _Search:
         for name, *_ in expected:
             entry = (self.entries or {}).get(name)
             prefix = name.rpartition(".")[0]
-            if entry is not None and (entry.dtype == E4M3 or any(f"{prefix}.{s}" in (self.entries or {}) for s in _SCALES)):
+            scaled = any(f"{prefix}.{scale}" in (self.entries or {}) for scale in (*_SCALES, "scales"))
+            if entry is not None and (entry.dtype == E4M3 or scaled):
                 what, where = "only linear layers can be quantized", f"{entry.file}: {name}"
                 raise UnsupportedError(what, where=where, expected=" or ".join(FLOATS), found=entry.dtype, hint=_HINT)
 
@@ -180,8 +222,14 @@ class _Search:
         return [name for name, prefix, last in found if last == "input_scale" and prefix in inputs], kv
 
 
-def _refuse_foreign(entries: Mapping[str, Entry]) -> None:
+def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:
+    """Refuse tensors of formats that minirt does not know, and those of 4-bit weights where none are stated."""
+    four_bits = stated is not None and any(isinstance(scheme, Int4Scheme) for _, scheme in stated.groups)
     for name, entry in entries.items():
-        kind = _FOREIGN.get(name.rpartition(".")[2])
-        if kind is not None:
-            raise UnsupportedError(f"{kind} are not supported", where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=_HINT)
+        last = name.rpartition(".")[2]
+        kind = _FOREIGN.get(last)
+        if kind is not None and not (four_bits and last in _INT4_TENSORS):
+            what, hint = f"{kind} are not supported", _HINT
+            if last in _INT4_TENSORS:
+                what, hint = f"{kind}, but config.json does not state them", "the quantization_config of config.json is missing"
+            raise UnsupportedError(what, where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=hint)

@@ -1,8 +1,8 @@
 """`LinearFormat`: a format of quantized linear weights. `FormatChoice`: which weights of a model have one.
 
 A format belongs to a packed linear (`minirt.modeling.parameters.PackedLinear`). Kernels see only what it allocates: `weight`
-[N, K] and `scale`. A scale [N] is one for each row. A scale [⌈N / g⌉, ⌈K / 128⌉] is one for each block of g rows and 128 columns,
-see `reference.linear`.
+and `scale`. FP8: a weight [N, K]; a scale [N] is one for each row, a scale [⌈N / g⌉, ⌈K / 128⌉] is one for each block of g rows
+and 128 columns. 4 bits: packed words and scale words. See `reference.linear`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,13 +14,24 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minirt.errors import ConfigError
-from minirt.kernels.reference import FP8_BLOCK, quantize_fp8, quantize_fp8_blocks
+from minirt.errors import CheckpointError, ConfigError
+from minirt.kernels.reference import (
+    FP8_BLOCK,
+    INT4_CHUNK,
+    INT4_ZERO,
+    pack_int4,
+    pack_int4_scale,
+    quantize_fp8,
+    quantize_fp8_blocks,
+    quantize_int4,
+)
 
 FP8 = torch.float8_e4m3fn
 CHUNK = 1 << 22  # weights quantized at a time; quantization needs 9 temporary bytes per weight
 FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
 E4M3 = "F8_E4M3"
+INT32 = "I32"
+INT64 = "I64"
 
 
 class TensorSpec(NamedTuple):
@@ -30,6 +41,7 @@ class TensorSpec(NamedTuple):
         shape: the usual shape. `also`: other shapes of the same values.
         dtypes: the dtypes that it may have, by their names in safetensors files.
         positive: whether every value must be finite and above 0, as in a scale.
+        values: the values that it must have; None: any.
     """
 
     name: str
@@ -37,6 +49,7 @@ class TensorSpec(NamedTuple):
     dtypes: tuple[str, ...] = FLOATS
     also: tuple[tuple[int, ...], ...] = ()
     positive: bool = False
+    values: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,10 +61,16 @@ class LinearFormat(ABC):
     Attributes:
         name: as the plan shows it. Formats with one name have the same memory and the same kernels.
         no_triton: why no Triton kernel computes it; None: the kernels do.
+        capability: the lowest compute capability of its kernels.
+        experts: whether the experts of a mixture may have it.
+        rounds_activations: whether steps of several tokens round activations to e4m3.
     """
 
     name: ClassVar[str]
     no_triton: ClassVar[str | None] = None
+    capability: ClassVar[float] = 8.9
+    experts: ClassVar[bool] = True
+    rounds_activations: ClassVar[bool] = True
 
     @abstractmethod
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -79,6 +98,10 @@ class LinearFormat(ABC):
     @abstractmethod
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """Quantize `source` [n, K], all rows of `scale_rows`; writes their scales, returns the values."""
+
+    def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
+        """Quantize `source` [n, K] into the rows `own` of the weight and `scales` of the scale, a pair of `chunks`."""
+        weight[own] = self.quantize(source, scale[scales])
 
     def chunks(self, first: int, stop: int, rows: Sequence[int], K: int) -> Iterator[tuple[slice, slice]]:
         """(rows of the weight, rows of the scale), in pieces of about CHUNK weights that cover the rows `first` to `stop`."""
@@ -195,6 +218,210 @@ class StoredFp8Blocks(LinearFormat):
         return values
 
 
+class _Int4(LinearFormat):
+    """4-bit weights with a scale and a zero point for each row and group of columns, packed as in `reference.pack_int4`.
+
+    Attributes:
+        group: columns of a group: 32, 64 or 128.
+    """
+
+    name = "int4"
+    capability = 8.0
+    experts = False
+    rounds_activations = False
+    group: int
+
+    def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
+        return -(-K // self.group), sum(rows)
+
+    def allocate(self, rows: Sequence[int], K: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        words = torch.empty(sum(rows), self._words(K), dtype=torch.int16, device=device)
+        return words, torch.zeros(self.scale_shape(rows, K), dtype=torch.int32, device=device)
+
+    def nbytes(self, rows: Sequence[int], K: int) -> int:
+        return 2 * sum(rows) * self._words(K) + 4 * torch.Size(self.scale_shape(rows, K)).numel()
+
+    def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
+        """The words of `source` [n, K]; writes their scale words, `scale_rows` [groups, n]."""
+        codes, scale = quantize_int4(source, self.group)
+        scale_rows.copy_(pack_int4_scale(scale))
+        return pack_int4(codes)
+
+    def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
+        weight[own] = self.quantize(source, scale[:, own])
+
+    @staticmethod
+    def _words(K: int) -> int:
+        return -(-K // INT4_CHUNK) * (INT4_CHUNK // 4)
+
+
+@dataclass(frozen=True)
+class QuantizedToInt4(_Int4):
+    """`--quantize int4`: 16- or 32-bit weights in the checkpoint, quantized while they are loaded.
+
+    A scale for each row and 128 columns, chosen to minimize the error of the weights (`reference.quantize_int4`).
+    """
+
+    group: int = INT4_CHUNK
+
+    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
+        yield TensorSpec(f"{module}.weight", (rows, K))
+
+    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+        start = sum(rows[:part])
+        for own, scales in self.chunks(start, start + rows[part], rows, source.shape[1]):
+            self.store(source[own.start - start : own.stop - start].to(weight.device), weight, scale, own, scales)
+
+
+@dataclass(frozen=True)
+class StoredInt4(_Int4):
+    """4-bit weights in the checkpoint, repacked while they are loaded. Subclasses know a producer's tensors.
+
+    Attributes:
+        stored_group: columns of a group in the checkpoint; None: one group is a whole row. `group` is at most 128, because larger
+            groups are kept as several equal ones.
+        symmetric: whether all zero points are 8.
+    """
+
+    stored_group: int | None = INT4_CHUNK
+    symmetric: bool = True
+
+    @property
+    def group(self) -> int:  # type: ignore[override]
+        return min(self.stored_group or INT4_CHUNK, INT4_CHUNK)
+
+    def stored_groups(self, K: int) -> int:
+        """How many groups a row has in the checkpoint."""
+        return 1 if self.stored_group is None else -(-K // self.stored_group)
+
+    def _place_scale(self, stored: Tensor, scale: Tensor, own: slice) -> None:
+        """Write scales [n, stored groups] into the scale words. Each in-place operation changes only bits of its own, so threads
+        may load scales and zero points in any order."""
+        target = scale[:, own]
+        target.bitwise_and_(15).bitwise_or_(pack_int4_scale(self._repeated(stored, scale), 0))
+        if self.symmetric:
+            target.bitwise_and_(-16).bitwise_or_(INT4_ZERO)
+
+    def _place_zero(self, stored: Tensor, scale: Tensor, own: slice) -> None:
+        """Write zero points [n, stored groups] from 0 to 15 into the scale words."""
+        scale[:, own].bitwise_and_(-16).bitwise_or_(self._repeated(stored, scale).T.to(torch.int32))
+
+    def _repeated(self, stored: Tensor, scale: Tensor) -> Tensor:
+        repeats = scale.shape[0] if self.stored_group is None else max(1, self.stored_group // self.group)
+        return stored.to(scale.device).repeat_interleave(repeats, 1)[:, : scale.shape[0]]
+
+
+@dataclass(frozen=True)
+class StoredInt4Packed(StoredInt4):
+    """`pack-quantized` of compressed-tensors: words of eight neighbouring columns, the first in the lowest bits.
+
+    Zero points are words of eight neighbouring rows.
+    """
+
+    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
+        groups = self.stored_groups(K)
+        yield TensorSpec(f"{module}.weight_packed", (rows, -(-K // 8)), (INT32,))
+        yield TensorSpec(f"{module}.weight_scale", (rows, groups), also=((rows,),) if groups == 1 else (), positive=True)
+        yield TensorSpec(f"{module}.weight_shape", (2,), (INT64, INT32), values=(rows, K))
+        if not self.symmetric:
+            yield TensorSpec(f"{module}.weight_zero_point", (-(-rows // 8), groups), (INT32,))
+
+    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+        start, own = sum(rows[:part]), rows[part]
+        if what == "weight_packed":
+            source = source.to(weight.device)
+            for at, _ in self.chunks(0, own, (own,), 8 * source.shape[1]):
+                weight[start + at.start : start + at.stop] = pack_int4(_nibbles(source[at]).flatten(1))
+        elif what == "weight_scale":
+            self._place_scale(source.reshape(own, -1), scale, slice(start, start + own))
+        elif what == "weight_zero_point":
+            zeros = _nibbles(source).transpose(1, 2).flatten(0, 1)[:own]
+            self._place_zero(zeros, scale, slice(start, start + own))
+
+
+@dataclass(frozen=True)
+class StoredInt4Gptq(StoredInt4):
+    """GPTQ: words of eight neighbouring columns, stored transposed. Zero points are words of eight neighbouring rows.
+
+    Attributes:
+        zero_offset: what is added to a stored zero point: 1 in files of version 1, 0 in those of version 2.
+        indices: whether there is a `g_idx`. Only the order of columns without `desc_act` is supported: the group of column k is
+            k // g.
+    """
+
+    zero_offset: int = 1
+    indices: bool = True
+
+    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
+        groups = self.stored_groups(K)
+        yield TensorSpec(f"{module}.qweight", (-(-K // 8), rows), (INT32,))
+        yield TensorSpec(f"{module}.scales", (groups, rows), positive=True)
+        yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
+        if self.indices:
+            yield TensorSpec(f"{module}.g_idx", (K,), (INT32, INT64))
+
+    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+        start, own = sum(rows[:part]), rows[part]
+        if what == "qweight":
+            source = source.to(weight.device)
+            for at, _ in self.chunks(0, own, (own,), 8 * source.shape[0]):
+                weight[start + at.start : start + at.stop] = pack_int4(_nibbles(source[:, at].T).flatten(1))
+        elif what == "scales":
+            self._place_scale(source.T, scale, slice(start, start + own))
+        elif what == "qzeros":
+            zeros = _nibbles(source).flatten(1)[:, :own] + self.zero_offset
+            if self.symmetric and (zeros != INT4_ZERO).any():
+                what, expected = "zero points of symmetric weights", f"{INT4_ZERO - self.zero_offset} everywhere"
+                found = f"{int((zeros != INT4_ZERO).sum())} other ones"
+                hint = "config.json says sym: true; its checkpoint_format may be wrong"
+                raise CheckpointError(what, expected=expected, found=found, hint=hint)
+            if (zeros > 15).any():
+                what, found = "zero points that writers of version 1 do not agree on", f"{int((zeros > 15).sum())} times 15"
+                raise CheckpointError(what, expected="stored zero points from 0 to 14", found=found)
+            self._place_zero(zeros.T, scale, slice(start, start + own))
+        elif what == "g_idx":
+            K = source.shape[0]
+            if not torch.equal(source.long(), torch.arange(K, device=source.device) // (self.stored_group or K)):
+                what, expected = "columns in the order of their activations are not supported", "g_idx[k] = k // group_size"
+                raise CheckpointError(what, expected=expected, hint="quantize with desc_act: false")
+
+
+_AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds its j-th row of the weight
+
+
+@dataclass(frozen=True)
+class StoredInt4Awq(StoredInt4):
+    """AWQ, version "gemm": words of eight neighbouring rows of the weight, in an order of their own, stored transposed."""
+
+    symmetric: bool = False
+
+    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
+        groups = self.stored_groups(K)
+        yield TensorSpec(f"{module}.qweight", (K, -(-rows // 8)), (INT32,))
+        yield TensorSpec(f"{module}.scales", (groups, rows), positive=True)
+        yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
+
+    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+        start, own = sum(rows[:part]), rows[part]
+        if what == "qweight":
+            source = source.to(weight.device)
+            for at, _ in self.chunks(0, source.shape[1], (source.shape[1],), 8 * source.shape[0]):
+                codes = _nibbles(source[:, at])[:, :, _AWQ_COLUMNS].flatten(1)
+                first, stop = start + 8 * at.start, start + min(8 * at.stop, own)
+                weight[first:stop] = pack_int4(codes.T[: stop - first])
+        elif what == "scales":
+            self._place_scale(source.T, scale, slice(start, start + own))
+        elif what == "qzeros":
+            zeros = _nibbles(source)[:, :, _AWQ_COLUMNS].flatten(1)[:, :own]
+            self._place_zero(zeros.T, scale, slice(start, start + own))
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """int32 words [..., n] → [..., n, 8] uint8, the lowest four bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & 15).to(torch.uint8)
+
+
 class FormatChoice(ABC):
     """Which linears of a model are quantized, and how.
 
@@ -218,28 +445,33 @@ class FormatChoice(ABC):
         """
 
 
+_QUANTIZED: dict[str, LinearFormat] = {"fp8": QuantizedToFp8(), "int4": QuantizedToInt4()}
+QUANTIZATIONS = tuple(_QUANTIZED)  # what `--quantize` takes
+
+
 @dataclass(frozen=True)
 class Quantization(FormatChoice):
     """Quantization while loading: every linear of the attention and MLP layers, and optionally the LM head.
 
-    `head` None quantizes the head unless it is tied to the embedding; a tied head stays in 16 bits. Small models tie it, and
-    rounding it harms SmolLM2-135M more than rounding all other linears (bench/results/cpu-fp8-quality.jsonl). A quantized
-    copy of it would also take memory.
+    `head` None: FP8 covers the head unless it is tied to the embedding; 4 bits never do, as in other producers' checkpoints.
+    Small models tie it, and rounding it harms SmolLM2-135M more than rounding all other linears
+    (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory.
     """
 
     format: str
     head: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.format != "fp8":
-            raise ConfigError("unknown quantization", where="quantization", expected="fp8", found=repr(self.format))
+        if self.format not in _QUANTIZED:
+            expected = " or ".join(_QUANTIZED)
+            raise ConfigError("unknown quantization", where="quantization", expected=expected, found=repr(self.format))
         if not isinstance(self.head, bool | None):
             expected = "True, False or None"
             raise ConfigError("not an acceptable value", where="quantize_head", expected=expected, found=repr(self.head))
 
     def covers_head(self, tied: bool) -> bool:
         """Whether the LM head is quantized. `tied`: the head uses the embedding's weights."""
-        return not tied if self.head is None else self.head
+        return self.format == "fp8" and not tied if self.head is None else self.head
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
-        return None if head and not self.covers_head(tied) else QuantizedToFp8()
+        return None if head and not self.covers_head(tied) else _QUANTIZED[self.format]

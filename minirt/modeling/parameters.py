@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from minirt.errors import UnsupportedError
 from minirt.modeling.formats import LinearFormat, TensorSpec
 
 
@@ -81,7 +82,7 @@ class PackedLinear(Parameter):
     """Linear weights of several parts (q, k, v; gate, up) stacked by rows: one matrix, one GEMM.
 
     `weight` is [N, K], K contiguous, N the sum of the parts' rows; `bias` is [N] or None. With a `format`, the weights are
-    quantized and represent weight · scale, see `minirt.modeling.formats`. Otherwise `scale` is None.
+    quantized: `weight` and `scale` are what the format allocates, see `minirt.modeling.formats`. Otherwise `scale` is None.
     """
 
     quantizable = True
@@ -159,7 +160,7 @@ class PackedLinear(Parameter):
             for own, scales in self.format.chunks(0, self.out_features, self.rows, self.in_features):
                 values = torch.empty(own.stop - own.start, self.in_features, device=self.weight.device)
                 values.normal_(0.0, deviation, generator=generator)
-                self.weight[own] = self.format.quantize(values, self.scale[scales])
+                self.format.store(values, self.weight, self.scale, own, scales)
         if self.bias is not None:
             self.bias.normal_(0.0, 0.1, generator=generator)
 
@@ -200,6 +201,9 @@ class PackedExperts(PackedLinear):
         return *super().compile_key(), self.num_experts
 
     def expected(self) -> Iterator[TensorSpec]:
+        if self.format is not None and not self.format.experts:
+            what, where = f"experts in the format {self.format.name} are not supported", self.parts[0].name
+            raise UnsupportedError(what, where=where, hint="use FP8 weights")
         if self.fused is None:
             yield from super().expected()
         else:

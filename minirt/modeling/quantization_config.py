@@ -1,7 +1,8 @@
 """`QuantizationConfig`: what config.json and hf_quant_config.json say about quantized weights. Imports no torch.
 
 Three producers state FP8 in their own ways: Qwen's and DeepSeek's releases ("fp8"), llm-compressor ("compressed-tensors") and
-NVIDIA's ModelOpt ("modelopt"). What minirt cannot compute is refused here by name. Whether a weight is quantized is decided by
+NVIDIA's ModelOpt ("modelopt"). 4-bit weights are stated by llm-compressor too, by GPTQModel ("gptq") and by AutoAWQ ("awq").
+What minirt cannot compute is refused here by name. Whether a weight is quantized is decided by
 its tensors, see `minirt.loading.stored_formats`.
 """
 
@@ -14,12 +15,12 @@ from minirt.modeling.config import Fields, shown
 from minirt.modeling.patterns import check, matches
 
 BLOCK = 128
-METHODS = ("fp8", "compressed-tensors", "modelopt")
-_HINT = "load the unquantized checkpoint; minirt quantizes to FP8 while loading, with --fp8"
+METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq")
+_HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or int4"
 _PLANNED = f"planned; until then, {_HINT}"
 # Methods that are refused, with the hint.
 _REFUSED = {
-    **dict.fromkeys(("awq", "gptq", "auto-round", "mxfp4", "modelopt_fp4"), _PLANNED),
+    **dict.fromkeys(("auto-round", "mxfp4", "modelopt_fp4"), _PLANNED),
     "bitsandbytes": f"bitsandbytes is not planned; {_HINT}",
     "gguf": f"GGUF is not planned; {_HINT}",
 }
@@ -44,9 +45,41 @@ class Scheme:
     scales: str
     scale_name: str
     activations: str
+    value_name = "weight"
 
     def __str__(self) -> str:
         return f"FP8, one scale for each {'block of 128x128' if self.scales == 'block' else self.scales}"
+
+
+@dataclass(frozen=True)
+class Int4Scheme:
+    """How the weights of a linear are stored: 4 bits, with a scale for each row and group of columns, and 16-bit activations.
+
+    Attributes:
+        layout: how words are packed: "packed" (compressed-tensors), "gptq" or "awq".
+        group: columns of a group; None: one group is a whole row.
+        symmetric: whether all zero points are 8.
+        zero_offset: what is added to a stored zero point of GPTQ.
+    """
+
+    layout: str
+    group: int | None
+    symmetric: bool
+    zero_offset: int = 0
+    activations = "16-bit"
+
+    @property
+    def value_name(self) -> str:
+        """The last component of the name of the packed weight."""
+        return "weight_packed" if self.layout == "packed" else "qweight"
+
+    @property
+    def scale_name(self) -> str:
+        return "weight_scale" if self.layout == "packed" else "scales"
+
+    def __str__(self) -> str:
+        groups = "one group a row" if self.group is None else f"groups of {self.group}"
+        return f"4 bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
 
 
 @dataclass(frozen=True)
@@ -86,11 +119,11 @@ class QuantizationConfig:
 
     method: str
     where: str
-    groups: tuple[tuple[Modules, Scheme], ...]
+    groups: tuple[tuple[Modules, "Scheme | Int4Scheme"], ...]
     ignore: Modules
     silent: frozenset[str] = frozenset()
 
-    def scheme(self, module: str) -> Scheme | None:
+    def scheme(self, module: str) -> "Scheme | Int4Scheme | None":
         """The stated scheme of a linear, by its checkpoint prefix; None: not quantized."""
         if self.ignore.rank(module) is not None:
             return None
@@ -123,7 +156,11 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
                 "checkpoints quantized with this method are not supported", where=fields.place("quant_method"),
                 expected=" or ".join(METHODS), found=repr(method)[:60], hint=_REFUSED.get(method, _HINT),
             )  # fmt: skip
-        stated = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}[method](fields)
+        readers = {
+            "fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt, "gptq": _read_gptq,
+            "awq": _read_awq,
+        }  # fmt: skip
+        stated = readers[method](fields)
     if hf_quant_config is None:
         return stated
     own = _read_modelopt(hf_quant_config)
@@ -178,8 +215,8 @@ def _check_block(fields: Fields, name: str, block: Any) -> None:
 
 def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     """llm-compressor: groups of linears, each with its own scheme."""
-    known = ("float-quantized", "naive-quantized", "mixed-precision")
-    planned = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+    known = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+    planned = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
     _check_format(fields, known, planned)
     sparsity = fields.nested("sparsity_config")
     if sparsity.raw and sparsity.string("format", default="dense") != "dense":
@@ -198,7 +235,8 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         targets = _modules(group, "targets")
         if group.raw.get("weights") is not None:
             _check_format(group, known, planned)
-            groups.append((targets, _read_scheme(group)))
+            packed = "pack-quantized" in (group.raw.get("format"), fields.raw.get("format"))
+            groups.append((targets, _read_scheme(group, packed)))
     if not groups:
         what, hint = "no group has quantized weights", "remove quantization_config if no weight is quantized"
         raise UnsupportedError(what, where=fields.place("config_groups"), hint=hint)
@@ -216,14 +254,18 @@ def _check_format(fields: Fields, known: tuple[str, ...], planned: tuple[str, ..
         raise UnsupportedError("the format is not supported", where=where, expected=expected, found=shown(name), hint=hint)
 
 
-def _read_scheme(group: Fields) -> Scheme:
+def _read_scheme(group: Fields, packed: bool) -> Scheme | Int4Scheme:
+    """The scheme of a group. `packed`: its format is pack-quantized."""
     weights = group.nested("weights")
     bits = weights.integer("num_bits", default=8, maximum=64)
     kind = weights.string("type", default="int")
-    if (kind, bits) != ("float", 8):
-        hint = _PLANNED if bits == 4 else _HINT
-        found = f"{kind[:20]} of {bits} bits"
-        raise UnsupportedError("only FP8 weights are supported", where=weights.place("type"), found=found, hint=hint)
+    if (kind, bits, packed) == ("int", 4, True):
+        return _read_packed(group, weights)
+    if (kind, bits, packed) != ("float", 8, False):
+        hint = _PLANNED if (kind, bits) == ("float", 4) else _HINT
+        found = f"{kind[:20]} of {bits} bits" + (", pack-quantized" if packed else "")
+        what = "only FP8 weights and pack-quantized weights of 4 bits are supported"
+        raise UnsupportedError(what, where=weights.place("type"), found=found, hint=hint)
     strategy = weights.raw.get("strategy")
     if strategy is None:
         strategy = "channel" if weights.raw.get("group_size") == -1 else "tensor"
@@ -250,6 +292,89 @@ def _read_scheme(group: Fields) -> Scheme:
             raise UnsupportedError(what, where=inputs.place("type"), found=found, hint=_HINT)
         activations = "dynamic" if inputs.raw.get("dynamic") else "static"
     return Scheme(strategy, "weight_scale", activations)
+
+
+def _read_packed(group: Fields, weights: Fields) -> Int4Scheme:
+    """4-bit integers of compressed-tensors (W4A16)."""
+    strategy = weights.choice("strategy", ("group", "channel"))
+    size = _read_group_size(weights, "group_size") if strategy == "group" else None
+    order = weights.raw.get("actorder")
+    if order not in (None, "weight", "static", False):
+        where, hint = weights.place("actorder"), "quantize with actorder: weight or static"
+        what, found = "groups of columns in the order of their activations are not supported", shown(order)
+        raise UnsupportedError(what, where=where, expected="null, weight or static", found=found, hint=hint)
+    if weights.raw.get("dynamic") not in (None, False):
+        found = shown(weights.raw["dynamic"])
+        raise UnsupportedError("not supported", where=weights.place("dynamic"), expected="false", found=found, hint=_HINT)
+    for name in ("input_activations", "output_activations"):
+        if group.raw.get(name) is not None:
+            what = "only 16-bit activations are supported with 4-bit weights"
+            raise UnsupportedError(what, where=group.place(name), expected="null", hint=_HINT)
+    return Int4Scheme("packed", size, weights.boolean("symmetric", default=True))
+
+
+def _read_group_size(fields: Fields, name: str) -> int | None:
+    """Columns of a group: 32, 64 or a multiple of 128; -1, which is None, is a whole row."""
+    size = fields.integer(name, minimum=-1, maximum=1 << 20)
+    if size == -1:
+        return None
+    if size not in (32, 64) and (size < 1 or size % BLOCK):
+        expected = "32, 64, a multiple of 128, or -1"
+        raise UnsupportedError("not supported", where=fields.place(name), expected=expected, found=size, hint=_HINT)
+    return size
+
+
+def _read_bits(fields: Fields, name: str) -> None:
+    bits = fields.integer(name, maximum=64)
+    if bits != 4:
+        what = "only weights of 4 bits are supported"
+        raise UnsupportedError(what, where=fields.place(name), expected=4, found=bits, hint=_HINT)
+
+
+def _read_gptq(fields: Fields) -> QuantizationConfig:
+    """AutoGPTQ and GPTQModel."""
+    _read_bits(fields, "bits")
+    group = _read_group_size(fields, "group_size")
+    if fields.boolean("desc_act", default=False) and group is not None:
+        what = "groups of columns in the order of their activations are not supported"
+        hint = f"quantize with desc_act: false, or {_HINT}"
+        raise UnsupportedError(what, where=fields.place("desc_act"), expected="false", found="true", hint=hint)
+    # Version 1 stores a zero point minus 1. With 4 bits, "gptq_p" has the words of version 2.
+    versions = {"gptq": 1, "gptq_v2": 0, "gptq_p": 0}
+    version = fields.choice("checkpoint_format" if "checkpoint_format" in fields.raw else "format", versions, default="gptq")
+    if fields.raw.get("pack_dtype") is not None:
+        fields.choice("pack_dtype", ("int32",))
+    skipped = []
+    for pattern in fields.nested("dynamic").raw:
+        if not pattern.startswith("-:"):
+            where, hint = fields.place("dynamic"), "only '-:' entries, which exclude modules, are supported"
+            raise UnsupportedError("settings of single modules are not supported", where=where, found=shown(pattern), hint=hint)
+        skipped.append(f"re:{pattern[2:]}")
+    scheme = Int4Scheme("gptq", group, fields.boolean("sym", default=True), versions[version])
+    ignore = _modules(Fields({"dynamic": skipped}, fields.where, fields.prefix), "dynamic")
+    return QuantizationConfig("gptq", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))
+
+
+def _read_awq(fields: Fields) -> QuantizationConfig:
+    """AutoAWQ. `modules_to_not_convert` lists parts of names."""
+
+    def name_of(name: str, older: str) -> str:
+        return older if name not in fields.raw and older in fields.raw else name
+
+    _read_bits(fields, name_of("bits", "w_bit"))
+    group = _read_group_size(fields, name_of("group_size", "q_group_size"))
+    version = name_of("version", "format")
+    if fields.string(version, default="gemm").lower() != "gemm":
+        where, found = fields.place(version), shown(fields.raw[version])
+        raise UnsupportedError("this order of weights is not supported", where=where, expected="gemm", found=found, hint=_HINT)
+    if not fields.boolean("zero_point", default=True):
+        what = "AWQ without zero points is not supported: producers differ in what it means"
+        raise UnsupportedError(what, where=fields.place("zero_point"), expected="true", found="false", hint=_HINT)
+    parts = fields.strings_or_none("modules_to_not_convert") or []
+    skipped = {"modules_to_not_convert": [f"*{part}*" for part in parts]}
+    ignore = _modules(Fields(skipped, fields.where, fields.prefix), "modules_to_not_convert")
+    scheme = Int4Scheme("awq", group, False)
+    return QuantizationConfig("awq", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))
 
 
 def _read_modelopt(fields: Fields) -> QuantizationConfig:

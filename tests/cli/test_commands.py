@@ -495,7 +495,7 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 0
-    assert re.search(r"^Does not fit: it needs 28\.\d+GiB .*--fp8", out, re.MULTILINE)
+    assert re.search(r"^Does not fit: it needs 28\.\d+GiB .*--quantize", out, re.MULTILINE)
     assert "sm90" not in out
     record = json.loads(run(*base, "--gpu", "l4", "--fp8", "--kv-cache-dtype", "fp8", "--max-model-len", 4096, "--json")[1])
     assert record["memory"]["fits"]
@@ -592,7 +592,13 @@ def test_fp8_reaches_the_model(run, folder):
     plan = ("plan", "-m", folder, "--device", "cpu", "--json", "--fp8")
     assert json.loads(run(*plan, "--no-fp8-head")[1])["weight_bytes"] == size
     assert json.loads(run(*plan)[1])["weight_bytes"] < size
-    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "need --fp8", code=2)
+    assert answers("--quantize", "fp8", "--no-quantize-head", "--kv-cache-dtype", "fp8")["token_ids"] == tokens
+    four = ("plan", "-m", folder, "--device", "cpu", "--json", "--quantize", "int4")
+    formats = [json.loads(run(*four, *head)[1])["layers"][-1]["formats"] for head in ((), ("--quantize-head",))]
+    assert formats == [[], ["int4"]]
+    refused(run("generate", "-m", folder, "--no-fp8-head", "hello"), "need --quantize", code=2)
+    refused(run("generate", "-m", folder, "--fp8", "--quantize", "int4", "hello"), "exclude each other", code=2)
+    refused(run("generate", "-m", folder, "--quantize", "int3", "hello"), "--quantize", "int3", code=2)
     refused(run("generate", "-m", folder, "--kv-cache-dtype", "int8", "hello"), "--kv-cache-dtype", "auto or fp8", code=2)
 
 

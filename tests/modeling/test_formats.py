@@ -164,8 +164,8 @@ def test_random_weights_are_quantized_too(hf_folder):
 
 
 def test_unknown_formats_are_refused(hf_folder):
-    with pytest.raises(ConfigError, match=r"quantization.*fp8.*'int4'"):
-        Generator.from_pretrained(hf_folder("Llama", seed=8), quantization="int4")
+    with pytest.raises(ConfigError, match=r"quantization.*fp8 or int4.*'int3'"):
+        Generator.from_pretrained(hf_folder("Llama", seed=8), quantization="int3")
 
 
 def test_the_model_knows_its_bytes():

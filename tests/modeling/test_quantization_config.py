@@ -5,10 +5,11 @@ import json
 
 import pytest
 from support.quantized import STYLES
+from support.quantized_int4 import STYLES as INT4_STYLES
 
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import Fields
-from minirt.modeling.quantization_config import Scheme, read_quantization
+from minirt.modeling.quantization_config import Int4Scheme, Scheme, read_quantization
 
 MODULE = "model.layers.3.mlp.up_proj"
 
@@ -85,8 +86,8 @@ CT, WEIGHTS = "compressed-tensors channel", "config_groups__group_0__weights__"
 REFUSED = [
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes is not planned"),
     ({"quantization_config": {"quant_method": "gguf"}}, "GGUF is not planned"),
-    *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("awq", "gptq", "mxfp4", "auto-round")),
-    ({"quantization_config": {"quant_method": "hqq"}}, "expected fp8 or compressed-tensors or modelopt; found 'hqq'"),
+    *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("mxfp4", "auto-round")),
+    ({"quantization_config": {"quant_method": "hqq"}}, "expected fp8 or .* or modelopt or gptq or awq; found 'hqq'"),
     ({"quantization_config": {}}, "'unnamed'"),
     ({"compression_config": {"quant_method": "compressed-tensors"}}, "older name"),
     (changed("fp8 block", weight_block_size=[64, 128]), r"weight_block_size: only blocks of 128 by 128.*\[64, 128\]"),
@@ -94,7 +95,8 @@ REFUSED = [
     (changed("fp8 block", fmt="e5m2"), "fmt: not supported.*e5m2"),
     (changed("fp8 block", activation_scheme="odd"), "activation_scheme"),
     (changed("fp8 block", modules_to_not_convert="lm_head"), "modules_to_not_convert.*a list of strings"),
-    (changed(CT, format="pack-quantized"), "quantization_config.format.*planned"),
+    (changed(CT, format="pack-quantized"), "only FP8 weights and.*float of 8 bits, pack-quantized"),
+    (changed(CT, format="nvfp4-pack-quantized"), "quantization_config.format.*planned"),
     (changed(CT, format="int-quantized"), "quantization_config.format"),
     (changed(CT, format="marlin-24"), "quantization_config.format"),
     (changed(CT, config_groups__group_0__format="nvfp4-pack-quantized"), "group_0.format.*planned"),
@@ -102,7 +104,7 @@ REFUSED = [
     (changed(CT, transform_config={"config_groups": {"R1": {}}}), "transform_config.*Hadamard"),
     (changed(CT, quantization_status="calibration"), "quantization_status.*calibration"),
     (changed(CT, config_groups={}), "config_groups: no group has quantized weights"),
-    (changed(CT, **{WEIGHTS + "type": "int", WEIGHTS + "num_bits": 4}), "only FP8 weights.*int of 4 bits.*planned"),
+    (changed(CT, **{WEIGHTS + "type": "int", WEIGHTS + "num_bits": 4}), "only FP8 weights.*int of 4 bits"),
     (changed(CT, **{WEIGHTS + "num_bits": 4}), "float of 4 bits"),
     (changed(CT, **{WEIGHTS + "type": "int"}), "int of 8 bits"),
     (changed(CT, **{WEIGHTS + "strategy": "group", WEIGHTS + "group_size": 32}), "weights.strategy.*'group'"),
@@ -123,6 +125,59 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "words"), REFUSED)
 def test_refused_by_name(config, words):
+    with pytest.raises(ConfigError, match=words):
+        read(json.loads(json.dumps(config)))
+
+
+def int4(style, **changes):
+    config = copy.deepcopy(INT4_STYLES[style].config(["lm_head"]))
+    for name, value in changes.items():
+        place = config["config_groups"]["group_0"] if name.startswith("group__") else config
+        place = place["weights"] if name.startswith("group__weights__") else place
+        place[name.rpartition("__")[2]] = value
+    return {"quantization_config": config}
+
+
+@pytest.mark.parametrize("style", INT4_STYLES)
+def test_each_style_of_4_bits(style):
+    own = INT4_STYLES[style]
+    found = read({"quantization_config": own.config(["lm_head", "model.layers.4.mlp.up_proj"])})
+    layout = style.split()[0]
+    offset = int(layout == "gptq" and style != "gptq v2")
+    assert found.scheme(MODULE) == Int4Scheme(layout, None if own.group == -1 else own.group, own.symmetric, offset)
+    assert found.scheme("model.layers.4.mlp.up_proj") is None
+    assert found.scheme("model.layers.14.mlp.up_proj") is not None
+
+
+def test_older_names_of_awq():
+    config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "format": "GEMM"}
+    assert read({"quantization_config": config}).scheme(MODULE) == Int4Scheme("awq", 64, False)
+
+
+REFUSED_4_BITS = [
+    (int4("gptq 128", bits=3), "quantization_config.bits: only weights of 4 bits.*expected 4; found 3"),
+    (int4("gptq 128", desc_act=True), "desc_act: groups of columns in the order of their activations.*desc_act: false"),
+    (int4("gptq 128", group_size=48), "group_size: not supported; expected 32, 64, a multiple of 128, or -1; found 48"),
+    (int4("gptq 128", group_size=0), "group_size"),
+    (int4("gptq 128", checkpoint_format="marlin"), "checkpoint_format: not supported.*found 'marlin'"),
+    (int4("gptq 128", pack_dtype="int16"), "pack_dtype"),
+    (int4("gptq 128", dynamic={"+:.*down.*": {"bits": 8}}), "dynamic: settings of single modules.*only '-:' entries"),
+    (int4("awq 128", bits=8), "bits: only weights of 4 bits"),
+    (int4("awq 128", version="gemv_fast"), "version: this order of weights.*expected gemm; found 'gemv_fast'"),
+    (int4("awq 128", zero_point=False), "zero_point: AWQ without zero points"),
+    (int4("awq 128", modules_to_not_convert=3), "modules_to_not_convert.*a list of strings"),
+    (int4("packed 128", group__weights__num_bits=8), "weights.type: only FP8.*int of 8 bits, pack-quantized"),
+    (int4("packed 128", group__weights__actorder="group"), "actorder: groups of columns in the order.*found 'group'"),
+    (int4("packed 128", group__weights__strategy="tensor"), "strategy.*expected group or channel"),
+    (int4("packed 128", group__weights__group_size=16), "group_size: not supported.*found 16"),
+    (int4("packed 128", group__weights__dynamic=True), "dynamic"),
+    (int4("packed 128", group__input_activations={"num_bits": 8, "type": "int"}), "input_activations: only 16-bit"),
+    (int4("packed 128", format="float-quantized"), "int of 4 bits"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED_4_BITS)
+def test_refused_by_name_with_4_bits(config, words):
     with pytest.raises(ConfigError, match=words):
         read(json.loads(json.dumps(config)))
 

@@ -104,14 +104,16 @@ def test_rows_to_compare(T, rows):
 # ── costs ──
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
-def test_cost_of_linears_is_their_tensors(name, fp8):
-    """Costs leave out norms, biases and scales, which are one row each."""
+def test_cost_of_linears_is_their_tensors(name, quantization):
+    """Costs leave out norms, biases and scales of FP8, which are one row each."""
     step = point(name).step
-    own = operations.Operands(step, operations.linears(CONFIG)[name], fp8)
+    own = operations.Operands(step, operations.linears(CONFIG)[name], quantization)
     tensors = [own.x, own.weight, own.out] + [own.residual] * (own.residual is not None)
-    assert own.cost() == (sum(t.nbytes for t in tensors), 2 * step.tokens * own.weight.numel())
+    tensors += [own.scale] * (quantization == "int4")
+    rows, K = own.weight.shape[0], own.linear.K
+    assert own.cost() == (sum(t.nbytes for t in tensors), 2 * step.tokens * rows * K)
 
 
 def test_cost_of_attention():

@@ -21,7 +21,7 @@ from minirt.kernels.attention import decode, prefill
 from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
-from minirt.kernels.linear import gemm, gemm_sm90, gemm_small
+from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, int4
 from minirt.kernels.linear.product import Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
@@ -83,13 +83,15 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "tiles_before_wait": "cp.async" in before_wait,
                 "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
                 "rows_before_loop": ("scale_ptr" in given and "SCALE_ROWS" not in given) or "bias_ptr" in given,
+                "bias": "bias_ptr" in given,
+                "flushes_denormals": bool(re.search(r"\b(fma|mul|add)(\.rn)?\.ftz", ptx)),
                 "options": {k: v for k, v in given.items() if isinstance(v, int | str)},
             }
         )
 
     jit.JITFunction.run = warm_up
     launch._INTERPRETER_SMS = 132  # an H200's
-    for module in (gemm_small, gemm, linear, attention, prefill, decode, moe):
+    for module in (gemm_small, gemm, int4, linear, attention, prefill, decode, moe):
         module.capability = lambda device: cc
 
 
@@ -124,6 +126,7 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
             linear.norm_gate_up(x, norm_weight, 1e-6, gate_up8, "silu", scale=scales[1], pdl=pdl)
             linear.linear_residual(empty(T, INTER), down8, x, scale=scales[2], workspace=workspace, pdl=pdl)
         in_blocks(empty, workspace, pdl, cc)
+    four_bits(empty, ints, workspace, pdl)
     linear.norm_linear(empty(1, HIDDEN), norm_weight, 1e-6, empty(50000, HIDDEN), out_dtype=torch.float32)
     if cc == 90 and dtype.itemsize == 2:
         three_groups(empty)
@@ -188,6 +191,22 @@ def in_blocks(empty: Callable[..., torch.Tensor], workspace: launch.Workspace, p
             x, x_scale = empty(300, HIDDEN, like=eight), empty(300, HIDDEN // 128, like=torch.float32)
             product = Product(x, **weight(4608, HIDDEN), out=empty(300, 4608), x_scale=x_scale, pdl=True)
             gemm_sm90.gemm_sm90(product, config)
+
+
+def four_bits(
+    empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace, pdl: bool
+) -> None:
+    """4-bit weights, in groups of each size."""
+    for T, group in ((1, 128), (24, 64), (64, 128), (100, 32), (100, 128), (300, 128)):
+        for N, K, gated in ((4608, HIDDEN, False), (2 * INTER, HIDDEN, True), (HIDDEN, INTER, False)):
+            x, words, scale = empty(T, K), ints(N, K // 4, like=torch.int16), ints(K // group, N)
+            if gated:
+                linear.norm_gate_up(x, empty(K), 1e-6, words, "silu", scale=scale, pdl=pdl)
+            else:
+                residual = empty(T, N)
+                linear.linear_residual(x, words, residual, empty(N), scale=scale, workspace=workspace, pdl=pdl)
+    words, scale = ints(131, 160, like=torch.int16), ints(5, 131)
+    linear.norm_linear(empty(3, 577), empty(577), 1e-6, words, scale=scale, pdl=pdl)  # columns that no chunk fills
 
 
 def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:

@@ -1,0 +1,239 @@
+"""Linear layers of one token with 4-bit weights, as in `gemv`: fp32 FMAs, the norm fused, several loads of each thread in flight.
+
+The layout of the words is that of `int4`; here, two neighbouring words are one of 32 bits. A nibble becomes a number by a mask
+alone: bits p to p + 3, read as fp32, are the denormal number q · 2^(p − 149). x is multiplied by 2^(96 − p) before, so that
+all products are q · x · 2^−53, exact and far from the ends of fp32's range. Finished sums are multiplied by 2^53. So this
+kernel must never be compiled with flushing of denormals, which Triton does not do. Tensor cores are slower for one token: in
+`gemm_int4` their operands wait for shared memory and for each other.
+
+A thread holds 8 neighbouring words of a row, which are in one chunk of 128 columns. Rows are separate one-dimensional tensors, so
+that scales are loaded by the threads that need them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.product import Product
+from minirt.kernels.prepared import prepared
+from minirt.kernels.reference import INT4_CHUNK, int4_group
+
+_WARP_PAIRS = 128  # pairs of words; 4 of each thread
+
+
+@dataclass(frozen=True)
+class GemvInt4Config:
+    """A launch configuration of `gemv_int4`.
+
+    Args:
+        rows: outputs of a program. A gated program reads two weight rows for each.
+        num_warps: warps of a program, side by side along K.
+        tiles: tiles in flight.
+        registers: the most registers of a thread; None for no limit.
+    """
+
+    rows: int
+    num_warps: int
+    tiles: int
+    registers: int | None = None
+
+
+TUNABLE = Tunable("gemv_int4", GemvInt4Config, (__file__,))
+
+
+@triton.jit
+def _words(ptr, row, word, i: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Tile i of a row of WIDTH pairs of words. Masked only if it may reach past the row's end."""
+    ptrs = ptr + row.to(tl.int64) * WIDTH + i * BLOCK + word
+    if (i + 1) * BLOCK <= WIDTH:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, mask=i * BLOCK + word < WIDTH, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _columns(ptr, word, i: tl.constexpr, j: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of x, or of the norm's weight, that nibble j of the two words of each pair multiplies, in fp32."""
+    pair = (i * BLOCK + word) // 16 * 64 + 16 * j + word % 16
+    k = 2 * pair
+    if ptr.dtype.element_ty.primitive_bitwidth == 16 and K % 8 == 0:
+        # Two neighbours in one load of 32 bits.
+        pairs = ptr.to(tl.pointer_type(tl.int32)) + tl.max_contiguous(tl.multiple_of(pair, 4), 4)
+        both = tl.load(pairs) if 8 * (i + 1) * BLOCK <= K else tl.load(pairs, mask=k < K, other=0)
+        if ptr.dtype.element_ty == tl.bfloat16:
+            return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+        else:
+            low, high = both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            return low.to(tl.float32), high.to(tl.float32)
+    else:
+        low, high = tl.load(ptr + k, mask=k < K, other=0.0), tl.load(ptr + k + 1, mask=k + 1 < K, other=0.0)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _per_thread(x):
+    """Sums over the 4 neighbouring values of one thread."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 4, 4]), 1)
+
+
+@triton.jit
+def _group_scales(ptr, row, word, i: tl.constexpr, stride, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The scale words of a row for the groups of each thread's chunk in tile i, a tuple."""
+    chunk = (i * BLOCK + 4 * tl.arange(0, BLOCK // 4)) // 16
+    words = ()
+    for g in tl.static_range(4 // GROUP):
+        group = tl.minimum(chunk * (4 // GROUP) + g, GROUPS - 1).to(tl.int64)
+        words += (tl.load(ptr + group * stride + row),)
+    return words
+
+
+@triton.jit
+def _row_sum(acc, w, scales, low, high, totals, GROUP: tl.constexpr):
+    """acc + 2^−53 · the products of each thread's words of a tile.
+
+    low, high: four tiles of columns each, for the two words of a pair, times 2^(96 − 4j). totals: 2^−53 · sums of groups of x.
+    """
+    other = w >> 16
+    for g in tl.static_range(4 // GROUP):
+        products = tl.zeros(w.shape, tl.float32)
+        for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
+            products += (w & (15 << 4 * j)).to(tl.float32, bitcast=True) * low[j]
+            products += (other & (15 << 4 * j)).to(tl.float32, bitcast=True) * high[j]
+        scale = (scales[g] & -16).to(tl.float32, bitcast=True)
+        zero = (scales[g] & 15).to(tl.float32)
+        acc += scale * (_per_thread(products) - zero * totals[g])
+    return acc
+
+
+@triton.jit
+def _result(acc, inverse_rms, bias_ptr, row):
+    result = tl.sum(acc, 0) * 9007199254740992.0 * inverse_rms  # 2^53
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + row).to(tl.float32)
+    return result
+
+
+@prepared
+@triton.jit
+def _gemv_int4_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    N,
+    eps,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ROWS values of one token's out [N], BLOCK pairs of words of each row at a time.
+
+    With ACTIVATION the weight has 2N rows: gate, then up.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+    WIDTH: tl.constexpr = (K + 127) // 128 * 16
+    GROUPS: tl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
+    COUNT: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    BOTH: tl.constexpr = ROWS if ACTIVATION is None else 2 * ROWS  # rows of gate, then of up
+    first = tl.program_id(0) * ROWS
+    all_rows = N if ACTIVATION is None else 2 * N
+    word = tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    # Rows past the end read the last row again instead of being masked. Their results are not stored.
+    loaded = ()
+    for i in tl.static_range(TILES):
+        for r in tl.static_range(BOTH):
+            row = tl.minimum(first + r % ROWS, N - 1) + (N if r >= ROWS else 0)
+            loaded += (_words(weight_ptr, row, word, i, WIDTH, BLOCK),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    sums = ()
+    for _ in tl.static_range(BOTH):
+        sums += (tl.zeros((BLOCK // 4,), tl.float32),)
+    squares = tl.zeros((BLOCK // 4,), tl.float32)
+    for i in tl.static_range(COUNT):
+        low, high, totals = (), (), ()
+        for g in tl.static_range(4 // GROUP):
+            total = tl.zeros((BLOCK,), tl.float32)
+            for j in tl.static_range(GROUP * g, GROUP * g + GROUP):
+                first_x, second_x = _columns(x_ptr, word, i, j, K, BLOCK)
+                if norm_ptr is not None:
+                    # The root mean square divides the finished sums, so it is not needed before the loop ends.
+                    squares += _per_thread(first_x * first_x + second_x * second_x)
+                    first_norm, second_norm = _columns(norm_ptr, word, i, j, K, BLOCK)
+                    first_x *= first_norm
+                    second_x *= second_norm
+                total += first_x + second_x
+                low += (first_x * 2.0 ** (96 - 4 * j),)
+                high += (second_x * 2.0 ** (96 - 4 * j),)
+            totals += (_per_thread(total) * 2.0**-53,)
+        added = ()
+        for r in tl.static_range(BOTH):
+            row = tl.minimum(first + r % ROWS, N - 1) + (N if r >= ROWS else 0)
+            scales = _group_scales(scale_ptr, row, word, i, all_rows, GROUPS, GROUP, BLOCK)
+            added += (_row_sum(sums[r], loaded[i * BOTH + r], scales, low, high, totals, GROUP),)
+            if i + TILES < COUNT:
+                loaded += (_words(weight_ptr, row, word, i + TILES, WIDTH, BLOCK),)
+        sums = added
+    inverse_rms = 1.0
+    if norm_ptr is not None:
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    for r in tl.static_range(ROWS):
+        n = first + r
+        row = tl.minimum(n, N - 1)
+        result = _result(sums[r], inverse_rms, bias_ptr, row)
+        if ACTIVATION is not None:
+            result = activate(result, ACTIVATION) * _result(sums[ROWS + r], inverse_rms, bias_ptr, N + row)
+        if residual_ptr is not None:
+            result += tl.load(residual_ptr + row).to(tl.float32)
+        tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def choose_gemv_int4_config(N: int, K: int, gated: bool, num_sms: int) -> GemvInt4Config:
+    """The configuration for a shape, by a rule like that of `gemv`: a row is two to five tiles long."""
+    pairs = -(-K // INT4_CHUNK) * 16
+    rows = 2 if gated else 4
+    if pairs >= 16 * _WARP_PAIRS:
+        return GemvInt4Config(rows, 4, 2, 128)
+    if N * (2 if gated else 1) < 64 * num_sms:  # few rows: more threads for each
+        return GemvInt4Config(rows, max(1, min(2, pairs // _WARP_PAIRS)), 2, 128)
+    return GemvInt4Config(2 * rows, 1, 2)
+
+
+@cached_lookup
+def lookup_gemv_int4_config(device: torch.device, N: int, K: int, gated: bool) -> GemvInt4Config:
+    """The tuned configuration for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(N=N, K=K, gated=gated))
+    return tuned or choose_gemv_int4_config(N, K, gated, sm_count(device))
+
+
+def gemv_int4(
+    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: GemvInt4Config | None = None
+) -> None:
+    """Write the output of a product of one token with 4-bit weights, x normalized first if `norm_weight` [K] is given."""
+    x, weight, out, bias, residual, activation, scale, *_ = product
+    K, N = x.shape[1], out.shape[1]
+    if scale is None:
+        raise InputError("missing", where="scale", expected="scale words")
+    c = config or lookup_gemv_int4_config(x.device, N, K, activation is not None)
+    pairs, block = weight.view(torch.int32), _WARP_PAIRS * c.num_warps
+    tiles = min(c.tiles, cdiv(pairs.shape[1], block))
+    _gemv_int4_kernel[(cdiv(N, c.rows),)](
+        x, norm_weight, pairs, scale, bias, residual, out, N, eps, K=K, GROUP=int4_group(K, scale.shape[0]) // 32,
+        ACTIVATION=activation, ROWS=c.rows, BLOCK=block, TILES=tiles,
+        maxnreg=c.registers, **launch_options(c.num_warps, 1, product.pdl),
+    )  # fmt: skip

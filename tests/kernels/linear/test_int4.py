@@ -1,0 +1,299 @@
+"""Catches: nibbles in a wrong order, a zero point or scale of a neighbouring group or row, gate and up swapped or with each
+other's scales, a part of K added twice or dropped, columns past K, tails of N and T, counters left non-zero, the residual read
+after it was overwritten, weights rounded where sums are scaled."""
+
+import pytest
+import torch
+
+from minirt.errors import InputError
+from minirt.kernels import reference
+from minirt.kernels.launch import Workspace
+from minirt.kernels.linear import dispatch, int4
+from minirt.kernels.linear.gemv_int4 import GemvInt4Config, choose_gemv_int4_config, gemv_int4
+from minirt.kernels.linear.int4 import Int4Config, choose_int4_config
+from minirt.kernels.linear.product import Product
+
+EPS = 1e-6
+# (T, N, K, group, activation, configuration): ragged N and K, groups that K does not fill, more parts of K than there are steps.
+CASES = [
+    (1, 33, 97, 128, None, Int4Config(16, 16)),
+    (3, 40, 577, 128, None, Int4Config(32, 16, split=3, unroll=2)),
+    (17, 24, 320, 64, None, Int4Config(16, 16, split=2)),
+    (5, 20, 336, 32, None, Int4Config(16, 16, split=9, unroll=2)),
+    (5, 40, 288, 32, None, Int4Config(16, 16, exact=False, unroll=2)),
+    (20, 24, 256, 128, "silu", Int4Config(16, 32)),
+    (2, 17, 200, 64, "gelu_tanh", Int4Config(16, 16, exact=False)),
+    (35, 17, 160, 64, None, Int4Config(16, 16, exact=False, split=2)),
+]
+
+
+def four_bits(N, K, group, device, seed=3):
+    """Random words and scale words, and the fp64 weights that they stand for. Scales differ a lot between groups."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (N, K), generator=generator)
+    groups = -(-K // group)
+    powers = torch.randint(-4, 4, (N, groups), generator=generator)
+    scale = (0.01 * 2.0**powers * torch.rand(N, groups, generator=generator)).half()
+    zeros = torch.randint(0, 16, (N, groups), generator=generator, dtype=torch.int32)
+    at = torch.arange(K) // group
+    exact = (codes - zeros[:, at]).double() * scale[:, at].double()
+    words, scales = reference.pack_int4(codes), reference.pack_int4_scale(scale, zeros.int())
+    return words.to(device), scales.to(device), exact.to(device)
+
+
+def expected(x, words, scale, exact, bias, residual, activation):
+    """By PyTorch in x's dtype, and in fp64."""
+    out, truth = reference.linear(x, words, bias, scale), x.double() @ exact.T + bias.double()
+    if activation is not None:
+        return reference.gated(out, activation), reference.gated(truth, activation)
+    return (out, truth) if residual is None else (out + residual, truth + residual.double())
+
+
+def check(T, N, K, group, activation, config, dtype, make, nan, agrees, device):
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, bias = make(T, K, dtype=dtype), make(rows, dtype=dtype)
+    residual = make(T, N, dtype=dtype) if activation is None else None
+    workspace, out = Workspace(device), nan(T, N, dtype=dtype)
+    product = Product(x, words, out, bias, residual, activation, scale, workspace=workspace)
+    right = expected(x, words, scale, exact, bias, residual, activation)
+    int4.gemm_int4(product, config)
+    agrees(out, *right)
+    assert not workspace.counters(1).any()
+    again = nan(T, N, dtype=dtype)
+    int4.gemm_int4(product._replace(out=again), config)
+    assert torch.equal(again, out)
+    if residual is not None:  # in place
+        int4.gemm_int4(product._replace(out=residual), config)
+        assert torch.equal(residual, out)
+
+
+def test_packing_and_what_it_stands_for(device):
+    """Each nibble by hand: word 32c + s, from the lowest bits: the columns 128c + s, + 32, + 64, + 96."""
+    N, K = 3, 300
+    words, scale, exact = four_bits(N, K, 64, device)
+    assert words.shape == (N, 96)
+    assert scale.shape == (5, N)
+    for n, k in ((0, 0), (1, 33), (2, 127), (0, 128), (2, 299), (1, 255)):
+        c, j, s = k // 128, k % 128 // 32, k % 32
+        code = (int(words[n, 32 * c + s]) >> 4 * j) & 15
+        word = scale[k // 64, n : n + 1]
+        value = (code - int(word & 15)) * (word & -16).view(torch.float32).double().item()
+        assert value == exact[n, k].item()
+    assert torch.equal(reference.dequantize_int4(words, scale, K, torch.float64), exact)
+    assert torch.equal(int4.unpack(words, scale, K, torch.float32), exact.float())
+    for dtype in (torch.float16, torch.float32):
+        assert torch.equal(int4.unpack(words, scale, K, dtype), reference.dequantize_int4(words, scale, K, dtype))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_configurations(case, dtype, make, nan, agrees, device):
+    check(*case, dtype, make, nan, agrees, device)
+
+
+ONE_TOKEN = [  # N, K, group, activation, configuration
+    (5, 97, 128, None, GemvInt4Config(2, 1, 2)),  # columns in pairs that no word fills: single loads
+    (9, 1096, 64, None, GemvInt4Config(4, 1, 1)),
+    (3, 1096, 128, "silu", GemvInt4Config(2, 1, 2)),
+    (2, 1100, 32, "gelu", GemvInt4Config(1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("case", ONE_TOKEN, ids=str)
+def test_one_token(case, dtype, make, nan, agrees, device):
+    """With the norm in the product or before it; each row without feeling its neighbours."""
+    N, K, group, activation, config = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, norm, bias = make(1, K, dtype=dtype, scale=3.0), make(K, dtype=dtype), make(rows, dtype=dtype)
+    residual, out = make(1, N, dtype=dtype) if activation is None else None, nan(1, N, dtype=dtype)
+    product = Product(x, words, out, bias, residual, activation, scale)
+    gemv_int4(product, None, 0.0, config)
+    agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
+    gemv_int4(product, norm, EPS, config)
+    wide = x.double()
+    h = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
+    approximate, _ = expected(reference.rms_norm(x, norm, EPS), words, scale, exact, bias, residual, activation)
+    truth = h @ exact.T + bias.double()
+    truth = truth + residual.double() if activation is None else reference.gated(truth, activation)
+    agrees(out, approximate, truth)
+    if activation is None:
+        alone = nan(1, 1, dtype=dtype)
+        last = Product(x, words[-1:].contiguous(), alone, bias[-1:], residual[:, -1:], None, scale[:, -1:].contiguous())
+        gemv_int4(last, norm, EPS, config)
+        assert torch.equal(alone, out[:, -1:])
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1e6])
+def test_one_token_of_small_and_large_values(magnitude, make, nan, agrees, device):
+    """Nibbles are denormal numbers there: products must neither vanish nor overflow. Zero points count in full."""
+    words, scale, exact = four_bits(12, 260, 128, device)
+    x, out = make(1, 260, dtype=torch.float32) * magnitude, nan(1, 12, dtype=torch.float32)
+    bias = torch.zeros(12, device=device)
+    gemv_int4(Product(x, words, out, None, None, None, scale))
+    agrees(out, *expected(x, words, scale, exact, bias, None, None))
+
+
+@pytest.mark.parametrize("case", [(1, 12, 200), (3, 21, 97), (16, 18, 256), (130, 16, 130)], ids=str)
+def test_fused_layers(case, dtype, make, nan, agrees, device):
+    """Through dispatch: the norm before, every regime, without a workspace too."""
+    T, N, K = case
+    words, scale, exact = four_bits(2 * N, K, 128, device)
+    x, norm, bias = make(T, K, dtype=dtype), make(K, dtype=dtype), make(2 * N, dtype=dtype)
+    h = reference.rms_norm(x, norm, EPS)
+    wide = x.double()
+    truth = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()) @ exact.T + bias.double()
+    for workspace in (None, Workspace(device)):
+        out = dispatch.norm_linear(
+            x, norm, EPS, words, bias, nan(T, 2 * N, dtype=dtype), scale=scale, workspace=workspace
+        )
+        agrees(out, reference.linear(h, words, bias, scale), truth)
+    out = dispatch.norm_gate_up(x, norm, EPS, words, "silu", nan(T, N, dtype=dtype), bias, scale=scale)
+    agrees(out, reference.gated(reference.linear(h, words, bias, scale), "silu"), reference.gated(truth, "silu"))
+    residual = make(T, 2 * N, dtype=dtype)
+    out = dispatch.linear_residual(x, words, residual, bias, nan(T, 2 * N, dtype=dtype), scale=scale, workspace=Workspace(device))
+    agrees(out, *expected(x, words, scale, exact, bias, residual, None))
+
+
+def test_logits_are_not_rounded(make, nan, device):
+    """A head's fp32 logits from 16-bit activations: sums of few tokens are scaled in fp32, so no weight is rounded."""
+    words, scale, exact = four_bits(40, 256, 128, device)
+    x = make(2, 256, dtype=torch.float16)
+    assert dispatch.row_maxima_tiles(2, words, torch.float16) == 0
+    out = dispatch.norm_linear(x, None, 0.0, words, scale=scale, out=nan(2, 40, dtype=torch.float32))
+    truth = x.double() @ exact.T
+    assert ((out - truth).norm() / truth.norm()).item() < 1e-6
+
+
+def test_not_a_number_stays_in_its_token(make, nan, device):
+    words, scale, _ = four_bits(20, 256, 128, device)
+    x = make(3, 256, dtype=torch.float32)
+    x[1, 200] = torch.nan
+    out = dispatch.norm_linear(x, None, 0.0, words, scale=scale, out=nan(3, 20, dtype=torch.float32))
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w, s: (w[:, :-32].contiguous(), s), r"weight: wrong shape; expected \[any, 64\]"),
+        (lambda w, s: (w.int(), s), "weight: wrong dtype; expected torch.int16"),
+        (lambda w, s: (w, s[:, :-1].contiguous()), r"scale: wrong shape; expected \[any, 12\]"),
+        (lambda w, s: (w, s[:1].contiguous()), "scale: wrong number of groups; expected 2 or 4 or 7; found 1"),
+        (lambda w, s: (w, None), "weight: wrong"),
+    ],
+)
+def test_operands_that_do_not_fit(change, words, make, device):
+    packed, scale, _ = four_bits(12, 200, 128, device)
+    weight, own = change(packed, scale)
+    with pytest.raises(InputError, match=words):
+        dispatch.norm_linear(make(1, 200, dtype=torch.float16), None, 0.0, weight, scale=own)
+
+
+def test_scales_and_zero_points_share_words():
+    """Scales of 16 bits, the smallest too, are exact; others are rounded by a millionth at most."""
+    for dtype in (torch.float16, torch.bfloat16):
+        scale = torch.tensor([[torch.finfo(dtype).tiny, torch.finfo(dtype).smallest_normal * 1.5, 0.0123, 3.0, 6e4]]).to(dtype)
+        zero = torch.tensor([[0, 15, 8, 1, 7]], dtype=torch.int32)
+        back = reference.unpack_int4_scale(reference.pack_int4_scale(scale, zero))
+        assert torch.equal(back[0], scale.float())
+        assert torch.equal(back[1], zero)
+    scale = torch.rand(5, 7) + 1e-3
+    found, zero = reference.unpack_int4_scale(reference.pack_int4_scale(scale))
+    assert ((found - scale).abs() / scale).max() < 1.0001e-6
+    assert (zero == 8).all()
+
+
+@pytest.mark.parametrize("group", [128, 32])
+def test_quantization_is_near_the_best(group):
+    """The errors to the power of 2.5, against 400 scales; ragged groups, zeros, one outlier, and all values equal."""
+    weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
+    weight[0], weight[1, :group], weight[2, 5], weight[3] = 0.0, 0.25, 40.0, -0.125
+    codes, scale = reference.quantize_int4(weight, group)
+    back = reference.dequantize_int4(reference.pack_int4(codes), reference.pack_int4_scale(scale), 300)
+    assert torch.equal(back[0], torch.zeros(300))
+    torch.testing.assert_close(back[1, :group], weight[1, :group], rtol=2e-6, atol=0)
+    torch.testing.assert_close(back[3], weight[3], rtol=2e-6, atol=0)
+    best = nearest = 0.0
+    for first in range(0, 300, group):
+        part = weight[:, first : first + group]
+        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-9)
+        errors = torch.stack([
+            ((part / (s * largest)).round().clamp(-8, 7) * s * largest - part).abs().pow(2.5).sum(1)
+            for s in torch.cat((torch.linspace(0.06, 0.16, 200), -torch.linspace(0.06, 0.16, 200)))
+        ])  # fmt: skip
+        best += errors.amin(0).sum().item()
+        nearest += ((part / (largest / 7.5)).round().clamp(-8, 7) * (largest / 7.5) - part).abs().pow(2.5).sum().item()
+    found = (back - weight).abs().pow(2.5).sum().item()
+    assert found < 1.03 * best
+    assert found < 0.9 * nearest
+
+
+@pytest.mark.parametrize("sms", [132, 20])
+def test_configurations_of_one_token(sms):
+    """A thread's loads in flight fit in its registers: a third of them at most."""
+    for hidden, heads, inter in ((576, 960, 1536), (896, 1152, 4864), (3584, 4608, 18944), (8192, 10240, 29568)):
+        for N, K, gated in ((heads, hidden, False), (inter, hidden, True), (hidden, inter, False), (150_000, hidden, False)):
+            c = choose_gemv_int4_config(N, K, gated, sms)
+            tiles = -(-K // 128) * 16 / (128 * c.num_warps)
+            assert c.num_warps == 1 or tiles >= 1
+            assert 4 * c.rows * (1 + gated) * min(c.tiles, -(-int(tiles) // 1) or 1) <= (c.registers or 255) // 3
+
+
+@pytest.mark.parametrize("sms", [132, 20])
+def test_configurations_fit_the_workspace(sms):
+    """Of well-known models: partial sums and counters, and a step of every split."""
+    workspace = Workspace("meta")
+    for hidden, heads, inter in ((896, 1152, 4864), (3584, 4608, 18944), (4096, 6144, 14336), (8192, 10240, 29568)):
+        for N, K in ((heads, hidden), (hidden, hidden), (hidden, inter), (150_000, hidden)):
+            for T in (1, 17, 64, int4.MAX_TOKENS):
+                for cc in (80, 89, 90):
+                    c = choose_int4_config(T, N, K, 2, False, cc, sms)
+                    assert c.split <= -(-K // 128)
+                    tiles = -(-N // c.block_n) * -(-T // c.block_t)
+                    if c.split > 1:
+                        workspace.sums(tiles * c.split * c.block_n * c.block_t)
+                        workspace.counters(tiles)
+
+
+LARGE = [
+    (1, 4608, 3584, 128, None), (1, 18944, 3584, 128, "silu"), (7, 3584, 18944, 64, None), (24, 3584, 3584, 32, None),
+    (64, 3584, 18944, 128, None), (100, 4608, 3584, 128, None), (100, 4864, 896, 64, "silu"), (256, 3584, 3584, 128, None),
+    (300, 2000, 3584, 128, "silu"),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large(case, half_dtype, make, nan, agrees, device):
+    """The configurations of real shapes, with PDL, whose units of the unpacking only run on a GPU."""
+    T, N, K, group, activation = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, bias, out = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype), nan(T, N, dtype=half_dtype)
+    pdl = int4.capability(device) >= 90
+    product = Product(x, words, out, bias, None, activation, scale, workspace=Workspace(device), pdl=pdl)
+    dispatch.launch(product)
+    agrees(out, *expected(x, words, scale, exact, bias, None, activation))
+    first = out.clone()
+    for _ in range(5):
+        dispatch.launch(product)
+        assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("itemsize", "zero"), [(2, 0), (2, 15)])
+def test_every_code_on_a_gpu(itemsize, zero, half_dtype, make, nan, device):
+    """Codes minus zero points are exact in 16 bits: one column a row, so that every sum has a single term."""
+    codes = torch.arange(16, device=device).repeat(8)[:, None] * torch.eye(128, device=device, dtype=torch.long)
+    codes = torch.where(torch.eye(128, device=device, dtype=torch.bool), codes, zero)
+    scale = 2.0 ** -torch.arange(128, device=device).remainder(5)[:, None].float()
+    words = reference.pack_int4(codes)
+    scales = reference.pack_int4_scale(scale, torch.full((128, 1), zero, device=device, dtype=torch.int32))
+    x = (2.0 ** torch.arange(128, device=device).remainder(7)).to(half_dtype)[None]
+    for config in (Int4Config(64, 16), Int4Config(32, 16, 2), Int4Config(64, 16, exact=False)):
+        out = nan(1, 128, dtype=torch.float32)
+        int4.gemm_int4(Product(x, words, out, scale=scales), config)
+        right = (torch.arange(16, device=device).repeat(8) - zero) * scale[:, 0] * x[0].float()
+        assert torch.equal(out[0], right)

@@ -1,0 +1,265 @@
+"""Checkpoints with 4-bit weights: each layout gives the exact numbers of its file, and every contradiction is refused.
+
+The files are written by tests/support/quantized_int4.py, and by compressed-tensors' own compressor. Catches: nibbles in a wrong
+order, a zero point off by one, scales of the wrong group, parts of a fused linear in each other's rows.
+"""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.quantized import save
+from support.quantized_int4 import STYLES, write
+
+from minirt import Generator, LoadOptions, SamplingParams
+from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
+from minirt.kernels.reference import dequantize_int4
+from minirt.loading.load import plan_model
+
+TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(24)]
+# Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
+SIZES = {"hidden_size": 144, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48}
+DOWN = "model.layers.1.mlp.down_proj"
+K = "model.layers.0.self_attn.k_proj"
+
+
+def load(folder, **options):
+    return Generator.from_pretrained(folder, device="cpu", **{"kv_cache_memory": 1 << 22, **options})
+
+
+@pytest.fixture(scope="module")
+def plain(hf_folder):
+    return hf_folder("Qwen2", seed=5, **SIZES)
+
+
+@pytest.fixture
+def quantized(plain, tmp_path):
+    return lambda style, **options: write(plain, tmp_path / "model", style, **options)
+
+
+def check_weights(generator, exact):
+    """The weights, exactly; returns how many linears have 4 bits."""
+    count = 0
+    for layer in generator._model.layers:
+        for parameter in layer.quantizable():
+            right = torch.cat([exact[f"{module}.weight"] for module in parameter.modules])
+            if parameter.format is None:
+                assert torch.equal(parameter.weight.double(), right)
+                continue
+            found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features, torch.float64)
+            assert torch.equal(found, right), parameter.modules
+            kept = parameter.format.nbytes(parameter.rows, parameter.in_features)
+            assert parameter.weight.nbytes + parameter.scale.nbytes == kept
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_each_layout_has_the_numbers_of_its_file(style, plain, quantized):
+    written = quantized(style, shards=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generator = load(written.folder)
+    with generator:
+        assert check_weights(generator, written.exact) == 3 * 4
+        assert generator.unused_tensors == ()
+        rows = {row.layer: row for row in generator.plan.rows}
+        assert rows["layers.0.attention"].formats == rows["layers.2.mlp"].formats == ("int4",)
+        assert rows["head"].formats == ()
+        assert "4 bits" in generator.plan.checkpoint
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(plain), dtype=torch.float64)
+        model.load_state_dict(written.exact, strict=False)
+        right = model.eval()(torch.tensor([TOKENS])).logits[0]
+        assert ((generator.logits(TOKENS) - right).norm() / right.norm()).item() < 1e-5
+        assert len(generator.generate(TOKENS, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)).token_ids) == 3
+    planned = plan_model(LoadOptions(model=written.folder, device="cpu")).plan
+    assert planned.rows == generator.plan.rows, "from the headers"
+
+
+def test_mixed_models(quantized):
+    """Linears in 16 bits beside quantized ones, and a quantized head."""
+    for style in ("packed 128", "gptq 128", "awq 128"):
+        written = quantized(style, skip=("1.mlp.down_proj",))
+        with load(written.folder) as generator:
+            assert check_weights(generator, written.exact) == 3 * 4 - 1 + 1
+            assert generator._model.layers[-1].lm_head.format is not None
+            assert generator._model.layers[4].down.format is None
+        shutil.rmtree(written.folder)
+
+
+@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (32, True), (None, True), (64, False)])
+def test_against_compressed_tensors(group, symmetric, plain, quantized):
+    """The tensors that compressed-tensors writes, and the weights that it reads from them."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    written = quantized({128: "packed 128", 32: "packed 32", None: "packed channel", 64: "packed zeros"}[group])
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=symmetric, **strategy))
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    checked = 0
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or (group and tensor.shape[1] % group):
+            continue  # its groups must be whole
+        scale = written.tensors[f"{module}.weight_scale"].float()
+        state = {"weight": tensor, "weight_scale": scale}
+        if not symmetric:
+            state["weight_zero_point"] = torch.randint(-8, 7, scale.shape, dtype=torch.int8)
+        state = compressor.compress(state, scheme)
+        back = compressor.decompress(dict(state), scheme)["weight"]
+        written.exact[name] = back.double()
+        written.tensors |= {f"{module}.{last}": value.contiguous() for last, value in state.items()}
+        checked += 1
+    save(written)
+    assert checked or group in (128, 64, 32)
+    with load(written.folder) as generator:
+        for layer in generator._model.layers:
+            for parameter in layer.quantizable():
+                if parameter.format is not None:
+                    found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
+                    right = torch.cat([written.exact[f"{module}.weight"] for module in parameter.modules])
+                    assert torch.equal(found, right.float())
+
+
+def change(name, update):
+    return lambda t: t.update({name: update(t[name].clone())})
+
+
+def bump(tensor):
+    tensor.view(-1)[3] += 1
+    return tensor
+
+
+TENSORS = {  # what: style, change of the tensors, error, words
+    "no scale": ("packed 128", lambda t: t.pop(f"{DOWN}.weight_scale"), CheckpointError, f"{DOWN}.weight_packed: .*no scale"),
+    "no AWQ scale": ("awq 128", lambda t: t.pop(f"{K}.scales"), CheckpointError, f"{K}.qweight: .*no scale"),
+    "no zero points": ("awq 128", lambda t: t.pop(f"{K}.qzeros"), CheckpointError, f"missing; expected {K}.qzeros"),
+    "no packed zero points": ("packed zeros", lambda t: t.pop(f"{K}.weight_zero_point"), CheckpointError, "missing.*zero_point"),
+    "zero points of symmetric weights": (
+        "packed 128", lambda t: t.update({f"{K}.weight_zero_point": torch.zeros(12, 2, dtype=torch.int32)}), CheckpointError,
+        f"{K}.weight_zero_point: zero points of symmetric weights",
+    ),
+    "another shape": (
+        "packed 128", change(f"{DOWN}.weight_shape", lambda s: s + torch.tensor([0, 8])), CheckpointError,
+        rf"{DOWN}.weight_shape: wrong values; expected \[144, 200\]; found",
+    ),
+    "too few groups": (
+        "packed 128", change(f"{DOWN}.weight_scale", lambda s: s[:, :1].contiguous()), CheckpointError,
+        rf"{DOWN}.weight_scale: wrong shape; expected \[144, 2\]; found \[144, 1\]",
+    ),
+    "a scale of zero": (
+        "gptq 128", change(f"{DOWN}.scales", lambda s: s.mul_(0)), CheckpointError, f"{DOWN}.scales: 288 of 288 scales",
+    ),
+    "words of 64 bits": (
+        "awq 128", change(f"{DOWN}.qweight", lambda w: w.long()), CheckpointError, rf"{DOWN}.qweight: wrong dtype.*I32.*I64",
+    ),
+    "columns in another order": (
+        "gptq 128", change(f"{DOWN}.g_idx", lambda g: g.flip(0)), CheckpointError,
+        rf"{DOWN}.g_idx: columns in the order of their activations.*g_idx\[k\] = k // group_size",
+    ),
+    "other zero points": (
+        "gptq 128", change(f"{K}.qzeros", bump), CheckpointError, rf"{K}.qzeros: zero points of symmetric.*expected 7.*1 other",
+    ),
+    "version 2 as version 1": ("gptq v2", None, CheckpointError, r"qzeros: zero points of symmetric weights; expected 7 every"),
+    "ambiguous zero points": (
+        "gptq zeros", change(f"{K}.qzeros", lambda z: z | 15), CheckpointError, f"{K}.qzeros: zero points that writers .* agree",
+    ),
+    "twice": (
+        "packed 128", lambda t: t.update({f"{DOWN}.weight": torch.zeros(144, 200)}), CheckpointError,
+        f"{DOWN}.weight_packed: the weight is stored twice",
+    ),
+    "another layout": (
+        "packed 128", lambda t: t.update({f"{DOWN}.qweight": t.pop(f"{DOWN}.weight_packed")}), CheckpointError,
+        f"{DOWN}.qweight: .*expected weight_packed",
+    ),
+    "a part in 16 bits": (
+        "packed 128", lambda t: [t.pop(f"{K}.{w}") for w in ("weight_packed", "weight_scale", "weight_shape")]
+        + [t.update({f"{K}.weight": torch.zeros(96, 144)})], UnsupportedError, rf"layers\.0\.attention: .*one format.*{K}",
+    ),
+    "NVFP4": ("packed 128", lambda t: t.update({f"{K}.weight_scale_2": torch.ones(1)}), UnsupportedError, "NVFP4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_that_contradict(what, quantized):
+    style, alter, error, words = TENSORS[what]
+    written = quantized(style)
+    if alter is None:
+        path = written.folder / "config.json"
+        path.write_text(path.read_text().replace("gptq_v2", "gptq"))
+    else:
+        alter(written.tensors)
+        save(written)
+    with pytest.raises(error, match=words):
+        load(written.folder)
+
+
+def test_not_stated(quantized):
+    written = quantized("awq 128")
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "quantization_config"}))
+    with pytest.raises(UnsupportedError, match=r"AWQ or GPTQ weights, but config\.json does not state them"):
+        load(written.folder)
+    config["quantization_config"]["modules_to_not_convert"] = ["down_proj"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"down_proj\.qweight: the weight has 4 bits, but config\.json says it is not"):
+        load(written.folder)
+    config["quantization_config"]["modules_to_not_convert"] = None
+    path.write_text(json.dumps(config))
+    with pytest.raises(MinirtError, match="quantized already"):
+        load(written.folder, quantization="int4")
+
+
+def test_experts_are_refused(hf_folder):
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 136, "num_hidden_layers": 1, "head_dim": 16}
+    with pytest.raises(UnsupportedError, match=r"experts\.0\.gate_proj: experts in the format int4 are not supported"):
+        load(hf_folder("Qwen3Moe", **sizes), quantization="int4")
+
+
+def test_quantized_while_loading(plain):
+    with load(plain, quantization="int4") as generator, load(plain, quantization="int4", quantize_head=True) as all_of_it:
+        rows = {row.layer: row.formats for row in generator.plan.rows}
+        assert rows["layers.1.mlp"] == ("int4",)
+        assert rows["head"] == ()
+        assert all_of_it.plan.rows[-1].formats == ("int4",)
+        right = load_file(plain / "model.safetensors")
+        for module, parameter in ((DOWN, generator._model.layers[4].down), ("lm_head", all_of_it._model.layers[-1].lm_head)):
+            weight = right[f"{module}.weight"]
+            found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
+            nearest = write_nearest(weight)
+            assert ((found - weight).norm() / (nearest - weight).norm()).item() < 0.95
+        assert generator.logits(TOKENS).isfinite().all()
+
+
+def write_nearest(weight, group=128):
+    """Rounded to the nearest, with the scale of the largest value: 7.5 levels on each side."""
+    out = torch.empty_like(weight)
+    for first in range(0, weight.shape[1], group):
+        part = weight[:, first : first + group]
+        scale = part.abs().amax(1, keepdim=True) / 7.5
+        out[:, first : first + group] = (part / scale).round().clamp(-8, 7) * scale
+    return out
+
+
+TEXT = "The capital of France is Paris. The capital of Italy is Rome. Water is made of hydrogen and oxygen, and the Earth orbits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["packed 128", "gptq 128", "awq 64"])
+def test_smollm2(style, smollm2, tmp_path):
+    """A trained model with a tied head in each layout, in shards. 4 bits cost this model much; a wrong order would cost all."""
+    folder = write(smollm2, tmp_path / "model", style, shards=2).folder
+    with load(folder) as generator:
+        assert generator.plan.weight_bytes < 0.4 * 538e6
+        tokens = generator.tokenizer.encode(TEXT)
+        logits = generator.logits(tokens).double().log_softmax(-1)
+        loss = -logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].mean().item()
+        assert loss < 4.0
+        assert len(generator.generate(TEXT, SamplingParams(max_tokens=2, temperature=0)).token_ids) == 2
