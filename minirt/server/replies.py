@@ -79,7 +79,7 @@ class ReplyPlan:
         if grammar is not None:
             stated = grammar.get("reasoning_end") if isinstance(grammar, dict) else None
             reasons = form.reasoning and (stated is not None or opens_reasoning(prompt, continued))
-            if reasons and stated is None:
+            if reasons and stated is None and isinstance(grammar, dict):  # else it is refused later
                 grammar = grammar | {"reasoning_end": CLOSE}
             form, choice = ReplyFormat(reasoning=reasons), choice if forces else "none"
         return cls(form, tools, choice, prompt, continued, parallel, forces, grammar)

@@ -390,6 +390,7 @@ def test_structured_output_is_content(folders):
         found = whole((await chats.complete('Hm</think>{"a": 1}', response_format=form, extra_body=body)).choices[0])
         assert found == ('{"a": 1}', "Hm", [], "stop")
         assert chats.last.sampling.structured_outputs.reasoning_end == "</think>"
+        assert await chats.refused(tools=[], extra_body=body | {"structured_outputs": "x"}) == "structured_outputs"
 
     async def llama(chats):
         text = '{"name": "now", "parameters": {}}'
