@@ -10,6 +10,7 @@ import click
 from minirt.cli.options import debug_option, load_arguments, load_options, model_name, prefix_cache_option, quiet_option
 from minirt.errors import InputError, MinirtError
 from minirt.files import read_text
+from minirt.text.reply_format import AUTO, FORMATS, NONE, TEMPLATE
 
 _PACKAGES = {"uvicorn": "uvicorn", "httptools": "httptools", "msgspec": "msgspec", "prometheus_client": "prometheus-client"}
 _MAX_CONFIG = 1 << 20  # bytes
@@ -74,6 +75,10 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 @click.option(
     "--max-body-size", type=click.IntRange(1024), default=32 << 20, show_default=True, help="Bytes of the largest request."
 )
+@click.option(
+    "--tool-call-parser", type=click.Choice((AUTO, NONE, TEMPLATE, *FORMATS)), default=AUTO, show_default=True,
+    help="Format of the tool calls in answers; auto takes it from the tokenizer's files.",
+)
 @click.option("--log-prompts", is_flag=True, help="Write the prompts of requests to the log.")
 @quiet_option
 @debug_option
@@ -98,6 +103,6 @@ def serve(quiet: bool, **options: Any) -> None:
         metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"],
         request_timeout=options["request_timeout"], drain_timeout=options["drain_timeout"],
         stream_interval=options["stream_interval"], max_body_size=options["max_body_size"],
-        log_prompts=options["log_prompts"], quiet=quiet,
+        log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], quiet=quiet,
     )  # fmt: skip
     run(server, load_arguments(options, name))

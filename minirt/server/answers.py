@@ -26,19 +26,30 @@ class Format:
         fields: the first fields of every event: id, object, created, model.
         tokenizer: None if the model has none. Its events have no text, but there are as many.
         wants_logprobs: whether events have the log-probabilities of their tokens.
+        parses: whether `deltas` are sent instead of the text.
     """
 
-    def __init__(self, fields: dict[str, Any], tokenizer: Tokenizer | None, wants_logprobs: bool) -> None:
-        self.tokenizer, self.wants_logprobs = tokenizer, wants_logprobs
+    def __init__(
+        self, fields: dict[str, Any], tokenizer: Tokenizer | None, wants_logprobs: bool, parses: bool = False
+    ) -> None:
+        self.tokenizer, self.wants_logprobs, self.parses = tokenizer, wants_logprobs, parses
         self.start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What is before and after the text of a choice, up to its `logprobs`."""
+        """What is before and after the text, or a delta, of a choice, up to its `logprobs`."""
         raise NotImplementedError
 
     def opening(self, choice: Choice) -> bytes:
         """The events before the first text of a choice."""
         return b""
+
+    def deltas(self, choice: Choice) -> list[bytes]:
+        """What a choice's new text adds to the answer: one JSON value for each event. Only if the form `parses`."""
+        raise NotImplementedError
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Why a choice has ended; None while it runs. Called after `deltas`."""
+        return choice.finish_reason
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         """The `logprobs` of the tokens `start` to `stop` of a choice."""
@@ -70,17 +81,26 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
             index, text = choice.index, choice.text
             if not choice.begun:
                 events.append(form.opening(choice))
-            if choice.finish_reason is None and not wants_logprobs and not continuous:
-                if text or without_text:  # else only part of a character, or of what may be a stop string, has come
-                    events += heads[index], encode_json(text), tails[index]
-            else:
+            plain = choice.finish_reason is None and not wants_logprobs and not continuous
+            last = b"{}"  # an event without a delta
+            if form.parses:
+                deltas = form.deltas(choice)
+                if not plain and deltas and choice.finish_reason is None:
+                    last = deltas.pop()
+                for delta in deltas:
+                    events += heads[index], delta, tails[index]
+            elif not plain:
+                last = encode_json(text)
+            elif text or without_text:  # else only part of a character, or of what may be a stop string, has come
+                events += heads[index], encode_json(text), tails[index]
+            if not plain:
                 logprobs = b"null"
                 if wants_logprobs:
                     stop = len(choice.stream.completion.token_ids)
                     logprobs = encode_json(form.logprobs(choice, num_sent[index], stop))
                     num_sent[index] = stop
-                events += heads[index], encode_json(text), parts[index][1], b',"logprobs":', logprobs
-                events += b',"finish_reason":', encode_json(choice.finish_reason), b"}]"
+                events += heads[index], last, parts[index][1], b',"logprobs":', logprobs
+                events += b',"finish_reason":', encode_json(form.finish_reason(choice)), b"}]"
                 if continuous:
                     events += b',"usage":', encode_json(usage_of(call))
                 events.append(b"}\n\n")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
@@ -12,17 +13,13 @@ from minirt.server.errors import bad_field
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
-from minirt.server.protocol import Int, Sampling, check_nesting, decode, sampling_params
-from minirt.text.messages import checked_messages
+from minirt.server.protocol import Int, Sampling, check_nesting, decode, sampling_params, structured_outputs
+from minirt.server.replies import ReplyPlan, ReplyReader, check_tools, finish_reason
+from minirt.text.messages import MESSAGE_FIELDS, checked_messages
 from minirt.text.tokenizer import Tokenizer
+from minirt.text.tools import Tool, read_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# Those that `checked_messages` knows.
-_MESSAGE_FIELDS = (
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal", "audio",
-    "annotations", "function_call",
-)  # fmt: skip
-_NO_TOOLS = "tools are not supported"
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -39,6 +36,22 @@ class ChatRequest(Sampling, kw_only=True):
     echo: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as the model gets it.
+
+    Attributes:
+        tokens: of `prompt`.
+        prompt: the rendered text.
+        last: content of the last message.
+    """
+
+    tokens: list[int]
+    prompt: str
+    last: str
 
 
 async def chat_completions(front: Front, exchange: Exchange) -> None:
@@ -50,22 +63,33 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     _check(request)
     if front.options.log_prompts:
         exchange.log["messages"] = request.messages
-    tokens = await encode_chat(front, request)
-    params = sampling_params(
-        request, {"max_tokens": "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"},
-        max_tokens=max_tokens(front, request, len(tokens)),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    tools = read_tools(request.tools or [])
+    tokenizer = front.check_ready()[0].text()
+    check_tools(front.reply_format, tokenizer, tools, request.tool_choice)
+    conversation = await encode_chat(front, request, tools)
+    plan = ReplyPlan.of(
+        front.reply_format, tools, request.tool_choice, conversation.prompt,
+        conversation.last if request.continue_final_message else "", request.parallel_tool_calls is not False,
+        structured_outputs(request).get("structured_outputs"),
     )  # fmt: skip
-    call = await front.prepare([tokens], params, request.priority or 0, request.cache_salt)
+    if plan.forces and request.structured_outputs:
+        raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=repr(request.tool_choice)[:80])
+    limit = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+    params = sampling_params(
+        request, {"max_tokens": limit} | ({"structured_outputs": "tools"} if plan.forces else {}),
+        max_tokens=max_tokens(front, request, len(conversation.tokens)),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None, **plan.sampling(tokenizer),
+    )  # fmt: skip
+    call = await front.prepare([conversation.tokens], params, request.priority or 0, request.cache_salt)
     fields = {
         "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()), "model": front.options.names[0]
     }  # fmt: skip
-    prefix = _last_content(request) if request.echo else ""
+    prefix = conversation.last if request.echo else ""
     if request.stream:
-        form = _Events(fields | {"object": "chat.completion.chunk"}, front.tokenizer, request, prefix)
+        form = _Events(fields | {"object": "chat.completion.chunk"}, tokenizer, request, plan, prefix)
         await stream(front, exchange, request, call, form)
         return
-    choices = [_choice(front.tokenizer, i, own, request, prefix) for i, own in enumerate(await collect(front, exchange, call))]
+    choices = [_choice(tokenizer, i, own, request, plan, prefix) for i, own in enumerate(await collect(front, exchange, call))]
     await exchange.answer(fields | {"choices": choices, "usage": usage_of(call)})
 
 
@@ -81,10 +105,8 @@ def max_tokens(front: Front, request: ChatRequest, prompt_tokens: int) -> int:
 
 
 def _check(request: ChatRequest) -> None:
-    if request.tools:
-        raise bad_field("tools", _NO_TOOLS)
-    if request.tool_choice not in (None, "none", "auto"):
-        raise bad_field("tool_choice", _NO_TOOLS, expected='"none" or "auto"', found=repr(request.tool_choice)[:80])
+    for name in ("chat_template_kwargs", "tools", "tool_choice"):
+        check_nesting(name, getattr(request, name))
     if request.max_completion_tokens is not None and request.max_tokens not in (None, request.max_completion_tokens):
         what = "max_tokens and max_completion_tokens are the same limit, and differ"
         raise bad_field("max_completion_tokens", what, expected=request.max_tokens, found=request.max_completion_tokens)
@@ -101,11 +123,10 @@ def _check(request: ChatRequest) -> None:
         raise bad_field("continue_final_message", "excludes add_generation_prompt: true")
     if request.prompt_logprobs is not None and request.stream:
         raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
-    check_nesting("chat_template_kwargs", request.chat_template_kwargs)
 
 
-async def encode_chat(front: Front, request: Any) -> list[int]:
-    """The token ids of a request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
+async def encode_chat(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
+    """A request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
     processor, _ = front.check_ready()
     tokenizer = processor.text()
     messages = known_messages(request.messages, front)
@@ -121,10 +142,12 @@ async def encode_chat(front: Front, request: Any) -> list[int]:
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     limit = processor.limit(None) if request.truncate_prompt_tokens is None else None
 
-    def work() -> list[int]:
-        return tokenizer.encode_chat(
-            messages, limit, add_generation_prompt=adds, continue_final_message=continues, variables=variables
-        )
+    def work() -> Conversation:
+        prompt = tokenizer.render_chat(
+            messages, tools=[tool.value for tool in tools] or None, add_generation_prompt=adds,
+            continue_final_message=continues, variables=variables,
+        )  # fmt: skip
+        return Conversation(tokenizer.encode_plain(prompt, limit), prompt, checked_messages(messages[-1:])[0]["content"])
 
     return await front.in_thread(work)
 
@@ -138,23 +161,22 @@ def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dic
         if message.get("role") not in _ROLES:
             expected, found = ", ".join(_ROLES), repr(message.get("role"))[:80]
             raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
-        front.note_unknown([f"messages[].{name}" for name in message if name not in _MESSAGE_FIELDS])
-        own.append({name: value for name, value in message.items() if name in _MESSAGE_FIELDS})
+        front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
+        own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
         if own[-1].get("role") == "developer":
             own[-1]["role"] = "system"
     return own
 
 
-def _last_content(request: ChatRequest) -> str:
-    return checked_messages(request.messages[-1:])[0]["content"]
-
-
-def _choice(tokenizer: Tokenizer | None, index: int, done: Completion, request: ChatRequest, prefix: str) -> dict[str, Any]:
+def _choice(
+    tokenizer: Tokenizer, index: int, done: Completion, request: ChatRequest, plan: ReplyPlan, prefix: str
+) -> dict[str, Any]:
     count = request.top_logprobs or 0
     logprobs = None if done.logprobs is None else {"content": _rows(tokenizer, done.logprobs, count), "refusal": None}
+    message = {"role": "assistant", "refusal": None} | plan.message(done.text, prefix)
     choice = {
-        "index": index, "message": {"role": "assistant", "content": prefix + done.text, "refusal": None},
-        "logprobs": logprobs, "finish_reason": done.finish_reason,
+        "index": index, "message": message, "logprobs": logprobs,
+        "finish_reason": finish_reason(done.finish_reason, "tool_calls" in message),
     }  # fmt: skip
     if done.prompt_logprobs is not None:
         choice["prompt_logprobs"] = [None if row is None else row_by_id(tokenizer, row) for row in done.prompt_logprobs]
@@ -183,16 +205,31 @@ def _rows(tokenizer: Tokenizer | None, rows: Sequence[TokenLogprobs], count: int
 
 
 class _Events(Format):
-    def __init__(self, fields: dict[str, Any], tokenizer: Tokenizer | None, request: ChatRequest, prefix: str) -> None:
-        super().__init__(fields, tokenizer, bool(request.logprobs))
-        self._count, self._prefix = request.top_logprobs or 0, prefix
+    def __init__(
+        self, fields: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest, plan: ReplyPlan, prefix: str
+    ) -> None:
+        super().__init__(fields, tokenizer, bool(request.logprobs), parses=plan.parser() is not None)
+        self._count, self._plan, self._prefix = request.top_logprobs or 0, plan, prefix
+        self._readers: dict[int, ReplyReader] = {}
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
+        if self.parses:
+            return b'{"index":%d,"delta":' % index, b""
         return b'{"index":%d,"delta":{"content":' % index, b"}"
 
     def opening(self, choice: Choice) -> bytes:
         delta = encode_json({"role": "assistant", "content": self._prefix})
         return self.start + b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (choice.index, delta)
+
+    def deltas(self, choice: Choice) -> list[bytes]:
+        reader = self._readers.get(choice.index)
+        if reader is None:
+            reader = self._readers[choice.index] = self._plan.reader()
+        return [encode_json(delta) for delta in reader.read(choice.text, choice.finish_reason is not None)]
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        reader = self._readers.get(choice.index)
+        return finish_reason(choice.finish_reason, reader is not None and reader.calls)
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         rows = choice.stream.completion.logprobs or []

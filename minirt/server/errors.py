@@ -81,7 +81,7 @@ def param_of(error: MinirtError, prompt_field: str | None) -> str | None:
     where = field.rpartition(", ")[2].removeprefix("SamplingParams.")
     if not isinstance(error, InputError) and not where.startswith("structured_outputs"):
         return None
-    named = re.fullmatch(r"[a-z_]+(\.[a-z_]+)?(\[[0-9]+\])?", where) and not where.startswith("prompts[")
+    named = re.fullmatch(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])*", where) and not where.startswith("prompts[")
     return where if named else prompt_field
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minirt.errors import printable
+from minirt.errors import MinirtError, printable
 from minirt.processor import Call, Processor
 from minirt.sampling_params import SamplingParams
 from minirt.server.errors import HTTPError
@@ -17,6 +17,7 @@ from minirt.server.generation import Generation
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import Ready
+from minirt.text.reply_format import AUTO, ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class ServerOptions:
     stream_interval: int = 1
     max_body_size: int = 32 << 20
     log_prompts: bool = False
+    tool_call_parser: str = AUTO
     quiet: bool = False
 
     @property
@@ -55,6 +57,7 @@ class Front:
 
     Attributes:
         processor, info: once the model is loaded.
+        reply_format: how answers of chats are read.
         draining: whether new requests are refused, because the server is about to end.
         exchanges: those that are being answered.
         generations: those that are running.
@@ -68,6 +71,7 @@ class Front:
     processor: Processor | None = None
     tokenizer: Tokenizer | None = None
     info: Ready | None = None
+    reply_format: ReplyFormat = field(default_factory=ReplyFormat)
     draining: bool = False
     exchanges: set[Exchange] = field(default_factory=set)
     generations: set[Generation] = field(default_factory=set)
@@ -83,10 +87,21 @@ class Front:
         folder = await self.engine.found
         if folder is not None:
             self.tokenizer = await self.in_thread(Tokenizer.load, Path(folder))
+        self._choose_reply_format()
         info = await self.engine.ready
         name = self.options.names[0]
         self.processor = Processor(self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids)
         self.info = info
+
+    def _choose_reply_format(self) -> None:
+        own = self.tokenizer
+        template, declared = (None, None) if own is None else (own.tool_template, own.response_template)
+        try:
+            self.reply_format = ReplyFormat.choose(template, declared, self.options.tool_call_parser)
+        except MinirtError as error:
+            raise error.within("--tool-call-parser") from error
+        for note in self.reply_format.notes:
+            sys.stderr.write(f"minirt: {printable(note)}\n")
 
     @property
     def state(self) -> str:

@@ -69,7 +69,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    parallel_tool_calls: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -241,7 +240,7 @@ def sampling_params(request: Sampling, renamed: Mapping[str, str] = {}, **change
     except InputError as error:
         name = str(error.where).removeprefix("SamplingParams.")
         if name.startswith("structured_outputs") and not request.structured_outputs:
-            name = "response_format"
+            name = renamed.get("structured_outputs", "response_format")
         raise error.at(renamed.get(name, name)) from error
 
 

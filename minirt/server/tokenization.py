@@ -10,6 +10,7 @@ from minirt.server.errors import bad_field
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import Int, check_nesting, convert, decode_json
+from minirt.text.tools import read_tools
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -24,6 +25,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[Any] | None = None
     truncate_prompt_tokens: None = None
 
 
@@ -40,11 +42,12 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     front.check_model(request.model)
     exchange.prompt_field = "prompt" if request.messages is None else "messages"
     check_nesting("chat_template_kwargs", request.chat_template_kwargs)
+    check_nesting("tools", request.tools)
     tokenizer = processor.text()
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "either prompt or messages must be given")
     if request.prompt is None:
-        tokens = await encode_chat(front, request)
+        tokens = (await encode_chat(front, request, read_tools(request.tools or []))).tokens
     elif request.add_special_tokens is False:
         tokens = await front.in_thread(tokenizer.encode_plain, request.prompt, info.max_len)
     else:

@@ -10,6 +10,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 # What else a message may have: texts; and fields that answers of other servers have, and that say nothing to a template.
 _TEXTS = ("name", "tool_call_id", *_REASONING)
 _SILENT = ("refusal", "audio", "annotations", "function_call")
+MESSAGE_FIELDS = ("role", "content", "tool_calls", *_TEXTS, *_SILENT)
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
@@ -30,10 +31,9 @@ def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InputError("not a message", where=where, expected='{"role": …, "content": …}', found=shortened(repr(message), 80))
     given = {key: value for key, value in message.items() if value is not None}
-    known = ("role", "content", "tool_calls", *_TEXTS, *_SILENT)
     for key, value in given.items():
-        if key not in known:
-            raise InputError("unknown field", where=f"{where}.{shortened(key, 40)}", expected=", ".join(known[:6]))
+        if key not in MESSAGE_FIELDS:
+            raise InputError("unknown field", where=f"{where}.{shortened(key, 40)}", expected=", ".join(MESSAGE_FIELDS[:6]))
         if key in _SILENT and value not in ([], ""):
             raise InputError("not supported", where=f"{where}.{key}")
         if key in _TEXTS or key == "role":

@@ -162,8 +162,9 @@ class Tokenizer:
         return self._chat_template.render(messages, self._special, **options)
 
     def template_uses(self, name: str) -> bool:
-        """Whether the chat template has a variable of this name, or at least the word."""
-        return re.search(rf"\b{re.escape(name)}\b", self._chat_template.source or "") is not None
+        """Whether a chat template, also one for conversations with tools, has a variable of this name, or at least the word."""
+        sources = (self._chat_template.source, self._chat_template.tool_source)
+        return any(re.search(rf"\b{re.escape(name)}\b", source or "") for source in sources)
 
     @property
     def special_tokens(self) -> frozenset[str]:

@@ -11,6 +11,7 @@ from minirt.errors import InputError, shortened
 MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MAX_DEPTH = 100  # of a schema
+_SAY_TYPE = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def _read_tool(value: object, where: str) -> Tool:
     if not isinstance(parameters, dict):
         found = type(parameters).__name__
         raise InputError("not a JSON schema", where=f"{where}.function.parameters", expected="an object", found=found)
+    if not parameters.keys() & _SAY_TYPE:  # arguments are an object, also where the schema does not say so
+        parameters = {"type": "object"} | parameters
     return Tool(name, parameters, value)
 
 

@@ -205,6 +205,38 @@ def test_structured_output(tiny):
         assert (status, found["error"]["param"]) == (400, param)
 
 
+def test_calls_that_a_grammar_forces(tiny):
+    """The embedded model knows no tools, so only the grammar makes it call them."""
+    closed = {"type": "object", "additionalProperties": False}
+    heat = closed | {"properties": {"level": {"enum": [1, 2, 30]}, "on": {"type": "boolean"}}, "required": ["level", "on"]}
+    functions = [{"name": "heat", "parameters": heat}, {"name": "stop", "parameters": closed}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    request = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 300}
+    lines = tiny.post("/tokenize", {"prompt": "\n", "add_special_tokens": False})[1]["tokens"]
+    request["logit_bias"] = {str(token): -100 for token in lines}  # else most of it is white space between JSON tokens
+    named = {"type": "function", "function": {"name": "heat"}}
+    for choice, seeds in (("required", (1, 2)), (named, (3,))):
+        for seed in seeds:
+            own = request | {"tool_choice": choice, "parallel_tool_calls": False, "seed": seed}
+            (answer,) = client(tiny).chat.completions.create(**own).choices
+            assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+            (call,) = answer.message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            if choice == named or call.function.name == "heat":
+                assert set(arguments) == {"level", "on"}
+                assert arguments["level"] in (1, 2, 30)
+                assert isinstance(arguments["on"], bool)
+            else:
+                assert (call.function.name, arguments) == ("stop", {})
+            deltas = [chunk.choices[0].delta for chunk in client(tiny).chat.completions.create(**own, stream=True)]
+            parts = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+            assert parts[0].name == call.function.name
+            assert "".join(part.arguments for part in parts) == call.function.arguments
+    for wrong in ({"tool_choice": "auto"}, {"tools": [{}]}):
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            client(tiny).chat.completions.create(**request | wrong)
+
+
 def test_errors_of_the_client(tiny):
     own = client(tiny)
     with pytest.raises(openai.NotFoundError, match="no such model") as found:
@@ -350,6 +382,7 @@ def test_the_engine_is_killed(folder, tmp_path):
     (("--host", "no.such.host.invalid"), 2, ["--host", "cannot listen"]),
     (("--api-key", ""), 2, ["--api-key", "empty"]),
     (("--config", "/no/such/file"), 1, ["/no/such/file"]),
+    (("--tool-call-parser", "response_template"), 2, ["--tool-call-parser", "response_template"]),
 ])  # fmt: skip
 def test_starts_that_fail(arguments, code, words):
     process = start("serve", "--device", "cpu", "-q", "--port", "0", *arguments)

@@ -1,0 +1,448 @@
+"""Tools and reasoning in chats: the front beside a fake engine that sends hand-written answers, read by OpenAI's own client.
+
+Catches calls and reasoning that streams and whole answers show differently, deltas that clients cannot join, a `tool_choice` that
+does not reach the engine, and a template or a parser that does not see what the request says.
+"""
+
+import asyncio
+import json
+import shutil
+
+import openai
+import pytest
+from support.server import answer, front, message
+
+from minirt import models
+from minirt.engine.request import TokenLogprobs, TokenOutput
+from minirt.text.tokenizer import Tokenizer
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
+REASONS = "{% if add_generation_prompt %}bot:{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
+TEMPLATES = {
+    "plain": PLAIN,
+    "unknown": WITH_TOOLS,
+    "hermes": WITH_TOOLS + "{# <tool_call> #}",
+    "qwen3_coder": WITH_TOOLS + "{# <tool_call><function=f><parameter=p> #}",
+    "llama3_json": WITH_TOOLS + "{# <|python_tag|> #}",
+    "thinks": WITH_TOOLS + "{# <tool_call> <think></think> #}{% if add_generation_prompt %}bot:{% endif %}",
+    "opens": WITH_TOOLS + "{# <tool_call> #}" + REASONS,
+}
+RESPONSE_TEMPLATE = {
+    "start_anchor": "bot:",
+    "fields": {
+        "tool_calls": {"open": "CALL", "close": "END", "content": "json"},
+        "content": {},
+        "reasoning": {"open": "((", "close": "))"},
+    },
+}
+MARKERS = ("<tool_call>", "</tool_call>", "</think>")
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
+    "city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"], "additionalProperties": False}}}  # fmt: skip
+NOW = {"type": "function", "function": {"name": "now"}}
+TOOLS = [WEATHER, NOW]
+USER = [{"role": "user", "content": "Weather?"}]
+PATH = "/v1/chat/completions"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>'
+NOW_CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+ZURICH = ("weather", '{"city": "Zürich", "days": 3}')
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Template's name → the embedded model with this template; "special" and "declared" have more than a template."""
+    root, found = tmp_path_factory.mktemp("models"), {}
+    for name in (*TEMPLATES, "special", "declared"):
+        found[name] = root / name
+        shutil.copytree(models.embedded(), found[name])
+        path = found[name] / "tokenizer_config.json"
+        config = json.loads(path.read_text()) | {"chat_template": TEMPLATES.get(name, TEMPLATES["opens"])}
+        if name == "declared":
+            config |= {"chat_template": WITH_TOOLS + "bot:", "response_template": RESPONSE_TEMPLATE}
+        path.write_text(json.dumps(config))
+    path = found["special"] / "tokenizer.json"
+    content, first = json.loads(path.read_text()), Tokenizer.load(models.embedded()).vocab_size
+    for i, marker in enumerate(MARKERS):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"].append({"id": first + i, "content": marker, "special": True} | flags)
+    path.write_text(json.dumps(content))
+    return found
+
+
+def run(folder, scenario, **options):
+    async def main():
+        async with front(folder, **options) as (this, engine, ask):
+            reader, writer = await ask(message(b"", "/health", "GET"))
+            await answer(reader)
+            host, port = writer.get_extra_info("peername")
+            async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+                await scenario(Chats(this, engine, ask, client))
+
+    asyncio.run(main())
+
+
+class Chats:
+    """Asks the front, and answers in place of the engine."""
+
+    def __init__(self, this, engine, ask, client):
+        self.front, self.engine, self.ask, self.client = this, engine, ask, client
+        self.tokenizer = this.tokenizer
+
+    def tokens(self, text, reason):
+        """Each token alone, with its place as its log-probability. An answer that has stopped ends with one more token."""
+        ids = self.tokenizer.encode_plain(text) + ([0] if reason == "stop" else [])
+        reasons = [None] * (len(ids) - 1) + [reason]
+        rows = [TokenLogprobs(token, -float(i), 1, ()) for i, token in enumerate(ids)]
+        return list(zip(ids, rows, reasons, strict=True))
+
+    async def complete(self, *texts, reason="stop", together=1, streams=False, **fields):
+        """What the client reads, if the model answers with these texts, one for each choice."""
+        before = len(self.engine.requests)
+        body = {"model": "fake", "messages": USER, "n": len(texts), "seed": 1, "stream": streams, "timeout": 20} | fields
+        asked = asyncio.create_task(self._read(body, streams))
+        await self.engine.until(lambda e: asked.done() or len(e.requests) == before + len(texts))
+        for request, text in zip(self.engine.requests[before:], texts, strict=True):
+            rows = self.tokens(text, reason)
+            for i in range(0, len(rows), together):
+                ids, scores, reasons = zip(*rows[i : i + together], strict=True)
+                wanted = scores if request.sampling.logprobs is not None else ()
+                self.engine.send(TokenOutput(request.id, ids, reasons[-1], logprobs=wanted))
+                await asyncio.sleep(0)
+        return await asked
+
+    async def _read(self, body, streams):
+        found = await self.client.chat.completions.create(**body)
+        return [chunk async for chunk in found] if streams else found
+
+    @property
+    def last(self):
+        """The last request that reached the engine."""
+        return self.engine.requests[-1]
+
+    @property
+    def prompt(self):
+        return self.tokenizer.decode(self.last.prompt_token_ids, skip_special_tokens=False)
+
+    async def refused(self, **fields):
+        """The `param` of the error of a request."""
+        with pytest.raises(openai.BadRequestError) as error:
+            await self.client.chat.completions.create(**({"model": "fake", "messages": USER, "tools": TOOLS} | fields))
+        return error.value.param
+
+
+def whole(choice):
+    """Content, reasoning, calls and the reason of a whole answer."""
+    own = choice.message
+    reasoning = getattr(own, "reasoning", None)
+    assert reasoning == getattr(own, "reasoning_content", None)
+    calls = own.tool_calls or []
+    assert all(call.type == "function" and call.id for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+    pairs = [(call.function.name, call.function.arguments) for call in calls]
+    return own.content or "", reasoning or "", pairs, choice.finish_reason
+
+
+def joined(chunks, index=0):
+    """The same of a stream, joined as clients do it: calls by their index, texts in order."""
+    content, reasoning, calls, reasons = "", "", {}, []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            if choice.index != index:
+                continue
+            assert not reasons
+            content += choice.delta.content or ""
+            own = getattr(choice.delta, "reasoning", None) or ""
+            assert own == (getattr(choice.delta, "reasoning_content", None) or "")
+            reasoning += own
+            for call in choice.delta.tool_calls or []:
+                if call.id is not None:
+                    assert call.index not in calls
+                    assert call.type == "function"
+                    calls[call.index] = [call.function.name, ""]
+                calls[call.index][1] += call.function.arguments or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert list(calls) == list(range(len(calls)))
+    return content, reasoning, [tuple(call) for call in calls.values()], reasons[0]
+
+
+# model, its answer, content, reasoning, calls
+ANSWERS = [
+    ("hermes", "No call: <tool_cal a < b\n", "No call: <tool_cal a < b\n", "", []),
+    ("hermes", f"Let me see.\n\n{CALL}\n{NOW_CALL}", "Let me see.", "", [ZURICH, ("now", "{}")]),
+    ("qwen3_coder", "Well:\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+     "</parameter>\n</function>\n</tool_call>\n<tool_call><function=now></function></tool_call>",
+     "Well:", "", [("weather", '{"city": "Paris", "days": 3}'), ("now", "{}")]),
+    ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "weather", "parameters": {"city": "Oslo"}}', "",
+     "", [("now", "{}"), ("weather", '{"city": "Oslo"}')]),
+    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', "", []),
+    ("thinks", f"<think>\nIt is {NOW_CALL}, no.\n</think>\n\nSo {CALL}", "So ", f"It is {NOW_CALL}, no.", [ZURICH]),
+    ("opens", f"Hm, é\n</think>\n{CALL}", "", "Hm, é", [ZURICH]),
+    ("special", f"Hm, é\n</think>\n{CALL}", "", "Hm, é", [ZURICH]),
+    ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', "c", "a b", [("now", '{"x": 1}')]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "text", "content", "reasoning", "calls"), ANSWERS)
+def test_streams_and_whole_answers_are_the_same(folders, model, text, content, reasoning, calls):
+    opened = {"chat_template_kwargs": {"enable_thinking": True}} if model in ("opens", "special") else {}
+    fields = {"tools": TOOLS, "extra_body": opened}
+
+    async def scenario(chats):
+        found = whole((await chats.complete(text, **fields)).choices[0])
+        assert (found[0].strip(), *found[1:3]) == (content.strip(), reasoning, calls)
+        assert found[3] == ("tool_calls" if calls else "stop")
+        for together in (1, 2, 7, 1000):
+            assert joined(await chats.complete(text, together=together, streams=True, **fields)) == found
+        if not calls and not reasoning:
+            assert found[0] == content
+
+    run(folders[model], scenario)
+
+
+def test_the_first_events_of_a_call(folders):
+    """What OpenAI's stream has: the role, then the name with empty arguments, then their text, then an empty delta."""
+
+    async def scenario(chats):
+        chunks = await chats.complete(f"A{CALL}", streams=True, tools=TOOLS)
+        deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in chunks]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        start = next(delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta)
+        assert start.pop("id").startswith("call_")
+        assert start == {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
+        assert len([delta for delta in deltas if "tool_calls" in delta]) > 5  # arguments do not wait for the end
+        assert deltas[-1] == {}
+        assert not any("tool_call>" in str(delta) for delta in deltas)
+
+    run(folders["hermes"], scenario)
+
+
+def test_several_choices_have_calls_of_their_own(folders):
+    async def scenario(chats):
+        texts = (CALL, "Nothing.", NOW_CALL + CALL)
+        found = [whole(choice) for choice in (await chats.complete(*texts, tools=TOOLS)).choices]
+        assert [own[2:] for own in found] == [
+            ([ZURICH], "tool_calls"), ([], "stop"), ([("now", "{}"), ZURICH], "tool_calls"),
+        ]  # fmt: skip
+        chunks = await chats.complete(*texts, streams=True, tools=TOOLS)
+        assert [joined(chunks, index) for index in range(3)] == found
+
+    run(folders["hermes"], scenario)
+
+
+def test_one_call_only(folders):
+    async def scenario(chats):
+        fields = {"tools": TOOLS, "parallel_tool_calls": False}
+        found = whole((await chats.complete(f"a{NOW_CALL}{CALL}", **fields)).choices[0])
+        assert found == ("a", "", [("now", "{}")], "tool_calls")
+        assert joined(await chats.complete(f"a{NOW_CALL}{CALL}", streams=True, **fields)) == found
+
+    run(folders["hermes"], scenario)
+
+
+def test_an_answer_that_is_cut_off(folders):
+    """Within arguments, within a marker, and within the reasoning."""
+
+    async def scenario(chats):
+        opened = {"tools": TOOLS, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+        for text, expected in (
+            (f"x</think>{CALL.partition('rich')[0]}", ("", "x", [("weather", '{"city": "Zü')], "length")),
+            ("x</think>y<tool_c", ("y<tool_c", "x", [], "length")),
+            ("x</thi", ("", "x</thi", [], "length")),
+        ):
+            assert whole((await chats.complete(text, reason="length", **opened)).choices[0]) == expected
+            assert joined(await chats.complete(text, reason="length", streams=True, **opened)) == expected
+
+    run(folders["opens"], scenario)
+
+
+def test_every_token_has_its_log_probability(folders):
+    async def scenario(chats):
+        text = f"Well {CALL}"
+        count = len(chats.tokens(text, "stop"))
+        for together in (1, 3):
+            chunks = await chats.complete(text, streams=True, together=together, tools=TOOLS, logprobs=True)
+            rows = [row.logprob for c in chunks if c.choices and c.choices[0].logprobs for row in c.choices[0].logprobs.content]
+            assert rows == [-float(i) for i in range(count)]
+            assert joined(chunks)[2] == [ZURICH]
+        found = (await chats.complete(text, tools=TOOLS, logprobs=True)).choices[0]
+        assert [row.logprob for row in found.logprobs.content] == rows
+
+    run(folders["hermes"], scenario)
+
+
+def test_the_usage_in_every_event(folders):
+    async def scenario(chats):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await chats.complete(f"a {CALL}", streams=True, tools=TOOLS, stream_options=options)
+        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+        assert counts == sorted(counts)
+        assert counts[-1] == len(chats.tokens(f"a {CALL}", "stop"))
+        assert joined(chunks)[2] == [ZURICH]
+
+    run(folders["hermes"], scenario)
+
+
+def test_without_tools_or_with_none_there_are_no_calls(folders):
+    async def scenario(chats):
+        for fields, has_tools in (({}, False), ({"tools": []}, False), ({"tools": TOOLS, "tool_choice": "none"}, True)):
+            found = whole((await chats.complete(CALL, **fields)).choices[0])
+            assert found == (CALL, "", [], "stop")
+            assert joined(await chats.complete(CALL, streams=True, **fields)) == found
+            assert ("weather" in chats.prompt) == has_tools
+
+    run(folders["hermes"], scenario)
+
+
+def test_markers_that_are_special_tokens(folders):
+    """The decoder keeps special tokens only in answers that are parsed by them."""
+
+    async def scenario(chats):
+        await chats.complete("a", tools=TOOLS)
+        assert chats.last.sampling.skip_special_tokens is False
+        chats.front.reply_format = type(chats.front.reply_format)("hermes")
+        await chats.complete(f"a{CALL}")
+        assert chats.last.sampling.skip_special_tokens is True
+
+    run(folders["special"], scenario)
+
+
+def test_what_reaches_the_template_and_the_parser(folders):
+    async def scenario(chats):
+        for thinks, start in ((True, "bot:<think>"), (False, "bot:<think></think>")):
+            body = {"chat_template_kwargs": {"enable_thinking": thinks}}
+            found = whole((await chats.complete("a", tools=TOOLS, extra_body=body)).choices[0])
+            assert found[:2] == (("", "a") if thinks else ("a", ""))
+            assert chats.prompt == f"{json.dumps(TOOLS)}\nuser: Weather?\n{start}"
+        body = {"add_generation_prompt": False}
+        assert whole((await chats.complete("a", extra_body=body)).choices[0])[:2] == ("a", "")
+        assert chats.prompt == "user: Weather?\n"
+        ends = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "<think>I"}, {"type": "text", "text": "say"}]}]
+        body = {"continue_final_message": True}
+        found = whole((await chats.complete(" so</think>b", messages=ends, extra_body=body)).choices[0])
+        assert found[:2] == ("b", "so")
+        assert chats.prompt.endswith("assistant: <think>I\nsay")  # parts of a text are joined as in vLLM
+        ends[1]["content"] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        body |= {"echo": True}
+        found = whole((await chats.complete(" three", messages=ends, extra_body=body)).choices[0])
+        assert found[:2] == ("one\ntwo three", "")
+        assert joined(await chats.complete(" three", messages=ends, extra_body=body, streams=True)) == found
+
+    run(folders["opens"], scenario)
+
+
+def test_calls_and_their_results_reach_the_template(folders):
+    async def scenario(chats):
+        function = {"name": "now", "arguments": '{"a": 1}'}
+        history = [
+            *USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "x", "content": "noon"},
+        ]  # fmt: skip
+        await chats.complete("It is noon.", messages=history, tools=TOOLS)
+        assert chats.prompt.endswith("user: Weather?\nassistant: \ntool: noon\n")
+
+    run(folders["hermes"], scenario)
+
+
+def test_calls_that_are_forced(folders):
+    """By a grammar: a list of calls, or the arguments of the named function. It begins after a block that the prompt opened."""
+
+    async def scenario(chats):
+        arguments = '{"city": "Zürich", "days": 3}'
+        listed = f'[{{"name": "weather", "arguments": {arguments}}}]'
+        named = {"type": "function", "function": {"name": "weather"}}
+        for choice, text in (("required", listed), (named, arguments)):
+            for thinks, before in ((True, "Hm.</think>"), (False, "")):
+                fields = {"tools": TOOLS, "tool_choice": choice}
+                fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": thinks}}
+                found = whole((await chats.complete(before + text, **fields)).choices[0])
+                assert found == ("", "Hm." if thinks else "", [ZURICH], "tool_calls")
+                spec = chats.last.sampling.structured_outputs
+                assert spec.reasoning_end == ("</think>" if thinks else None)
+                schema = json.loads(spec.json)
+                if choice == "required":
+                    names = [own["properties"]["name"] for own in schema["items"]["anyOf"]]
+                    assert names == [{"const": "weather"}, {"const": "now"}]
+                    assert "maxItems" not in schema
+                else:
+                    assert schema == WEATHER["function"]["parameters"]
+                assert joined(await chats.complete(before + text, streams=True, **fields)) == found
+        await chats.complete(listed, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        assert json.loads(chats.last.sampling.structured_outputs.json)["maxItems"] == 1
+        # A function without a schema takes an object, not any JSON.
+        await chats.complete("{}", tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})
+        assert json.loads(chats.last.sampling.structured_outputs.json)["type"] == "object"
+        loose = {"type": "function", "function": {"name": "loose", "parameters": {"properties": {"a": {}}}}}
+        await chats.complete("{}", tools=[loose], tool_choice={"type": "function", "function": {"name": "loose"}})
+        assert json.loads(chats.last.sampling.structured_outputs.json) == {"type": "object", "properties": {"a": {}}}
+        # The format of the content says nothing about calls.
+        await chats.complete(listed, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})
+        assert json.loads(chats.last.sampling.structured_outputs.json)["type"] == "array"
+
+    run(folders["opens"], scenario)
+
+
+def test_structured_output_is_content(folders):
+    """Else JSON after a prompt that opens a block would be reasoning, and JSON with a name a call of Llama's format."""
+
+    async def opened(chats):
+        form = {"type": "json_object"}
+        body = {"chat_template_kwargs": {"enable_thinking": True}}
+        found = whole((await chats.complete('Hm</think>{"a": 1}', response_format=form, extra_body=body)).choices[0])
+        assert found == ('{"a": 1}', "Hm", [], "stop")
+        assert chats.last.sampling.structured_outputs.reasoning_end == "</think>"
+        assert await chats.refused(tools=[], extra_body=body | {"structured_outputs": "x"}) == "structured_outputs"
+
+    async def llama(chats):
+        text = '{"name": "now", "parameters": {}}'
+        found = whole((await chats.complete(text, tools=TOOLS, response_format={"type": "json_object"})).choices[0])
+        assert found == (text, "", [], "stop")
+        assert chats.last.sampling.structured_outputs.reasoning_end is None
+
+    run(folders["opens"], opened)
+    run(folders["llama3_json"], llama)
+
+
+def test_what_is_refused(folders):
+    async def scenario(chats):
+        named = {"type": "function", "function": {"name": "other"}}
+        for fields, param in (
+            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+            ({"tools": [NOW, NOW]}, "tools[1].function.name"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"tool_choice": named}, "tool_choice"), ({"tool_choice": "any"}, "tool_choice"),
+            ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": "required", "extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
+        ):  # fmt: skip
+            assert await chats.refused(**fields) == param, fields
+        assert not chats.engine.requests
+
+    async def long(chats):
+        tool = NOW | {"function": {"name": "f", "parameters": {"title": "y" * 300_000}}}
+        assert await chats.refused(tool_choice="required", tools=[tool]) == "tools"
+
+    async def unknown(chats):
+        assert await chats.refused() == "tools"
+        assert whole((await chats.complete(CALL, tools=TOOLS, tool_choice="none")).choices[0])[0] == CALL
+
+    run(folders["hermes"], scenario)
+    run(folders["plain"], long)
+    run(folders["plain"], unknown)  # the model would not see the tools
+    run(folders["unknown"], unknown)  # its calls could not be read
+    run(folders["hermes"], unknown, tool_call_parser="none")
+
+
+def test_a_format_by_its_name(folders):
+    async def scenario(chats):
+        assert whole((await chats.complete(CALL, tools=TOOLS)).choices[0])[2] == [ZURICH]
+
+    run(folders["unknown"], scenario, tool_call_parser="hermes")
+    run(folders["llama3_json"], scenario, tool_call_parser="hermes")
+
+
+def test_the_tools_of_tokenize(folders):
+    async def scenario(chats):
+        reader, _ = await chats.ask(message({"messages": USER, "tools": [NOW]}, "/tokenize"))
+        status, _, body = await answer(reader)
+        assert status == 200
+        assert chats.tokenizer.decode(json.loads(body)["tokens"]) == f"{json.dumps([NOW])}\nuser: Weather?\n"
+
+    run(folders["hermes"], scenario)
