@@ -74,7 +74,8 @@ def _quantization_apart(original: Replacement, x: Tensor, norm_weight: Tensor, e
     from minirt.kernels.norm import rms_norm
     from minirt.kernels.quantize import quantize
 
-    return quantize(rms_norm(x, norm_weight, eps, **options), **options)
+    norm = {name: value for name, value in options.items() if name != "blocks"}  # which scales the values get
+    return quantize(rms_norm(x, norm_weight, eps, **norm), **options)
 
 
 def _residual_apart(

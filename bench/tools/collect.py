@@ -27,7 +27,7 @@ _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
 _KERNELS = {
     "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
     "attention": ("attention_*",),
-    "linears": ("qkv*", "o", "o.fp8", "o.int4", "gate_up*", "down*", "lm_head*"),
+    "linears": ("qkv*", "o", "o.fp8", "o.fp8_blocks", "o.int4", "gate_up*", "down*", "lm_head*"),
     "mlp": ("mlp*",),
 }
 
@@ -56,6 +56,7 @@ def _runs() -> dict[str, list[str]]:
     runs["compare-smollm2"] = ["compare", "--model", "SmolLM2-135M-Instruct", "--dtype", "bfloat16", "-b", "3"]
     for name, kernels in _KERNELS.items():
         runs[f"kernels-{name}"] = ["bench", "kernels", *kernels, "--model", "Qwen2.5-7B"]
+    runs["kernels-experts"] = ["bench", "kernels", "experts*", "--model", "Qwen3-30B-A3B"]
     runs["kernels-gemm"] = ["bench", "kernels", "gemm_*", "--model", "Qwen2.5-7B", "--model", "Llama-3.1-8B", "--no-compile"]
     others = [word for model in ("Qwen2.5-7B", *_OTHERS) for word in ("--model", model)]
     linears = _KERNELS["linears"]

@@ -726,7 +726,10 @@ BLOCKS = {
         "the largest number of tokens in a step (`minirt bench prefill --beside`; the commands are in the results):",
     ),
     "kernels": Block(
-        tuple(f"h200-kernels-{name}" for name in ("rows", "linears", "mlp", "attention", "gemm", "others-attention", "others")),
+        tuple(
+            f"h200-kernels-{name}"
+            for name in ("rows", "linears", "mlp", "attention", "experts", "gemm", "others-attention", "others")
+        ),
         kernels_table, _KERNELS,
         "Each kernel alone, with a cold L2 cache (`minirt bench kernels`). The three speedups are over eager PyTorch · "
         "torch.compile · PyTorch's own kernel (cuBLAS, SDPA). A speedup marked \\* is over code that computes less than the "

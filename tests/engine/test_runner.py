@@ -20,6 +20,7 @@ from minirt.engine.buckets import (
 )
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.runner import Runner
+from minirt.engine.scheduler import MAX_SCORED_TOKENS
 from minirt.engine.step_input import KV_SPLIT, Batch, Chunk
 from minirt.engine.warmup import _prompts, sampling_kinds, warm_up_steps
 from minirt.kernels.attention import dispatch as attention
@@ -50,8 +51,15 @@ def test_prompts_fit_the_smallest_cache():
 
 
 def token_counts(limit):
-    """Of steps without single tokens beside prompts."""
-    return [sum(len(c.tokens) for c in step) for step in warm_up_steps(limit, 32768, 1)]
+    """Of steps without single tokens beside prompts. The same sizes come again, up to a limit, with logits of all tokens."""
+    steps = warm_up_steps(limit, 32768, 1)
+    counts = [sum(len(c.tokens) for c in step) for step in steps]
+    again = counts.index(1, 1)
+    own = counts[:again]
+    assert [sum(c.num_logits for c in step) for step in steps[again:]] == counts[again:]
+    assert max(counts[again:]) == min(limit, MAX_SCORED_TOKENS)
+    assert {count for count in own if count <= MAX_SCORED_TOKENS} == set(counts[again:])
+    return own
 
 
 def test_token_counts():

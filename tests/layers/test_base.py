@@ -159,8 +159,9 @@ def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
     monkeypatch.setattr("minirt.loading.memory.free_memory", lambda device: 80 << 30)
     register("mlp", "plain")(eager("mlp"))
     code, out, err = run("plan")
-    assert (code, out.splitlines()[-3]) == (0, "CUDA graphs: small steps"), err
-    assert out.splitlines()[-1].startswith("Fits: weights ")
+    assert code == 0, err
+    assert "CUDA graphs: small steps" in out.splitlines()
+    assert out.splitlines()[-1] == "Fits."
     out = run("plan", "--impl", "auto", "--impl", "*.mlp=plain")[1]
     assert "CUDA graphs: none, since layers.0.mlp runs as 'plain'" in out
     record = json.loads(run("plan", "--json", "--impl", "head=eager")[1])

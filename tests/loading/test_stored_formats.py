@@ -251,7 +251,7 @@ def test_blocks_run_on_triton_layers_on_a_gpu(style, quantized, monkeypatch):
     monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (8, 6))
     plan = plan_model(LoadOptions(model=written.folder)).plan
     reason = {row.layer: row.reason for row in plan.rows}["layers.0.mlp"]
-    assert "compute capability 8.6 is below 8.9 for fp8 weights" in reason
+    assert "compute capability 8.6 is below 8.9 for fp8 128x128 weights" in reason
 
 
 def test_memory_is_that_of_the_quantized_weights(quantized, monkeypatch):

@@ -435,7 +435,7 @@ def test_usual_special_tokens() -> None:
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quantization_config", "awq"]),
+    ("llama", {"quantization_config": {"quant_method": "aqlm", "bits": 2}}, ["quantization_config", "aqlm"]),
     ("llama", {"quantization_config": {}}, ["quantization_config", "unnamed"]),
     ("qwen2", {"compression_config": {"quant_method": "compressed-tensors"}}, ["compressed-tensors"]),
     ("llama", {"hidden_act": "relu"}, ["hidden_act", "relu"]),

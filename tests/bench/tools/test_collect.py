@@ -53,12 +53,12 @@ def test_every_kernel_is_measured():
 
 
 def test_what_pages_show_is_collected():
-    """All results except loading, which needs a checkpoint of 15 GB, and results of a CPU."""
+    """All results except loading, which needs a checkpoint of 15 GB, memory, which needs a GPU of its own, and those of a CPU."""
     from minirt.bench.tools import tables
 
     shown = {source for block in tables.BLOCKS.values() for source in block.sources}
     shown |= {source for picture in tables.PICTURES.values() for source in picture.sources}
-    left = {"h200-loading-bf16", "h200-loading-fp8", "cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
+    left = {"h200-loading-bf16", "h200-loading-fp8", "h200-memory", "cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
     runs = [f"h200-{name}" for name in collect.RUNS]
     assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
 

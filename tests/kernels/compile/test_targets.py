@@ -75,7 +75,7 @@ def test_compiles_as_meant(target):
         if name == "_gemv_int4_kernel":
             assert not r["flushes_denormals"], r  # its weights are denormal numbers
             # On later GPUs than Hopper, the kernel of one token with 4-bit weights keeps a few values in local memory.
-            assert r["stack"] <= (128 if name == "_gemv_int4_kernel" and cc >= 100 else 64), r
+            assert r["stack"] <= (256 if name == "_gemv_int4_kernel" and cc >= 100 else 64), r
         if "_sm90" in name:
             assert r["tma"], r
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
