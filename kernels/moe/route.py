@@ -2,7 +2,7 @@
 
 Two or three kernels, all on the device: the choice (one program for each token), with many tokens the number of tokens of each
 expert, and the list of tiles. A further kernel copies the tokens in the order of the list. All shapes depend only on the number
-of tokens, so CUDA graphs can hold them. A pair is one token with one of its experts: pair t · k + j is token t with its j-th
+of tokens, so CUDA graphs can hold them. A pair is a token and one of its k experts: pair t · k + j is token t with its j-th
 expert.
 
 With PDL, every kernel triggers after its wait. So a kernel that starts later finds the lists complete before its own wait.

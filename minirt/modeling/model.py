@@ -33,7 +33,7 @@ class Model:
 
     A layer object that appears more than once has one set of weights, and a cache for each place. Inserts a `Select` after the
     last attention layer (more exactly, the last layer with a `cache_spec`) unless the list has one. `formats` sets the formats
-    of the linear layers; a tied head that is quantized has its own copy of the weights.
+    of the linear layers; if a tied head is quantized, its weights are a copy of their own.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[Layer], formats: FormatChoice | None = None) -> None:

@@ -200,7 +200,34 @@ class _StatefulParser:
         return content(self._text) if self._text.strip() or not self._calls.count else []
 
 
-class HermesParser(_StatefulParser):
+class _JsonCallParser(_StatefulParser):
+    """A parser of calls that are JSON objects among content."""
+
+    _reader: _CallReader
+    _before: str  # what stood before the call, in case it is none
+
+    def _outside(self) -> list[Event] | None:
+        """The state between calls."""
+        raise NotImplementedError
+
+    def _after_call(self) -> list[Event] | None:
+        """The state at the end of a call."""
+        raise NotImplementedError
+
+    def _call(self) -> list[Event] | None:
+        if not self._text:
+            return None
+        events, used, status = self._reader.feed(self._text)
+        self._text = self._text[used:]
+        if status is _MORE:
+            return events
+        self._state = self._after_call if status is _DONE else self._outside
+        if status is _BAD and not self._reader.started:
+            events += content(self._before + self._reader.consumed)
+        return events
+
+
+class HermesParser(_JsonCallParser):
     """Format `hermes`."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -216,19 +243,7 @@ class HermesParser(_StatefulParser):
             self._state = self._call
         return events if events or marker else None
 
-    def _call(self) -> list[Event] | None:
-        if not self._text:
-            return None
-        events, used, status = self._reader.feed(self._text)
-        self._text = self._text[used:]
-        if status is _MORE:
-            return events
-        self._state = self._after if status is _DONE else self._outside
-        if status is _BAD and not self._reader.started:
-            events += content(self._before + self._reader.consumed)
-        return events
-
-    def _after(self) -> list[Event] | None:
+    def _after_call(self) -> list[Event] | None:
         text = self._text.lstrip()
         if text.startswith(self._CLOSE):
             self._text = text[len(self._CLOSE) :]
@@ -380,18 +395,18 @@ class Qwen3CoderParser(_StatefulParser):
         return content(self._text if self._started else self._raw + self._text)
 
 
-class Llama3Parser(_StatefulParser):
+class Llama3Parser(_JsonCallParser):
     """Format `llama3_json`. A JSON object is a call if the answer begins with it, and its name is that of a tool."""
 
     _TAG = "<|python_tag|>"
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
         super().__init__(tools, new_id)
-        self._state = self._beginning
+        self._state = self._after_call
         self._before = ""
 
-    def _beginning(self) -> list[Event] | None:
-        """White space (and after a call also separators), then a call; or else content."""
+    def _after_call(self) -> list[Event] | None:
+        """At the beginning, too: white space (and after a call also separators), then a call; or else content."""
         text = self._text.lstrip(" \t\r\n;," if self._calls.count else " \t\r\n")
         if self._TAG.startswith(text) and text != self._TAG:
             return None
@@ -403,18 +418,6 @@ class Llama3Parser(_StatefulParser):
         self._reader = _CallReader(self._calls, self._tools)
         self._state = self._call
         return []
-
-    def _call(self) -> list[Event] | None:
-        if not self._text:
-            return None
-        events, used, status = self._reader.feed(self._text)
-        self._text = self._text[used:]
-        if status is _MORE:
-            return events
-        self._state = self._beginning if status is _DONE else self._outside
-        if status is _BAD and not self._reader.started:
-            events += content(self._before + self._reader.consumed)
-        return events
 
     def _outside(self) -> list[Event] | None:
         events, marker = self._content([self._TAG])
