@@ -28,11 +28,9 @@ _MAX_NOTED = 1000  # names of unknown fields that are remembered
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of `minirt serve` that are not about loading; docs/serving.md describes them."""
+    """The options of `minirt serve` that are about neither loading nor the address; docs/serving.md describes them."""
 
     model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     metrics_need_key: bool = False
