@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from minirt.errors import MinirtError
-from minirt.server import admin, chat, completions, tokenization
+from minirt.server import admin, chat, completions, page, tokenization
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
 # "METHOD path" → handler. Each module of an API has its own.
-ROUTES: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES | tokenization.ROUTES | admin.ROUTES
-_PUBLIC = ("/health", "/ping")  # paths that need no API key
+ROUTES: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES | tokenization.ROUTES | admin.ROUTES | page.ROUTES
+_PUBLIC = ("/", "/health", "/ping")  # paths that need no API key
 _QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, which are asked all the time
 
 
