@@ -14,8 +14,8 @@ from minirt.server.front import Front
 def content() -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """The page and its headers.
 
-    The browser runs no script and applies no style but the page's own, by their hashes, and connects to this server alone. Texts of
-    the model cannot become markup: with `require-trusted-types-for` the browser refuses it.
+    The browser runs no script and applies no style but the page's own, which it knows by their hashes, and connects to this server
+    alone. With `require-trusted-types-for` it refuses to make markup of texts.
     """
     data = Path(__file__).with_name("page.html").read_bytes()
 

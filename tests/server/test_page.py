@@ -75,14 +75,17 @@ def test_it_uses_nothing_of_another_origin():
     assert re.findall(r"<link[^>]*>", PAGE) == ['<link rel="icon" href="data:,">']
 
 
-@pytest.mark.parametrize("sink", ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "srcdoc",
-                                  "setHTML", "eval(", "Function(", "localStorage", "document.cookie", "createContextualFragment"])  # fmt: skip
+@pytest.mark.parametrize("sink", [
+    "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "srcdoc", "setHTML", "eval(", "Function(",
+    "localStorage", "document.cookie", "createContextualFragment",
+])  # fmt: skip
 def test_texts_of_the_model_cannot_become_markup_and_nothing_outlives_the_tab(sink):
     assert sink not in SCRIPT
 
 
 def test_its_ids_exist():
-    used = set(re.findall(r'\$\("([\w-]+)"\)', SCRIPT)) | set(re.findall(r'"(\w+)"', re.search(r"SAMPLING = \[(.*?)\]", SCRIPT)[1]))
+    settings = re.search(r"SAMPLING = \[(.*?)\]", SCRIPT)[1]
+    used = set(re.findall(r'\$\("([\w-]+)"\)', SCRIPT)) | set(re.findall(r'"(\w+)"', settings))
     assert len(used) > 20
     assert used <= set(re.findall(r'\sid="([\w-]+)"', PAGE))
     labelled = re.findall(r"<label>[^<]*<(?:input|textarea) id", PAGE)
