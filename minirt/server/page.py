@@ -14,7 +14,7 @@ from minirt.server.front import Front
 def content() -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """The page and its headers.
 
-    The browser runs no script and applies no style but the page's own, which it knows by their hashes, and connects to this server
+    The browser runs no script and applies no style but the page's own, which it knows by their hashes. It connects to this server
     alone. With `require-trusted-types-for` it refuses to make markup of texts.
     """
     data = Path(__file__).with_name("page.html").read_bytes()
