@@ -225,6 +225,23 @@ def others_table(records: Records) -> str:
     return table(["decode step, ms", *(text for form in FORMATS for text in (title_of(form), "% of memory bandwidth"))], rows)
 
 
+def formats_table(records: Records) -> str:
+    """Steps and prompts of one model with each stored format of its weights."""
+    columns = list(dict.fromkeys(name.split("-", 2)[2] for name in records))  # h200-decode-fp8-blocks
+    found: dict[str, list[list[str]]] = {}
+    for name, record in records.items():
+        column = columns.index(name.split("-", 2)[2])
+        for row in record["results"]:
+            if record["benchmark"] == "decode":
+                line, time, share = f"decode step, batch {row['batch_size']}", row["step_s"], row["share_of_limit"]
+            else:
+                line, time, share = f"prompt of {row['input_len']}", row["time_to_first_token_s"], row["share_of_matmul_ceiling"]
+            cells = found.setdefault(line, [[NONE, NONE] for _ in columns])
+            cells[column] = [milliseconds(time["median"] * 1e3), f"{share:.0%}"]
+    heads = [head for column in columns for head in (column, "% of limit")]
+    return table(["ms", *heads], [[line, *(cell for pair in cells for cell in pair)] for line, cells in found.items()])
+
+
 # --- idle time, power, start-up, loading, techniques ---
 
 
@@ -708,6 +725,7 @@ class Block(NamedTuple):
 _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000")
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
+_STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
     "vllm": Block(_STEPS + _PROMPTS, vllm_table, README, names=False),
@@ -719,6 +737,12 @@ BLOCKS = {
     "others": Block(
         tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table, _MODELS,
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
+    ),
+    "formats": Block(
+        tuple(f"h200-{kind}-{name}" for kind in ("decode", "prefill") for name in _STORED_FORMATS), formats_table, _MODELS,
+        "Qwen2.5-7B with quantized weights, random values. `fp8-blocks` has a scale for each 128 × 128 weights, `fp8-channels` "
+        "(compressed-tensors) one for each output channel, and `fp8-odd-widths` is `fp8-blocks` with widths that are no "
+        "multiples of a tile (`bench/tools/stored_format.py`); the LM head is in bf16:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
