@@ -329,6 +329,31 @@ def loading_table(records: Records) -> str:
     return table([*names, "GPU memory after loading, GB", "peak GPU memory to first tokens, GB"], rows)
 
 
+def served_table(records: Records) -> str:
+    """The server beside the engine alone."""
+    columns, lines = [], {}
+    for record in records.values():
+        (row,) = record["results"]
+        columns.append(title_of(format_of(record)))
+        busy, offline = row["busy"]["output_throughput"], row["offline"]["output_tokens_per_s"]
+        own = {
+            "offline, output tokens/s": f"{offline:,.0f}",
+            "served with 256 in flight, output tokens/s": f"{busy:,.0f} ({busy / offline:.1%})",
+            "left of a CPU in the busiest client process": f"{row['busy']['client']['headroom']:.0%}",
+            "between tokens, `Generator.stream`, ms": milliseconds(row["stream"]["median_itl_ms"]),
+            "between tokens, one served stream, ms": milliseconds(row["one"]["median_itl_ms"]),
+            "first token, one request at a time: median · p99, ms": _median_and_p99(row["unloaded"]),
+            "first token at half the rate: median · p99, ms": _median_and_p99(row["half"]),
+        }
+        for name, cell in own.items():
+            lines.setdefault(name, []).append(cell)
+    return table(["Qwen2.5-7B, random weights", *columns], [[name, *cells] for name, cells in lines.items()])
+
+
+def _median_and_p99(row: Result) -> str:
+    return f"{milliseconds(row['median_ttft_ms'])} · {milliseconds(row['p99_ttft_ms'])}"
+
+
 def memory_table(records: Records) -> str:
     """What models take of a GPU of which another process holds the rest, and how long the workloads took."""
     (record,) = records.values()
@@ -800,6 +825,11 @@ BLOCKS = {
     ),
     "loading": Block(
         ("h200-loading-bf16", "h200-loading-fp8"), loading_table, _SYSTEM, "Loading a checkpoint (`bench/tools/loading.py`):"
+    ),
+    "served": Block(
+        ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,
+        "`minirt serve` beside the engine without a server (`bench/tools/served.py`): 1,000 requests of 32 to 512 prompt tokens and "
+        "32 to 256 new tokens, streamed:",
     ),
     "memory": Block(
         ("h200-memory",), memory_table, _SYSTEM,
