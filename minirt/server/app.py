@@ -17,8 +17,9 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
-# "METHOD path" → handler. Each module of an API has its own.
-ROUTES: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES | tokenization.ROUTES | admin.ROUTES
+# "METHOD path" → handler. Each module of an API has its own. Those that generate have a time limit.
+_GENERATE: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES
+ROUTES: Mapping[str, Handler] = {**_GENERATE, **tokenization.ROUTES, **admin.ROUTES}
 _PUBLIC = ("/health", "/ping")  # paths that need no API key
 _QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, which are asked all the time
 
@@ -86,7 +87,7 @@ class App:
             if methods is None:
                 raise HTTPError(404, "there is no such path", found=exchange.path[:200])
             raise HTTPError(405, "the path does not have this method", expected=" or ".join(methods), found=exchange.method)
-        timeout = self._options.request_timeout if handler in _LIMITED else None
+        timeout = self._options.request_timeout if handler in _GENERATE.values() else None
         async with asyncio.timeout(timeout):
             await handler(self._front, exchange)
 
@@ -123,6 +124,3 @@ class App:
             "ms": round((time.perf_counter() - exchange.started) * 1e3, 1),
         }  # fmt: skip
         sys.stderr.write(encode_json(line | exchange.log).decode() + "\n")
-
-
-_LIMITED = {handler for routes in (chat.ROUTES, completions.ROUTES) for handler in routes.values()}
