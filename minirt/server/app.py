@@ -11,14 +11,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from minirt.errors import MinirtError
-from minirt.server import admin, chat, completions, page, tokenization
+from minirt.server import admin, chat, completions, page, responses, tokenization
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
-# "METHOD path" → handler. Each module of an API has its own.
-ROUTES: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES | tokenization.ROUTES | admin.ROUTES | page.ROUTES
+# "METHOD path" → handler. Each module of an API has its own. Those that generate have a time limit.
+_GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES}
+ROUTES: Mapping[str, Handler] = {**_GENERATE, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
 _PUBLIC = ("/", "/health", "/ping")  # paths that need no API key
 _QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, which are asked all the time
 
@@ -81,12 +82,13 @@ class App:
             self._check_key(exchange)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         handler = self._routes.get((method, exchange.path)) or admin.model_route(method, exchange.path)
+        handler = handler or responses.stored_route(exchange.path)
         if handler is None:
             methods = self._methods.get(exchange.path)
             if methods is None:
                 raise HTTPError(404, "there is no such path", found=exchange.path[:200])
             raise HTTPError(405, "the path does not have this method", expected=" or ".join(methods), found=exchange.method)
-        timeout = self._options.request_timeout if handler in _LIMITED else None
+        timeout = self._options.request_timeout if handler in _GENERATE.values() else None
         async with asyncio.timeout(timeout):
             await handler(self._front, exchange)
 
@@ -123,6 +125,3 @@ class App:
             "ms": round((time.perf_counter() - exchange.started) * 1e3, 1),
         }  # fmt: skip
         sys.stderr.write(encode_json(line | exchange.log).decode() + "\n")
-
-
-_LIMITED = {handler for routes in (chat.ROUTES, completions.ROUTES) for handler in routes.values()}

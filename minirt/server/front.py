@@ -149,13 +149,13 @@ class Front:
         """The running requests of a call; see `Generation`."""
         return Generation(self.engine, call, self.metrics, self.generations, interval, on_slow)
 
-    def note_unknown(self, names: Sequence[str]) -> None:
-        """Write the names of unknown fields to the log, each once."""
+    def note_unknown(self, names: Sequence[str], what: str = "unknown fields of requests") -> None:
+        """Write to the log that something is ignored, each name once."""
         new = [name for name in names if name not in self._noted][: _MAX_NOTED - len(self._noted)]
         if new:
             self._noted.update(new)
             shown = ", ".join(printable(name[:80]) for name in new)
-            sys.stderr.write(f"minirt: unknown fields of requests are ignored: {shown}\n")
+            sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
