@@ -1,4 +1,4 @@
-"""`minirt serve` beside the same engine without a server: `python bench/tools/served.py [--model PRESET] [--fp8]`. Prints JSON.
+"""`minirt serve` beside the same engine without a server: `python bench/tools/served.py PRESET [--fp8]`. Prints JSON.
 
 Random weights, and a tokenizer with as many made-up tokens as the model's, because detokenizing costs the server time. Measured:
 
@@ -69,7 +69,8 @@ def stream_alone(model: list[str]) -> list[float]:
     """Seconds between the tokens of `Generator.stream`, in this process."""
     from minirt import Generator, SamplingParams
 
-    gaps, draw = [], random.Random(0)
+    gaps: list[float] = []
+    draw = random.Random(0)
     quantization = "fp8" if "--fp8" in model else None
     with Generator.from_pretrained(model[1], random_weights=True, quantization=quantization, max_num_seqs=256) as generator:
         for _ in range(ONE_REQUESTS):
@@ -114,14 +115,15 @@ def served(model: list[str], processes: str) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="Qwen2.5-7B", metavar="PRESET")
+    parser.add_argument("model", metavar="PRESET")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--processes", default="6", help="processes that send requests")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), options.model)
         model = ["--model", name, "--random-weights", *(["--fp8"] if options.fp8 else [])]
-        offline = minirt("throughput", *model, "--max-num-seqs", IN_FLIGHT, "-n", REQUESTS, *LENGTHS, "--skip-check", "--repeats", "1")
+        engine = [*model, "--max-num-seqs", IN_FLIGHT, "--skip-check", "--repeats", "1"]
+        offline = minirt("throughput", *engine, "-n", REQUESTS, *LENGTHS)
         found = served(model, options.processes)
         gaps = stream_alone(model)
     from minirt.bench.report import machine

@@ -331,7 +331,8 @@ def loading_table(records: Records) -> str:
 
 def served_table(records: Records) -> str:
     """The server beside the engine alone."""
-    columns, lines = [], {}
+    columns: list[str] = []
+    lines: dict[str, list[str]] = {}
     for record in records.values():
         (row,) = record["results"]
         columns.append(title_of(format_of(record)))
@@ -828,8 +829,8 @@ BLOCKS = {
     ),
     "served": Block(
         ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,
-        "`minirt serve` beside the engine without a server (`bench/tools/served.py`): 1,000 requests of 32 to 512 prompt tokens and "
-        "32 to 256 new tokens, streamed:",
+        "`minirt serve` beside the engine without a server (`bench/tools/served.py`): 1,000 requests of 32 to 512 prompt tokens "
+        "and 32 to 256 new tokens, streamed:",
     ),
     "memory": Block(
         ("h200-memory",), memory_table, _SYSTEM,
