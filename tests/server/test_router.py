@@ -1,7 +1,7 @@
 """Two servers behind smg, a router from the package index: requests are spread, and a worker that ends or dies stops nobody else.
 
-Catches an endpoint or a field that the router needs and the server lacks, a `/health` that says 200 while the server ends, and a
-killed worker whose engine stays behind.
+Catches an endpoint or a field that the router needs and the server lacks, a status of a server that ends for which the router
+does not try another server, answers that are cut off at the end, and a killed worker whose engine stays behind.
 """
 
 import asyncio
