@@ -24,7 +24,6 @@ from minirt.text.json_checker import completed
 from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
 
 _PATH = "/v1/messages"
-_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config.format"}
 _ERROR_TYPES = {
     401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error",
     503: "overloaded_error", 504: "timeout_error",
@@ -37,7 +36,9 @@ Own = TypeVar("Own", bound=CountTokensRequest)
 async def messages(front: Front, exchange: Exchange) -> None:
     request = await _read(front, exchange, MessagesRequest)
     conversation = conversation_of(front, request)
-    ready = await prepare(front, conversation, request, _NAMES, max_tokens=request.max_tokens, grammar=grammar_of(request))
+    names = {} if request.stop_sequences is None else {"stop": "stop_sequences"}
+    names |= {} if request.structured_outputs else {"structured_outputs": "output_config.format"}
+    ready = await prepare(front, conversation, request, names, max_tokens=request.max_tokens, grammar=grammar_of(request))
     answer = _Answer(f"msg_{exchange.id}", front.options.names[0], request)
     if request.stream:
         await stream_reply(front, exchange, ready.call, ready.plan, _Events(answer))

@@ -145,7 +145,7 @@ def completed(text: str) -> str:
     could go on. A text that does not begin like an object becomes {}.
     """
     checker, shown, end, closing = JsonChecker(), list[str](), 0, ""
-    for character in text.strip():
+    for character in text.lstrip():
         separates = character == "," and not checker.in_string  # a number before it is complete now
         if checker.done or not checker.push(character):
             break

@@ -1,7 +1,7 @@
-"""/v1/messages, read by Anthropic's own client: the front beside a fake engine that sends hand-written answers, and a real server.
+"""/v1/messages, read by Anthropic's own client: the front beside a fake engine with hand-written answers, and a real server.
 
-Catches blocks that streams and whole answers show differently, a part of a conversation that the model does not see, a wrong reason
-for the end, and errors in a form that the client cannot read, wherever they arise.
+Catches blocks that streams and whole answers show differently, a part of a conversation that the model does not see, a wrong
+reason for the end, and errors in a form that the client cannot read, wherever they arise.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ SHOWN = (
     "{% if tools %}{{ tools | tojson }}{{ '\\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}{% if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}: {{ m.content }}"
     "{% if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}"
-    "{% for call in m.tool_calls or [] %} {{ call.id }}={{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% for call in m.tool_calls or [] %} {{ call.id }}={{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% endfor %}"
     "{{ '\\n' }}{% endfor %}"
 )
 SWITCH = "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}"
@@ -241,7 +242,9 @@ def test_numbers_of_an_input_are_those_of_the_model(folders):
 def test_stop_sequences(folders):
     async def scenario(side):
         text = "one two three four"
-        for stops, expected, which in ((["x", "o three"], "one tw", "o three"), (["four", "two"], "one ", "two"), (["x"], text, None)):
+        for stops, expected, which in (
+            (["x", "o three"], "one tw", "o three"), (["four", "two"], "one ", "two"), (["x"], text, None),
+        ):  # fmt: skip
             reason = "end_turn" if which is None else "stop_sequence"
             for found in (await side.create(text, stop_sequences=stops), await side.streamed(text, stop_sequences=stops)):
                 assert (blocks(found), found.stop_reason, found.stop_sequence) == ([expected], reason, which)
@@ -388,7 +391,8 @@ def test_what_is_ignored_is_in_the_log_once(folders, capfd):
 
     run(folders / "hermes", scenario)
     err = capfd.readouterr().err
-    for name in ("tools[web_search_20250305]", "tools[].eager_input_streaming", "context_management", "output_config.effort", "speed"):
+    names = ("tools[web_search_20250305]", "tools[].eager_input_streaming", "context_management", "output_config.effort", "speed")
+    for name in names:
         assert err.count(name) == 1, name
     assert "metadata" not in err
     assert "cache_control" not in err
@@ -441,12 +445,16 @@ def test_an_error_later_is_an_event_that_the_client_raises(folders):
         stream = asyncio.create_task(side.client.messages.create(**_body({"stream": True})))
         await side.engine.until(lambda e: e.requests)
         side.engine.send(TokenOutput(side.last.id, tuple(side.front.tokenizer.encode_plain("a")), None))
-        found = []
-        with pytest.raises(anthropic.APIStatusError) as error:
-            async for event in await stream:
+        found, events = [], await stream
+
+        async def read():
+            async for event in events:
                 if not found:
                     side.engine.send(TokenOutput(side.last.id, (), "error", NumericsError("NaN")))
                 found.append(event.type)
+
+        with pytest.raises(anthropic.APIStatusError) as error:
+            await read()
         assert (error.value.type, error.value.api_message) == ("api_error", "NaN")
         assert found[0] == "message_start"
         assert "message_stop" not in found
@@ -460,12 +468,14 @@ def test_errors_before_the_endpoint(folders):
     async def scenario(side):
         key = {"x_api_key": "one"}
         for data, status, kind in (
-            (message({}, PATH), 401, "authentication_error"), (message({}, COUNT, x_api_key="three"), 401, "authentication_error"),
+            (message({}, PATH), 401, "authentication_error"),
+            (message({}, COUNT, x_api_key="three"), 401, "authentication_error"),
             (message({}, PATH, authorization="Bearer three"), 401, "authentication_error"),
             (message({}, PATH, authorization="one"), 401, "authentication_error"),
             (message({}, "/v1/messages/batches", **key), 404, "not_found_error"),
             (message({}, PATH, "GET", **key), 405, "invalid_request_error"),
-            (message(b"x" * 5000, PATH, **key), 413, "request_too_large"), (message(b"{", PATH, **key), 400, "invalid_request_error"),
+            (message(b"x" * 5000, PATH, **key), 413, "request_too_large"),
+            (message(b"{", PATH, **key), 400, "invalid_request_error"),
             (message(_body({"model": "other"}), COUNT, authorization="Bearer two"), 404, "not_found_error"),
             (message({}, PATH, x_api_key="three", authorization="bearer two"), 400, "invalid_request_error"),
             (message({}, PATH, authorization="Bearer three", **key), 400, "invalid_request_error"),
