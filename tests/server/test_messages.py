@@ -5,34 +5,29 @@ reason for the end, and errors in a form that the client cannot read, wherever t
 """
 
 import asyncio
-import contextlib
 import json
-import shutil
 
 import anthropic
 import pytest
-from support.server import answer, front, message
+from support.chats import Model, model_folders
+from support.server import answer, message
 
-from minirt import Generator, SamplingParams, models
+from minirt import Generator, SamplingParams
 from minirt.engine.request import TokenOutput
 from minirt.errors import EngineError, NumericsError, QueueFullError
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-SHOWN = (
+SHOWN = (  # a template that shows all parts of a conversation
     "{% if tools %}{{ tools | tojson }}{{ '\\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}{% if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}: {{ m.content }}"
     "{% if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}"
     "{% for call in m.tool_calls or [] %} {{ call.id }}={{ call.function.name }}{{ call.function.arguments | tojson }}"
-    "{% endfor %}"
-    "{{ '\\n' }}{% endfor %}"
+    "{% endfor %}{{ '\\n' }}{% endfor %}{# <tool_call> #}{% if add_generation_prompt %}bot:{% endif %}"
 )
-SWITCH = "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}"
-TEMPLATES = {
-    "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-    "hermes": SHOWN + "{# <tool_call> #}{% if add_generation_prompt %}bot:{% endif %}",
-    "thinks": SHOWN + "{# <tool_call> <think></think> #}{% if add_generation_prompt %}bot:{% endif %}",
-    "opens": SHOWN + "{# <tool_call> #}{% if add_generation_prompt %}bot:" + SWITCH + "{% endif %}",
-}
+SWITCH = (  # one that opens the reasoning unless it is told not to
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}"
+)
 USER = [{"role": "user", "content": "Weather?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "Tells it.", "input_schema": CITY}
@@ -44,69 +39,45 @@ NOW_CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Template's name → the embedded model with this template."""
-    root = tmp_path_factory.mktemp("models")
-    for name, template in TEMPLATES.items():
-        shutil.copytree(models.embedded(), root / name)
-        path = root / name / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    return root
+    return model_folders(tmp_path_factory.mktemp("models"), shown=SHOWN, switch=SWITCH)
 
 
-def run(folder, scenario, **options):
-    async def main():
-        async with front(folder, **options) as (this, engine, ask):
-            reader, writer = await ask(message(b"", "/health", "GET"))
-            await answer(reader)
-            host, port = writer.get_extra_info("peername")
-            url = f"http://{host}:{port}"
-            async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
-                await scenario(Side(this, engine, ask, client))
-
-    asyncio.run(main())
-
-
-class Side:
-    """Asks the front with Anthropic's client, and answers in place of the engine."""
-
-    def __init__(self, this, engine, ask, client):
-        self.front, self.engine, self.ask, self.client = this, engine, ask, client
-
-    async def _generate(self, text, reason, together, cached):
-        before = len(self.engine.requests)
-        await self.engine.until(lambda e: len(e.requests) > before)
-        tokenizer, request = self.front.tokenizer, self.engine.requests[-1]
-        ids = tokenizer.encode_plain(text) + ([0] if reason == "stop" else [])  # the token that ends a text is not part of it
-        for i in range(0, len(ids), together):
-            last = i + together >= len(ids)
-            self.engine.send(TokenOutput(request.id, tuple(ids[i : i + together]), reason if last else None, num_cached=cached))
-            await asyncio.sleep(0)
-
-    @contextlib.asynccontextmanager
-    async def answering(self, text, reason="stop", together=1, cached=0):
-        """A context in which the engine answers one request with `text`."""
-        task = asyncio.create_task(self._generate(text, reason, together, cached))
-        await asyncio.sleep(0)
-        try:
-            yield
-            await task
-        finally:
-            task.cancel()
+class Messages(Model):
+    @staticmethod
+    def connect(url):
+        return anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20)
 
     async def create(self, text, reason="stop", cached=0, **fields):
         """The whole message, if the model answers with `text`."""
-        async with self.answering(text, reason, 1000, cached):
-            return await self.client.messages.create(**_body(fields))
+        asking = self.client.messages.create(**_body(fields))
+        return await self.answered(asking, text, reason=reason, together=1000, cached=cached)
 
     async def streamed(self, text, reason="stop", together=1, cached=0, **fields):
         """The same message as a stream, added up by the client."""
-        async with self.answering(text, reason, together, cached), self.client.messages.stream(**_body(fields)) as stream:
-            return await stream.get_final_message()
+
+        async def asking():
+            async with self.client.messages.stream(**_body(fields)) as stream:
+                return await stream.get_final_message()
+
+        return await self.answered(asking(), text, reason=reason, together=together, cached=cached)
 
     async def events(self, text, **fields):
         """The events of a stream."""
-        async with self.answering(text):
+
+        async def asking():
             return [event async for event in await self.client.messages.create(**_body(fields), stream=True)]
+
+        return await self.answered(asking(), text)
+
+    async def asked(self, text, data):
+        """Status and body of the answer to an HTTP request."""
+
+        async def asking():
+            reader, _ = await self.ask(data)
+            status, _, body = await answer(reader)
+            return status, body
+
+        return await self.answered(asking(), text)
 
     async def refused(self, **fields):
         """The message of the error of a request."""
@@ -115,14 +86,8 @@ class Side:
         assert error.value.type == "invalid_request_error"
         return error.value.api_message
 
-    @property
-    def last(self):
-        """The last request that reached the engine."""
-        return self.engine.requests[-1]
 
-    @property
-    def prompt(self):
-        return self.front.tokenizer.decode(self.last.prompt_token_ids, skip_special_tokens=False)
+run = Messages.run
 
 
 def _body(fields):
@@ -147,7 +112,7 @@ def blocks(found):
     return shown
 
 
-# model, its answer, the blocks, the reason of the end
+# template, the answer, the blocks, the reason of the end
 ANSWERS = [
     ("plain", "Hello, <think> and é.\n", ["Hello, <think> and é.\n"], "end_turn"),
     ("plain", "", [], "end_turn"),
@@ -158,34 +123,34 @@ ANSWERS = [
     ("thinks", f"<think>\nIt is {NOW_CALL}.\n</think>\n\nSo {CALL}",
      [("thinking", f"It is {NOW_CALL}."), "So", ("weather", {"city": "Zürich", "days": 3})], "tool_use"),
     ("thinks", "Nothing to think about.", ["Nothing to think about."], "end_turn"),
-    ("opens", "Hm, é\n</think>\nYes.", [("thinking", "Hm, é"), "Yes."], "end_turn"),
+    ("switch", "Hm, é\n</think>\nYes.", [("thinking", "Hm, é"), "Yes."], "end_turn"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "text", "expected", "reason"), ANSWERS)
-def test_streams_and_whole_answers_are_the_same(folders, model, text, expected, reason):
-    tools = {"tools": TOOLS} if model != "plain" else {}
+@pytest.mark.parametrize(("name", "text", "expected", "reason"), ANSWERS)
+def test_streams_and_whole_answers_are_the_same(folders, name, text, expected, reason):
+    tools = {"tools": TOOLS} if name in ("hermes", "thinks") else {}
 
-    async def scenario(side):
-        found = await side.create(text, **tools)
-        shown = [own.strip() if isinstance(own, str) and model != "plain" else own for own in blocks(found)]
+    async def scenario(model):
+        found = await model.create(text, **tools)
+        shown = [own.strip() if isinstance(own, str) and tools else own for own in blocks(found)]
         assert (shown, found.stop_reason, found.stop_sequence) == (expected, reason, None)
         assert (found.type, found.role, found.model) == ("message", "assistant", "fake")
         for together in (1, 2, 7, 1000):
-            streamed = await side.streamed(text, together=together, **tools)
+            streamed = await model.streamed(text, together=together, **tools)
             assert blocks(streamed) == blocks(found)
             assert (streamed.stop_reason, streamed.stop_sequence) == (reason, None)
             assert streamed.usage == found.usage
             assert streamed.id.startswith("msg_")
 
-    run(folders / model, scenario)
+    run(folders[name], scenario)
 
 
 def test_the_events_of_a_stream(folders):
     """In the order of Anthropic's API: a block stops before the next one starts."""
 
-    async def scenario(side):
-        found = await side.events(f"<think>a</think>b {NOW_CALL}", tools=TOOLS)
+    async def scenario(model):
+        found = await model.events(f"<think>a</think>b {NOW_CALL}", tools=TOOLS)
         start, *middle, delta, stop = found
         assert (start.type, start.message.content, start.message.stop_reason) == ("message_start", [], None)
         assert start.message.usage.input_tokens > 0
@@ -205,59 +170,57 @@ def test_the_events_of_a_stream(folders):
         assert [block.type for block in starts] == ["thinking", "text", "tool_use"]
         assert (starts[0].thinking, starts[1].text, starts[2].input) == ("", "", {})
 
-    run(folders / "thinks", scenario)
+    run(folders["thinks"], scenario)
 
 
 def test_an_answer_that_is_cut_off(folders):
     """The input of a cut call has the values that are complete. A full context is another reason than max_tokens."""
 
-    async def scenario(side):
-        count = len(side.front.tokenizer.encode_plain("x"))
+    async def scenario(model):
+        count = len(model.tokenizer.encode_plain("x"))
         for cut, expected in (("rich", {}), (', "days"', {"city": "Zürich"}), ("3}", {"city": "Zürich"})):
             text = CALL.partition(cut)[0] + ("3" if cut == "3}" else "")
-            count = len(side.front.tokenizer.encode_plain(text))
+            count = len(model.tokenizer.encode_plain(text))
             for limit, reason in ((count, "max_tokens"), (count + 1, "model_context_window_exceeded")):
-                found = await side.create(text, "length", tools=TOOLS, max_tokens=limit)
+                found = await model.create(text, "length", tools=TOOLS, max_tokens=limit)
                 assert (blocks(found), found.stop_reason) == ([("weather", expected)], reason)
-                assert (await side.streamed(text, "length", tools=TOOLS, max_tokens=limit)).stop_reason == reason
-        found = await side.create("<think>so", "length", tools=TOOLS, max_tokens=count)
+                assert (await model.streamed(text, "length", tools=TOOLS, max_tokens=limit)).stop_reason == reason
+        found = await model.create("<think>so", "length", tools=TOOLS, max_tokens=count)
         assert blocks(found) == ["<think>so"]
 
-    run(folders / "hermes", scenario)
+    run(folders["hermes"], scenario)
 
 
 def test_numbers_of_an_input_are_those_of_the_model(folders):
     """They pass as text: no float in between changes them, and what is too large for one stays."""
     text = '<tool_call>{"name": "now", "arguments": {"a": 123456789012345678901234567890, "b": 0.10, "c": 1e999}}</tool_call>'
 
-    async def scenario(side):
-        reader, _ = await side.ask(message(_body({"tools": TOOLS}), PATH))
-        async with side.answering(text):
-            _, _, body = await answer(reader)
+    async def scenario(model):
+        _, body = await model.asked(text, message(_body({"tools": TOOLS}), PATH))
         assert b'{"a": 123456789012345678901234567890, "b": 0.10, "c": 1e999}' in body
 
-    run(folders / "hermes", scenario)
+    run(folders["hermes"], scenario)
 
 
 def test_stop_sequences(folders):
-    async def scenario(side):
+    async def scenario(model):
         text = "one two three four"
         for stops, expected, which in (
             (["x", "o three"], "one tw", "o three"), (["four", "two"], "one ", "two"), (["x"], text, None),
         ):  # fmt: skip
             reason = "end_turn" if which is None else "stop_sequence"
-            for found in (await side.create(text, stop_sequences=stops), await side.streamed(text, stop_sequences=stops)):
+            for found in (await model.create(text, stop_sequences=stops), await model.streamed(text, stop_sequences=stops)):
                 assert (blocks(found), found.stop_reason, found.stop_sequence) == ([expected], reason, which)
         # One that ends an answer with a call is still the reason.
-        found = await side.create(f"{NOW_CALL} END", stop_sequences=["END"], tools=TOOLS)
+        found = await model.create(f"{NOW_CALL} END", stop_sequences=["END"], tools=TOOLS)
         assert (blocks(found), found.stop_reason) == ([("now", {})], "stop_sequence")
-        assert (await side.refused(stop_sequences=[""])).startswith("stop_sequences")
+        assert (await model.refused(stop_sequences=[""])).startswith("stop_sequences")
 
-    run(folders / "hermes", scenario)
+    run(folders["hermes"], scenario)
 
 
 def test_what_the_model_sees_of_a_conversation(folders):
-    async def scenario(side):
+    async def scenario(model):
         marked = {"cache_control": {"type": "ephemeral"}}
         conversation = [
             {"role": "user", "content": [{"type": "text", "text": "a"} | marked, {"type": "text", "text": "b"}]},
@@ -276,45 +239,45 @@ def test_what_the_model_sees_of_a_conversation(folders):
         ]  # fmt: skip
         system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1a2b3;"},
                   {"type": "text", "text": "You are"} | marked, {"type": "text", "text": "kind."}]  # fmt: skip
-        await side.create("e", messages=conversation, system=system, tools=[WEATHER | marked])
+        await model.create("e", messages=conversation, system=system, tools=[WEATHER | marked])
         function = {"name": "weather", "description": "Tells it.", "parameters": CITY}
-        assert side.prompt == (
+        assert model.prompt == (
             json.dumps([{"type": "function", "function": function}]) + "\nsystem: You are\nkind.\nuser: a\nb\nc\n"
             'assistant: Let me see. (hm) t1=now{} t2=weather{"city": "Zürich"}\n'
             "tool[t1]: noon\ntool[t2]: Error: no\nrain\nuser: d\nassistant:  t3=now{}\ntool[t3]: \nbot:"
         )
-        await side.create("e", system="Be kind.")
-        assert side.prompt == "system: Be kind.\nuser: Weather?\nbot:"
-        await side.create("e", system=system[:1])
-        assert side.prompt == "user: Weather?\nbot:"
+        await model.create("e", system="Be kind.")
+        assert model.prompt == "system: Be kind.\nuser: Weather?\nbot:"
+        await model.create("e", system=system[:1])
+        assert model.prompt == "user: Weather?\nbot:"
         # The model goes on with the assistant's last message.
-        found = await side.create(" two", messages=[*USER, {"role": "assistant", "content": "one"}])
-        assert side.prompt == "user: Weather?\nassistant: one"
+        found = await model.create(" two", messages=[*USER, {"role": "assistant", "content": "one"}])
+        assert model.prompt == "user: Weather?\nassistant: one"
         assert blocks(found) == [" two"]
-        assert (await side.refused(messages=conversation[:3])).startswith("messages[2]")
+        assert (await model.refused(messages=conversation[:3])).startswith("messages[2]")
 
-    run(folders / "hermes", scenario)
+    run(folders["shown"], scenario)
 
 
 def test_thinking(folders, capfd):
-    async def scenario(side):
+    async def scenario(model):
         for thinking, start in (
             ({"type": "enabled", "budget_tokens": 2000}, "<think>"), ({"type": "disabled"}, "<think></think>"),
             ({"type": "adaptive"}, "<think>"), (None, "<think>"),
         ):  # fmt: skip
-            found = await side.create("a", **({} if thinking is None else {"thinking": thinking}))
-            assert side.prompt == f"user: Weather?\nbot:{start}"
+            found = await model.create("a", **({} if thinking is None else {"thinking": thinking}))
+            assert model.prompt == f"Weather?{start}"
             assert blocks(found) == (["a"] if start.endswith("</think>") else [("thinking", "a")])
-        await side.create("a", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
-        assert side.prompt.endswith("</think>")
-        assert (await side.refused(thinking={"type": "sometimes"})).startswith("thinking.type")
+        await model.create("a", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        assert model.prompt.endswith("</think>")
+        assert (await model.refused(thinking={"type": "sometimes"})).startswith("thinking.type")
 
-    async def without(side):
+    async def without(model):
         for _ in range(2):
-            assert blocks(await side.create("a", thinking={"type": "enabled", "budget_tokens": 2000})) == ["a"]
+            assert blocks(await model.create("a", thinking={"type": "enabled", "budget_tokens": 2000})) == ["a"]
 
-    run(folders / "opens", scenario)
-    run(folders / "plain", without)
+    run(folders["switch"], scenario)
+    run(folders["plain"], without)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
     assert "thinking.budget_tokens" in lines[0]
@@ -322,51 +285,51 @@ def test_thinking(folders, capfd):
 
 
 def test_tool_choice(folders):
-    async def scenario(side):
+    async def scenario(model):
         arguments = '{"city": "Zürich", "days": 3}'
         listed = f'[{{"name": "weather", "arguments": {arguments}}}, {{"name": "now", "arguments": {{}}}}]'
         call = ("weather", json.loads(arguments))
-        found = await side.create(listed, tools=TOOLS, tool_choice={"type": "any"})
+        found = await model.create(listed, tools=TOOLS, tool_choice={"type": "any"})
         assert (blocks(found), found.stop_reason) == ([call, ("now", {})], "tool_use")
-        schema = json.loads(side.last.sampling.structured_outputs.json)
+        schema = json.loads(model.last.sampling.structured_outputs.json)
         assert [own["properties"]["name"]["const"] for own in schema["items"]["anyOf"]] == ["weather", "now"]
-        await side.create(listed, tools=TOOLS, tool_choice={"type": "any", "disable_parallel_tool_use": True})
-        assert json.loads(side.last.sampling.structured_outputs.json)["maxItems"] == 1
-        found = await side.streamed(arguments, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
+        await model.create(listed, tools=TOOLS, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+        assert json.loads(model.last.sampling.structured_outputs.json)["maxItems"] == 1
+        found = await model.streamed(arguments, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
         assert (blocks(found), found.stop_reason) == ([call], "tool_use")
-        assert json.loads(side.last.sampling.structured_outputs.json) == CITY
+        assert json.loads(model.last.sampling.structured_outputs.json) == CITY
         for choice, expected in (
             ({"type": "auto", "disable_parallel_tool_use": True}, [("now", {})]), ({"type": "none"}, [NOW_CALL + CALL]),
             ({"type": "auto"}, [("now", {}), call]),
         ):  # fmt: skip
             for found in (
-                await side.create(NOW_CALL + CALL, tools=TOOLS, tool_choice=choice),
-                await side.streamed(NOW_CALL + CALL, tools=TOOLS, tool_choice=choice),
+                await model.create(NOW_CALL + CALL, tools=TOOLS, tool_choice=choice),
+                await model.streamed(NOW_CALL + CALL, tools=TOOLS, tool_choice=choice),
             ):
                 assert blocks(found) == expected
-            assert side.last.sampling.structured_outputs is None
+            assert model.last.sampling.structured_outputs is None
         for fields, start in (
             ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
             ({"tool_choice": {"type": "any"}}, "tool_choice"), ({"tools": [NOW, WEATHER, NOW]}, "tools[2].name"),
             ({"tools": [{"type": "bash_20250124", "name": "bash"}, NOW | {"name": "a b"}]}, "tools[1].name"),
         ):  # fmt: skip
-            assert (await side.refused(**fields)).startswith(f"{start}: ")
+            assert (await model.refused(**fields)).startswith(f"{start}: ")
 
-    async def unknown(side):
-        assert (await side.refused(tools=TOOLS)).startswith("tools: ")
+    async def unknown(model):
+        assert (await model.refused(tools=TOOLS)).startswith("tools: ")
 
-    run(folders / "hermes", scenario)
-    run(folders / "plain", unknown)
+    run(folders["hermes"], scenario)
+    run(folders["plain"], unknown)
 
 
 def test_structured_output(folders):
-    async def scenario(side):
+    async def scenario(model):
         form = {"type": "json_schema", "schema": CITY}
-        assert blocks(await side.create('{"city": "x"}', output_config={"format": form})) == ['{"city": "x"}']
-        assert json.loads(side.last.sampling.structured_outputs.json) == CITY
-        assert (await side.refused(output_config={"format": {"type": "xml"}})).startswith("output_config.format")
+        assert blocks(await model.create('{"city": "x"}', output_config={"format": form})) == ['{"city": "x"}']
+        assert json.loads(model.last.sampling.structured_outputs.json) == CITY
+        assert (await model.refused(output_config={"format": {"type": "xml"}})).startswith("output_config.format")
 
-    run(folders / "plain", scenario)
+    run(folders["plain"], scenario)
 
 
 def test_what_is_ignored_is_in_the_log_once(folders, capfd):
@@ -377,19 +340,17 @@ def test_what_is_ignored_is_in_the_log_once(folders, capfd):
         "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "speed": "standard",
     }  # fmt: skip
 
-    async def scenario(side):
+    async def scenario(model):
         for _ in range(2):
-            found = await side.client.beta.messages.count_tokens(model="fake", messages=USER, betas=["a-2025"], tools=tools)
+            found = await model.client.beta.messages.count_tokens(model="fake", messages=USER, betas=["a-2025"], tools=tools)
             assert found.input_tokens > 0
             data = message(_body(body), f"{PATH}?beta=true", anthropic_beta="x", anthropic_version="2023-06-01")
-            reader, _ = await side.ask(data)
-            async with side.answering(NOW_CALL):
-                status, _, content = await answer(reader)
+            status, content = await model.asked(NOW_CALL, data)
             assert status == 200
             assert json.loads(content)["stop_reason"] == "tool_use"
-        assert "web_search" not in side.prompt
+        assert "web_search" not in model.prompt
 
-    run(folders / "hermes", scenario)
+    run(folders["hermes"], scenario)
     err = capfd.readouterr().err
     names = ("tools[web_search_20250305]", "tools[].eager_input_streaming", "context_management", "output_config.effort", "speed")
     for name in names:
@@ -401,20 +362,20 @@ def test_what_is_ignored_is_in_the_log_once(folders, capfd):
 def test_tokens_are_counted_as_they_are_sent(folders):
     """The tokens of the prompt that the engine gets, also of one that is too long for it."""
 
-    async def scenario(side):
+    async def scenario(model):
         fields = {"tools": TOOLS, "system": "Be kind.", "messages": [*USER, {"role": "assistant", "content": "It"}]}
-        found = await side.create("a", cached=5, **fields)
-        counted = await side.client.messages.count_tokens(model="fake", **fields)
-        assert counted.input_tokens == len(side.last.prompt_token_ids)
+        found = await model.create("a", cached=5, **fields)
+        counted = await model.client.messages.count_tokens(model="fake", **fields)
+        assert counted.input_tokens == len(model.last.prompt_token_ids)
         usage = found.usage
         assert (usage.input_tokens, usage.cache_read_input_tokens) == (counted.input_tokens - 5, 5)
         assert (usage.output_tokens, usage.cache_creation_input_tokens) == (2, 0)
-        assert (await side.streamed("a", cached=5, **fields)).usage == usage
+        assert (await model.streamed("a", cached=5, **fields)).usage == usage
         long = [{"role": "user", "content": "word " * 10_000}]
-        assert (await side.client.messages.count_tokens(model="fake", messages=long)).input_tokens >= 10_000
-        assert "too long" in await side.refused(messages=long)
+        assert (await model.client.messages.count_tokens(model="fake", messages=long)).input_tokens >= 10_000
+        assert "too long" in await model.refused(messages=long)
 
-    run(folders / "hermes", scenario, max_len=500)
+    run(folders["hermes"], scenario, max_len=500)
 
 
 # --- errors ---
@@ -425,32 +386,32 @@ def test_tokens_are_counted_as_they_are_sent(folders):
     (EngineError("it has ended"), 503, "overloaded_error"),
 ])  # fmt: skip
 def test_errors_of_the_engine(folders, error, status, kind):
-    async def scenario(side):
+    async def scenario(model):
         for streams in (True, False):
-            asked = asyncio.create_task(side.client.messages.create(**_body({"stream": streams})))
-            count = len(side.engine.requests)
-            await side.engine.until(lambda e, count=count: len(e.requests) > count)
-            side.engine.send(TokenOutput(side.last.id, (), "error", error))
+            asked = asyncio.create_task(model.client.messages.create(**_body({"stream": streams})))
+            count = len(model.engine.requests)
+            await model.engine.until(lambda e, count=count: len(e.requests) > count)
+            model.engine.send(TokenOutput(model.last.id, (), "error", error))
             with pytest.raises(anthropic.APIStatusError) as found:
                 await asked
             assert (found.value.status_code, found.value.type, found.value.api_message) == (status, kind, str(error))
             assert found.value.request_id == found.value.body["request_id"]
             assert ("retry-after" in found.value.response.headers) == (status == 429)
 
-    run(folders / "plain", scenario)
+    run(folders["plain"], scenario)
 
 
 def test_an_error_later_is_an_event_that_the_client_raises(folders):
-    async def scenario(side):
-        stream = asyncio.create_task(side.client.messages.create(**_body({"stream": True})))
-        await side.engine.until(lambda e: e.requests)
-        side.engine.send(TokenOutput(side.last.id, tuple(side.front.tokenizer.encode_plain("a")), None))
+    async def scenario(model):
+        stream = asyncio.create_task(model.client.messages.create(**_body({"stream": True})))
+        await model.engine.until(lambda e: e.requests)
+        model.engine.send(TokenOutput(model.last.id, tuple(model.tokenizer.encode_plain("a")), None))
         found, events = [], await stream
 
         async def read():
             async for event in events:
                 if not found:
-                    side.engine.send(TokenOutput(side.last.id, (), "error", NumericsError("NaN")))
+                    model.engine.send(TokenOutput(model.last.id, (), "error", NumericsError("NaN")))
                 found.append(event.type)
 
         with pytest.raises(anthropic.APIStatusError) as error:
@@ -459,13 +420,13 @@ def test_an_error_later_is_an_event_that_the_client_raises(folders):
         assert found[0] == "message_start"
         assert "message_stop" not in found
 
-    run(folders / "plain", scenario)
+    run(folders["plain"], scenario)
 
 
 def test_errors_before_the_endpoint(folders):
     """Of the key, the path, the method, the size, the JSON and the time; other paths keep OpenAI's form."""
 
-    async def scenario(side):
+    async def scenario(model):
         key = {"x_api_key": "one"}
         for data, status, kind in (
             (message({}, PATH), 401, "authentication_error"),
@@ -481,40 +442,40 @@ def test_errors_before_the_endpoint(folders):
             (message({}, PATH, authorization="Bearer three", **key), 400, "invalid_request_error"),
             (message(_body({}), PATH, **key), 504, "timeout_error"),
         ):  # fmt: skip
-            reader, _ = await side.ask(data)
+            reader, _ = await model.ask(data)
             found, headers, body = await answer(reader)
             content = json.loads(body)
             assert (found, content["type"], content["error"]["type"]) == (status, "error", kind), data
             assert content["request_id"] == headers["request-id"]
             assert content["error"].keys() == {"type", "message"}
-        reader, _ = await side.ask(message({}, "/v1/chat/completions", x_api_key="one"))
+        reader, _ = await model.ask(message({}, "/v1/chat/completions", x_api_key="one"))
         found, headers, body = await answer(reader)
         assert (found, json.loads(body)["error"]["param"]) == (400, "messages")
         assert "request-id" not in headers
-        side.front.draining = True
-        reader, _ = await side.ask(message(_body({}), PATH, x_api_key="one"))
+        model.front.draining = True
+        reader, _ = await model.ask(message(_body({}), PATH, x_api_key="one"))
         found, _, body = await answer(reader)
         assert (found, json.loads(body)["error"]["type"]) == (503, "overloaded_error")
 
-    run(folders / "plain", scenario, api_keys=("one", "two"), max_body_size=4096, request_timeout=0.2)
+    run(folders["plain"], scenario, api_keys=("one", "two"), max_body_size=4096, request_timeout=0.2)
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_client_that_goes_aborts_its_request(folders, begun):
-    async def scenario(side):
-        reader, writer = await side.ask(message(_body({"stream": True}), PATH))
-        await side.engine.until(lambda e: e.requests)
+    async def scenario(model):
+        reader, writer = await model.ask(message(_body({"stream": True}), PATH))
+        await model.engine.until(lambda e: e.requests)
         if begun:
-            side.engine.send(TokenOutput(side.last.id, tuple(side.front.tokenizer.encode_plain("a")), None))
+            model.engine.send(TokenOutput(model.last.id, tuple(model.tokenizer.encode_plain("a")), None))
             await reader.readuntil(b"text_delta")
         writer.transport.abort()
-        await side.engine.until(lambda e: e.aborted)
-        assert side.engine.aborted == [side.last.id]
-        while side.front.exchanges:
+        await model.engine.until(lambda e: e.aborted)
+        assert model.engine.aborted == [model.last.id]
+        while model.front.exchanges:
             await asyncio.sleep(0.01)
-        assert not side.front.generations
+        assert not model.front.generations
 
-    run(folders / "plain", scenario)
+    run(folders["plain"], scenario)
 
 
 # --- a real server ---
