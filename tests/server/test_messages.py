@@ -433,6 +433,7 @@ def test_errors_before_the_endpoint(folders):
             (message({}, COUNT, x_api_key="three"), 401, "authentication_error"),
             (message({}, PATH, authorization="Bearer three"), 401, "authentication_error"),
             (message({}, PATH, authorization="one"), 401, "authentication_error"),
+            (message({}, PATH, authorization="Basic one"), 401, "authentication_error"),
             (message({}, "/v1/messages/batches", **key), 404, "not_found_error"),
             (message({}, PATH, "GET", **key), 405, "invalid_request_error"),
             (message(b"x" * 5000, PATH, **key), 413, "request_too_large"),
