@@ -131,7 +131,7 @@ def _messages(request: CountTokensRequest, ignored: dict[str, None]) -> list[dic
 
 def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     last = messages[-1] if messages else {}
-    if last.get("role") != message["role"] or message["role"] not in ("user", "assistant"):
+    if last.get("role") != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
     last["content"] = last["content"] + message["content"]

@@ -248,6 +248,8 @@ def test_what_the_model_sees_of_a_conversation(folders):
         )
         await model.create("e", system="Be kind.")
         assert model.prompt == "system: Be kind.\nuser: Weather?\nbot:"
+        await model.create("e", system="Be kind.", messages=[{"role": "system", "content": "Always."}, *USER])
+        assert model.prompt == "system: Be kind.\nAlways.\nuser: Weather?\nbot:"
         await model.create("e", system=system[:1])
         assert model.prompt == "user: Weather?\nbot:"
         # The model goes on with the assistant's last message.
