@@ -83,7 +83,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 @quiet_option
 @debug_option
 def serve(quiet: bool, **options: Any) -> None:
-    """Serve the model over HTTP with OpenAI's API, on /v1/chat/completions and /v1/completions.
+    """Serve the model over HTTP with OpenAI's APIs: /v1/chat/completions, /v1/responses and /v1/completions.
 
     SIGTERM or Ctrl-C lets running requests end; a second one ends at once.
     """

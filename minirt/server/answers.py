@@ -81,6 +81,7 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
     num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
     events: list[bytes] = []
     while True:
+        await generation.wait()
         for choice in generation.take():
             index, text = choice.index, choice.text
             if not choice.begun:
@@ -114,7 +115,6 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
         if events:
             await exchange.send_events(b"".join(events))
             events = []
-        await generation.wait()
     if request.include_usage:
         events += form.start, b'],"usage":', encode_json(usage_of(call)), b"}\n\n"
     events.append(_DONE)
@@ -145,6 +145,7 @@ async def stream_reply(front: Front, exchange: Exchange, call: Call, plan: Reply
             await exchange.begin_events()
             reader, data = plan.reader(), [form.begin(call)]
             while True:
+                await generation.wait()
                 for choice in generation.take():
                     data.append(form.more(reader.read(choice.text, choice.finish_reason is not None)))
                     generation.sent(choice)
@@ -153,7 +154,6 @@ async def stream_reply(front: Front, exchange: Exchange, call: Call, plan: Reply
                 if sent := b"".join(data):
                     await exchange.send_events(sent)
                 data = []
-                await generation.wait()
             await exchange.send_events(b"".join([*data, form.end(call)]))
         finally:
             exchange.log |= log_fields(call, generation)

@@ -11,14 +11,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from minirt.errors import MinirtError
-from minirt.server import admin, chat, completions, messages, tokenization
+from minirt.server import admin, chat, completions, messages, responses, tokenization
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
 # "METHOD path" → handler. Each module of an API has its own. Those that generate have a time limit.
-_GENERATE: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES | messages.ROUTES
+_GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **messages.ROUTES}
 ROUTES: Mapping[str, Handler] = {**_GENERATE, **tokenization.ROUTES, **admin.ROUTES}
 _PUBLIC = ("/health", "/ping")  # paths that need no API key
 _QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, which are asked all the time
@@ -83,6 +83,7 @@ class App:
             self._check_key(exchange)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         handler = self._routes.get((method, exchange.path)) or admin.model_route(method, exchange.path)
+        handler = handler or responses.stored_route(exchange.path)
         if handler is None:
             methods = self._methods.get(exchange.path)
             if methods is None:
