@@ -48,12 +48,15 @@ class Exchange:
         log: more fields of the line in the log.
         streaming: whether the answer is a stream of events.
         prompt_field: the field that errors of the prompt are about.
+        headers: more headers of the answer.
         error_body: the body of an error; `prompt_field` is its second argument.
         error_event: the events of an error in a stream. None: an event with its body.
     """
 
-    def __init__(self, scope: Any, receive: Any, send: Any, exchange_id: str, cors: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self._scope, self._receive, self._send, self._cors = scope, receive, send, cors
+    def __init__(
+        self, scope: Any, receive: Any, send: Any, exchange_id: str, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self._scope, self._receive, self._send, self.headers = scope, receive, send, list(headers)
         self.id = exchange_id
         self.method, self.path = scope["method"], scope["path"]
         self.client = scope["client"][0] if scope.get("client") else ""
@@ -166,5 +169,5 @@ class Exchange:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        headers += [(b"x-request-id", self.id.encode()), *self._cors]
+        headers += [(b"x-request-id", self.id.encode()), *self.headers]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

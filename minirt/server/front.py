@@ -24,6 +24,7 @@ T = TypeVar("T")
 _LONG = 2000  # characters or tokens of a prompt: from here on, encoding takes longer than a change of threads
 _THREADS = 4  # that encode long texts and render chat templates
 _MAX_NOTED = 1000  # names of unknown fields that are remembered
+_MAX_NAME = 80  # characters of each
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,11 @@ class Front:
 
     def note_unknown(self, names: Sequence[str], what: str = "unknown fields of requests") -> None:
         """Write to the log that something is ignored, each name once."""
-        new = [name for name in names if name not in self._noted][: _MAX_NOTED - len(self._noted)]
+        short = dict.fromkeys(name[:_MAX_NAME] for name in names)
+        new = [name for name in short if name not in self._noted][: _MAX_NOTED - len(self._noted)]
         if new:
             self._noted.update(new)
-            shown = ", ".join(printable(name[:80]) for name in new)
+            shown = ", ".join(map(printable, new))
             sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ value means "off"; or unknown, which is ignored and named once in the log, becau
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -188,22 +188,28 @@ def _takes(hint: Any, wanted: type) -> bool:
 
 
 def _check_limits(request: Common) -> None:
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    words = [request.bad_words] if isinstance(request.bad_words, str) else request.bad_words or []
-    for name, found, limit in (
-        ("stop", stops, MAX_STOPS), ("bad_words", words, MAX_IDS), ("stop_token_ids", request.stop_token_ids or (), MAX_IDS),
-        ("logit_bias", request.logit_bias or (), MAX_IDS),
-    ):  # fmt: skip
-        if len(found) > limit:
-            raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(found))
-    for name, texts in (("stop", stops), ("bad_words", words)):
-        longest = max(map(len, texts), default=0)
-        if longest > MAX_STOP_LENGTH:
-            raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
+    check_texts("stop", request.stop, MAX_STOPS)
+    check_texts("bad_words", request.bad_words, MAX_IDS)
+    _check_count("stop_token_ids", request.stop_token_ids or (), MAX_IDS)
+    _check_count("logit_bias", request.logit_bias or (), MAX_IDS)
     check_nesting("metadata", request.metadata)
     check_nesting("structured_outputs", request.structured_outputs)
     if isinstance(request, Sampling):
         _check_choices(request)
+
+
+def check_texts(name: str, texts: str | Sequence[str] | None, limit: int) -> None:
+    """Raise 400 if a field has more texts than `limit`, or one that is too long."""
+    own = [texts] if isinstance(texts, str) else texts or []
+    _check_count(name, own, limit)
+    longest = max(map(len, own), default=0)
+    if longest > MAX_STOP_LENGTH:
+        raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
+
+
+def _check_count(name: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(values))
 
 
 def _check_choices(request: Sampling) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from support.server import events, message
 
-TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TEXT, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 DEEP = "[" * 10_000 + "]" * 10_000
 
@@ -94,6 +94,65 @@ def response_cases():
         yield *responses(reasoning={"effort": wrong}), "reasoning.effort"
 
 
+def messages(**fields):
+    return MESSAGES, {"messages": USER, "max_tokens": 1} | fields
+
+
+def messages_cases():
+    """Of Anthropic's API; see `cases`."""
+    for name in ("temperature", "top_p", "max_tokens", "top_k", "stream", "seed"):
+        for wrong in ("1", [1], {}):
+            yield *messages(**{name: wrong}), name
+    deep = nested(100)
+    for name, wrongs in {
+        "max_tokens": (None, 0, -1, 1.5, 2**60), "temperature": (-1,), "top_p": (0, 2), "top_k": (-2, 2.5), "model": (5, []),
+        "stop_sequences": ("a", [""], [5], ["a"] * 17, ["x" * 5000]), "metadata": (deep,), "service_tier": (5,),
+        "system": (5, {}, [5], [{}], [{"type": "text"}], [{"type": "image", "source": {}}], deep, [{"type": "text", "text": 5}]),
+        "tools": (5, {}, [5], [{}], [{"name": "f"}], [{"name": "f", "input_schema": 5}], [{"input_schema": {}}],
+                  [{"name": "a b", "input_schema": {}}], [{"name": 5, "input_schema": {}}], [{"type": 5}],
+                  [{"name": "f", "input_schema": {}, "description": 5}], [{"name": "f", "input_schema": deep}],
+                  [{"name": "f", "input_schema": {}}] * 2, [{"name": "f", "input_schema": {}}] * 600),
+        "tool_choice": (5, "auto", {"type": 5}, {"type": "some"}, {"type": "tool"}, {"type": "any"},
+                        {"type": "tool", "name": "f"}, {"type": "auto", "disable_parallel_tool_use": 1}, {"name": "f"}),
+        "thinking": (5, True, {"type": 5}, {"type": "often"}, {"budget_tokens": 5}, {"type": "enabled", "budget_tokens": "5"},
+                     {"type": "enabled", "budget_tokens": 0}, {"type": "enabled", "budget_tokens": True}),
+        "output_config": (5, {"format": 5}, {"format": {"type": "xml"}}, {"format": {"type": "json_schema"}}, {"effort": 5}),
+        "chat_template_kwargs": (5, deep, {"messages": []}), "structured_outputs": (5, {"nothing": 1}), "documents": ([{}],),
+        "messages": (None, [], {}, "hi", 5, [5], [None], [{"role": "user", "content": deep}]),
+    }.items():  # fmt: skip
+        for wrong in wrongs:
+            yield *messages(**{name: wrong}), name
+    yield *messages(stop=["a"], stop_sequences=["b"]), "stop_sequences"
+    yield *messages(structured_outputs={"regex": "a"}, output_config={"format": {"type": "json_schema", "schema": {}}}), (
+        "structured_outputs"
+    )
+    yield MESSAGES, {"messages": USER}, "max_tokens"
+    yield MESSAGES, {"max_tokens": 1}, "messages"
+    call = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
+    for wrong in ({}, {"role": "king", "content": "a"}, {"role": 5, "content": "a"}, {"role": "tool", "content": "a"},
+                  {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 5},
+                  {"role": "user", "content": []}, {"role": "user", "content": ["a"]}, {"role": "system", "content": [call]},
+                  {"role": "assistant", "content": []}, {"role": "user", "content": {"type": "text", "text": "a"}},
+                  {"role": "user", "content": "word " * 600}):  # fmt: skip
+        yield *messages(messages=[wrong]), "messages"
+    for role, block in (
+        ("user", {}), ("user", {"type": 5}), ("user", {"type": "text"}), ("user", {"type": "text", "text": 5}), ("user", call),
+        ("user", {"type": "image", "source": {}}), ("user", {"type": "document", "source": {}}), ("user", {"type": []}),
+        ("user", {"type": "thinking", "thinking": "x"}), ("user", {"type": "tool_result"}), ("user", {"type": "server_tool_use"}),
+        ("user", {"type": "tool_result", "tool_use_id": 5}), ("user", {"type": "tool_result", "tool_use_id": "x", "content": 5}),
+        ("user", {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image", "source": {}}]}),
+        ("user", {"type": "tool_result", "tool_use_id": "x", "is_error": "no"}), ("assistant", {"type": "thinking"}),
+        ("assistant", {"type": "tool_result", "tool_use_id": "x"}), ("assistant", {"type": "tool_use"}), ("assistant", call),
+        ("assistant", call | {"input": "{}"}), ("assistant", call | {"name": 5}), ("assistant", call | {"id": None}),
+    ):  # fmt: skip
+        yield *messages(messages=[*USER, {"role": role, "content": [block]}]), "messages"
+    for levels in range(880, 1000, 30):  # just readable, or just not
+        deep = b"[" * levels + b"]" * levels
+        for name in ("messages", "tools", "system", "metadata", "max_tokens"):
+            start = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, '
+            yield MESSAGES, start + b'"%b": %b}' % (name.encode(), deep), ("body", name)
+
+
 def cases():
     """(path, body, the field that the error names, the accepted statuses)"""
     texts = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -161,13 +220,14 @@ def cases():
             yield *chats(**{name: wrong}), name
     yield *chats(logprobs=True, top_logprobs=21), "top_logprobs"
     yield from response_cases()
-    for path in (TEXT, CHAT, RESPONSES, "/tokenize", "/detokenize"):
+    yield from messages_cases()
+    for path in (TEXT, CHAT, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize"):
         for wrong in (b"", b"{", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": "\xc3\x28"}', b"[]", b"null", b"5", b'"a"',
                       b"{'a': 1}",
                       b'{"a": 1} x', b'{"a": 01}', b'{"a": NaN}', b'{"prompt": ' + DEEP.encode() + b"}", DEEP.encode(),
                       b"\x00" * 100,
                       b'{"a": "\\ud800"}'):  # fmt: skip
-            yield path, wrong, ("body", "prompt", "messages", "input", "tokens")
+            yield path, wrong, ("body", "prompt", "messages", "input", "tokens", "max_tokens")
     for levels in range(880, 1000, 7):  # just readable, or just not
         deep = b"[" * levels + b"]" * levels
         for name in ("prompt", "messages", "tools", "response_format", "stop", "metadata", "model", "n"):
@@ -199,7 +259,8 @@ def test_each_is_refused_with_the_name_of_its_field(tiny):
         try:
             error = json.loads(answer)["error"]
             wanted = (fields,) if isinstance(fields, str) else fields
-            named = error["param"] in wanted or str(error["param"]).split(".")[0].split("[")[0] in wanted
+            param = error["message"].partition(": ")[0] if path.startswith(MESSAGES) else str(error["param"])
+            named = param in wanted or param.split(".")[0].split("[")[0] in wanted
             good = response.status == 400 and named and error["type"] == "invalid_request_error" and error["message"]
         except (ValueError, KeyError, TypeError):
             good = False

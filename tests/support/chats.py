@@ -1,4 +1,4 @@
-"""Models whose answers tests write by hand: the front beside a fake engine, asked by OpenAI's own client."""
+"""Models whose answers tests write by hand: the front beside a fake engine, asked by an API's own client."""
 
 import asyncio
 import json
@@ -74,10 +74,15 @@ class Model:
                 reader, writer = await ask(message(b"", "/health", "GET"))
                 await answer(reader)
                 host, port = writer.get_extra_info("peername")
-                async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+                async with cls.connect(f"http://{host}:{port}") as client:
                     await scenario(cls(this, engine, ask, client))
 
         asyncio.run(main())
+
+    @staticmethod
+    def connect(url):
+        """The client of the server at `url`."""
+        return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     def tokens(self, text, reason):
         """Each token alone, with its place as its log-probability. An answer that has stopped ends with one more token."""
@@ -86,8 +91,11 @@ class Model:
         rows = [TokenLogprobs(token, -float(i), 1, ()) for i, token in enumerate(ids)]
         return list(zip(ids, rows, reasons, strict=True))
 
-    async def answered(self, asking, *texts, reason="stop", together=1):
-        """What `asking` returns, if the model answers its request with these texts, one for each choice."""
+    async def answered(self, asking, *texts, reason="stop", together=1, cached=0):
+        """What `asking` returns, if the model answers its request with these texts, one for each choice.
+
+        `together`: tokens that come at once. `cached`: tokens of the prompt that were in the prefix cache.
+        """
         before = len(self.engine.requests)
         asked = asyncio.create_task(asking)
         await self.engine.until(lambda e: asked.done() or len(e.requests) == before + len(texts))
@@ -96,7 +104,7 @@ class Model:
             for i in range(0, len(rows), together):
                 ids, scores, reasons = zip(*rows[i : i + together], strict=True)
                 wanted = scores if request.sampling.logprobs is not None else ()
-                self.engine.send(TokenOutput(request.id, ids, reasons[-1], logprobs=wanted))
+                self.engine.send(TokenOutput(request.id, ids, reasons[-1], logprobs=wanted, num_cached=cached))
                 await asyncio.sleep(0)
         return await asked
 
