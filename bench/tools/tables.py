@@ -355,6 +355,33 @@ def _median_and_p99(row: Result) -> str:
     return f"{milliseconds(row['median_ttft_ms'])} · {milliseconds(row['p99_ttft_ms'])}"
 
 
+def sampling_table(records: Records) -> str:
+    """Steps with penalties, log-probabilities and structured output, as multiples of plain sampling."""
+    (record,) = records.values()
+    rows = [
+        [f"batch {row['batch_size']}, {row['case']}", milliseconds(row["step_s"] * 1e3), *(f"{row[key]:.3f}" for key in _RATIO)]
+        for row in record["results"]
+    ]
+    return table(["decode step", "ms", "of plain sampling", "95% interval from", "to"], rows)
+
+
+def prefix_cache_table(records: Records) -> str:
+    """A prompt behind cached tokens, and requests that find nothing in the cache."""
+    (record,) = records.values()
+    (row,) = record["results"]
+    first = f"first token of {row['new']} new tokens behind {row['shared']:,} cached ones, ms"
+    rows = [
+        [first, milliseconds(row["first_token_s"] * 1e3)],
+        ["the GPU's time for this chunk, ms", milliseconds(row["chunk_s"] * 1e3)],
+        ["time of requests without hits, of the time with the cache off", f"{row['ratio_without_hits']:.3f}"],
+        ["95% interval", f"{row['low']:.3f} to {row['high']:.3f}"],
+    ]
+    return table(["prefix cache", record["model"]], rows)
+
+
+_RATIO = ("ratio", "low", "high")
+
+
 def memory_table(records: Records) -> str:
     """What models take of a GPU of which another process holds the rest, and how long the workloads took."""
     (record,) = records.values()
@@ -831,6 +858,14 @@ BLOCKS = {
         ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,
         "`minirt serve` beside the engine without a server (`bench/tools/served.py`): 1,000 requests of 32 to 512 prompt tokens "
         "and 32 to 256 new tokens, streamed:",
+    ),
+    "sampling": Block(
+        ("h200-sampling-cost",), sampling_table, _SYSTEM,
+        "Decode steps of Qwen2.5-7B in bf16 that sample at temperature 1, through `Generator` (`bench/tools/sampling_cost.py`). "
+        "*structured* follows a JSON schema:",
+    ),
+    "prefix-cache": Block(
+        ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py`):"
     ),
     "memory": Block(
         ("h200-memory",), memory_table, _SYSTEM,
