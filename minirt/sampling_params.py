@@ -333,7 +333,7 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
         expected = f"stop=[] beside the stop strings of {sources['stop']}"
         _contradiction("detokenize", "is False, and stop strings need the text", expected, values["stop"])
 
-    set_here = [n for n, off in _NOT_SUPPORTED.items() if config.get(n) not in (None, [], {}, False, *off)]
+    set_here = [n for n, off in _NOT_SUPPORTED.items() if n in config and config[n] not in (None, [], {}, False, *off)]
     return EffectiveSampling(**values, sources=sources, not_applied=tuple(f"{n}={config[n]}" for n in set_here))
 
 

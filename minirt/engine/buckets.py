@@ -97,7 +97,7 @@ class Buckets:
         """Number of sequences of the largest bucket, which is also the maximum number of rows that need logits."""
         return batch_bucket(self.max_num_seqs)
 
-    @property
+    @cached_property
     def max_tokens(self) -> int:
         """Number of tokens of the largest bucket of steps with prompts."""
         return min(self.max_prompt_tokens, token_bucket(self.max_num_batched_tokens))

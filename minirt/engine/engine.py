@@ -42,6 +42,7 @@ from minirt.modeling.model import Observer
 from minirt.sampling_params import EffectiveSampling
 
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
+Deliver = Callable[[list[TokenOutput]], None]
 _COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 
 
@@ -245,8 +246,11 @@ class Engine:
         self._compiling = {i: future for i, future in self._compiling.items() if i in self._requests}
         self._scheduler.reset(request.sequence for i, request in self._requests.items() if i not in self._compiling)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self, deliver: Deliver | None = None) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
+
+        `deliver` takes the tokens of a step as soon as they are known, before the engine's own work on that step; then they are
+        not returned.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
         many tokens. If a step of one token does not fit, its request ends with an error in its output.
@@ -259,9 +263,9 @@ class Engine:
             outputs = self._add_compiled() if self._compiling else []
             work = self._scheduler.schedule()
             outputs += [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
-            while work and (problem := self._start(work, outputs)) is not None:
+            while work and (problem := self._start(work, outputs, deliver)) is not None:
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
-                    outputs += self._collect(self._in_flight.popleft())
+                    outputs += self._collect(self._in_flight.popleft(), deliver)
                 tokens = sum(len(chunk.tokens) for _, chunk in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
@@ -270,7 +274,7 @@ class Engine:
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
-                outputs += self._collect(self._in_flight.popleft())
+                outputs += self._collect(self._in_flight.popleft(), deliver)
             if self._compiling and not work and not outputs:
                 wait(self._compiling.values(), _COMPILE_WAIT_S, FIRST_COMPLETED)
             return outputs
@@ -304,7 +308,9 @@ class Engine:
             self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
             raise self._failure from error
 
-    def _start(self, work: list[tuple[Sequence, Chunk]], outputs: list[TokenOutput]) -> str | None:
+    def _start(
+        self, work: list[tuple[Sequence, Chunk]], outputs: list[TokenOutput], deliver: Deliver | None
+    ) -> str | None:
         """Start a step. Returns None, or the allocator's message if memory runs out; in this case the step has changed nothing.
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
@@ -313,7 +319,7 @@ class Engine:
         requests = [self._requests[sequence.id] for sequence, _ in sampled]
         rows = [Row.of(r.sampling, r.sequence, r.rules) for r in requests]
         constrained = any(r.constraint is not None for r in requests)
-        fill = partial(self._fill_masks, requests, outputs) if constrained else None
+        fill = partial(self._fill_masks, requests, outputs, deliver) if constrained else None
         try:
             step = self._runner.start([chunk for _, chunk in work], rows, fill)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
@@ -330,19 +336,27 @@ class Engine:
         scored = [sequence for sequence, chunk in work if chunk.targets]
         self._in_flight.append(_InFlight(step, sampled, computed, scored))
         self._scheduler.relax_limit()
+        for sequence, chunk in work:  # the step runs meanwhile
+            if len(chunk.tokens) > 1:
+                self._scheduler.extend_keys(sequence)
         return None
 
-    def _fill_masks(self, requests: Seq[_RequestState], outputs: list[TokenOutput], masks: Tensor) -> None:
+    def _fill_masks(
+        self, requests: Seq[_RequestState], outputs: list[TokenOutput], deliver: Deliver | None, masks: Tensor
+    ) -> None:
         """Write the masks of a step whose forward pass was started. They need the tokens of the step before."""
         while self._in_flight:
-            outputs += self._collect(self._in_flight.popleft())
+            outputs += self._collect(self._in_flight.popleft(), deliver)
         constraints = [r.constraint if r.sequence.id in self._requests else None for r in requests]
         if self._constraints is not None:
             for row, error in self._constraints.fill(masks, constraints).items():
                 outputs.append(self._fail(requests[row].sequence.id, error))
 
-    def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
+    def _collect(self, ended: _InFlight, deliver: Deliver | None) -> list[TokenOutput]:
+        """Wait for a step and return its outputs, unless `deliver` takes them.
+
+        Then registers the pages that it has filled in the prefix cache, and drops the requests that have ended.
+        """
         outputs, ends, result = [], {}, ended.step.result()
         for sequence, scores in zip(ended.scored, result.prompt_logprobs, strict=True):
             request = self._requests.get(sequence.id)
@@ -359,6 +373,8 @@ class Engine:
             logprobs = None if result.logprobs is None else result.logprobs[i]
             ends[sequence.id] = self._extend(request, tokens, logprobs or ())
             outputs.append(ends[sequence.id])
+        if deliver is not None:  # a thread that waits for them takes as long to wake up as the rest takes here
+            deliver(outputs)
         for sequence, computed in ended.computed:
             output = ends.get(sequence.id)
             if output is None or output.error is None:
@@ -366,7 +382,7 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 self.abort(output.request_id)
-        return outputs
+        return outputs if deliver is None else []
 
     def _extend(self, request: _RequestState, tokens: Seq[int], logprobs: Seq[TokenLogprobs]) -> TokenOutput:
         """Append new tokens to a request, up to the one that ends it."""

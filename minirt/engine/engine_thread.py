@@ -202,7 +202,8 @@ class EngineThread:
         while self._take_commands():
             engine = self.engine
             if engine.has_work:
-                self._deliver(engine.step())
+                if rest := engine.step(self._deliver):
+                    self._deliver(rest)
 
     def _take_commands(self) -> bool:
         """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at `_Stop`."""

@@ -49,6 +49,10 @@ class Rules:
         cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
     ) -> "Rules | None":
         """The rules of a request; None if it asks for nothing. With `structured_outputs`, its masks heed `min_tokens`."""
+        s = sampling
+        if not (s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1 or s.logit_bias or bad_words or s.min_tokens):
+            if s.allowed_token_ids is None:
+                return None
         bans_ends = sampling.min_tokens and sampling.structured_outputs is None
         ends = tuple({*eos_token_ids, *sampling.stop_token_ids}) if bans_ends else ()
         rules = cls(
