@@ -181,7 +181,7 @@ class Generator:
         Raises:
             MinirtError: a request failed. Use `completions` to get the others.
         """
-        call = self._processor.prepare(prompts, params, priority, single=is_single(prompts))
+        call = self._prepare(prompts, params, priority, is_single(prompts))
         with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
             for stream, piece in pieces:
                 if piece.finish_reason is not None:
@@ -196,7 +196,7 @@ class Generator:
         priority: int | Sequence[int] = 0,
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
-        call = self._processor.prepare(prompts, params, priority, single=False)
+        call = self._prepare(prompts, params, priority, single=False)
         return Completions(call, self._run(call))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
@@ -218,7 +218,7 @@ class Generator:
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
-        with closing(self._run(self._processor.prepare(prompt, params, priority, single=True))) as pieces:
+        with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
             for stream, piece in pieces:
                 if stream.completion.error is not None:
                     raise stream.completion.error
@@ -368,6 +368,10 @@ class Generator:
     def _live(self) -> Engine:
         """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
+
+    def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool) -> Call:
+        self._engine.wake()  # it wakes up while the prompts are encoded and checked
+        return self._processor.prepare(prompts, params, priority, single=single)
 
     def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
         """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them."""

@@ -61,11 +61,16 @@ class _Call:
 
 
 @dataclass(eq=False)
+class _Wake:
+    pass
+
+
+@dataclass(eq=False)
 class _Stop:
     pass
 
 
-_Command = _Submit | _Abort | _Close | _Call | _Stop
+_Command = _Submit | _Abort | _Close | _Call | _Wake | _Stop
 
 
 class EngineThread:
@@ -116,6 +121,11 @@ class EngineThread:
     def new_id(self) -> int:
         """An id for a request. Any thread may ask for one."""
         return next(self._ids)
+
+    def wake(self) -> None:
+        """Say that a command follows soon. A thread that sleeps needs some 0.1 ms to wake up, and the caller can use that time."""
+        if self._thread is not None and not self._outboxes:
+            self._inbox.put(_Wake())
 
     def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None) -> "EngineClient":
         """A client for the calling thread.
