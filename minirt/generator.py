@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -182,9 +182,10 @@ class Generator:
             MinirtError: a request failed. Use `completions` to get the others.
         """
         call = self._prepare(prompts, params, priority, is_single(prompts))
-        with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
+        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
+        with closing(self._run(call)) as pieces, bar as advance:
             for stream, piece in pieces:
-                if piece.finish_reason is not None:
+                if advance is not None and piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
         return call.result()
 

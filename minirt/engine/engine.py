@@ -6,12 +6,12 @@ for Python. The cost: when a request ends at an EOS token or a stop string, one 
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,22 @@ class _InFlight(NamedTuple):
     scored: list[Sequence]  # in order: each sequence whose prompt tokens the step scores
 
 
+class _DeviceErrors:
+    """Context that turns errors of the GPU or its driver into a `DeviceFailedError`, and raises it again at every later use."""
+
+    failure: DeviceFailedError | None = None
+
+    def __enter__(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_device_failure(error):
+            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
+            self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            raise self.failure from error
+
+
 class Engine:
     """Runs many requests at once on one model and one KV cache.
 
@@ -106,7 +122,7 @@ class Engine:
         self._requests: dict[int, _RequestState] = {}
         self._constraints = constraints
         self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request, which the scheduler does not have yet
-        self._failure: DeviceFailedError | None = None
+        self._device_errors = _DeviceErrors()
 
     @property
     def max_len(self) -> int:
@@ -148,7 +164,7 @@ class Engine:
     @property
     def failed(self) -> bool:
         """Whether the GPU has failed. If so, the engine cannot be used any more."""
-        return self._failure is not None
+        return self._device_errors.failure is not None
 
     @property
     def has_work(self) -> bool:
@@ -164,7 +180,7 @@ class Engine:
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
-        with self._device_errors():
+        with self._device_errors:
             return self._runner.replay_times(batch_size, context_len, repeats)
 
     def check(
@@ -259,7 +275,7 @@ class Engine:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
             Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
-        with self._device_errors():
+        with self._device_errors:
             outputs = self._add_compiled() if self._compiling else []
             work = self._scheduler.schedule()
             outputs += [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
@@ -293,20 +309,6 @@ class Engine:
             else:
                 outputs.append(self._fail(request_id, EngineError(f"a grammar could not be compiled: {error!r}")))
         return outputs
-
-    @contextmanager
-    def _device_errors(self) -> Iterator[None]:
-        """Turn errors of the GPU or its driver into a `DeviceFailedError`, and raise it again at every later use."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            yield
-        except Exception as error:
-            if not is_device_failure(error):
-                raise
-            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
-            self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
-            raise self._failure from error
 
     def _start(
         self, work: list[tuple[Sequence, Chunk]], outputs: list[TokenOutput], deliver: Deliver | None
@@ -435,7 +437,7 @@ class Engine:
             )
         pages = allocator.allocate(needed)
         try:
-            with self._device_errors():
+            with self._device_errors:
                 return self._logits(tokens, pages)
         finally:
             allocator.release(pages)

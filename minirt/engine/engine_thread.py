@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
-from weakref import finalize
 
 from minirt.engine.engine import Engine
 from minirt.engine.request import Request, TokenOutput
@@ -123,7 +122,7 @@ class EngineThread:
         return next(self._ids)
 
     def wake(self) -> None:
-        """Say that a command follows soon. A thread that sleeps needs some 0.1 ms to wake up, and the caller can use that time."""
+        """Say that a command follows soon: a thread that sleeps takes some 0.1 ms to wake up, which the caller can use."""
         if self._thread is not None and not self._outboxes:
             self._inbox.put(_Wake())
 
@@ -211,9 +210,8 @@ class EngineThread:
     def _loop(self) -> None:
         while self._take_commands():
             engine = self.engine
-            if engine.has_work:
-                if rest := engine.step(self._deliver):
-                    self._deliver(rest)
+            if engine.has_work and (rest := engine.step(self._deliver)):
+                self._deliver(rest)
 
     def _take_commands(self) -> bool:
         """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at `_Stop`."""
@@ -338,8 +336,6 @@ class EngineClient:
     def __init__(self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None) -> None:
         self._queue: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put)
-        self._finalizer = finalize(self, _close, thread, self._outbox)
-        self._finalizer.atexit = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; all are added before the next step. Their prompts must have passed `Engine.check`.
@@ -361,7 +357,7 @@ class EngineClient:
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
         outputs = self._queue.get()
-        self._outbox.unfinished -= sum(output.finish_reason is not None for output in outputs)
+        self._outbox.unfinished -= sum([output.finish_reason is not None for output in outputs])
         return outputs
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -370,7 +366,10 @@ class EngineClient:
 
     def close(self) -> None:
         """Drop all requests of this client that are still open."""
-        self._finalizer()
+        if self._outbox.unfinished:  # else there is nothing to drop, and the caller need not wake the engine's thread
+            with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
+                self._thread._put(_Close(self._outbox))
+            self._outbox.unfinished = 0
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -378,11 +377,8 @@ class EngineClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-def _close(thread: EngineThread, outbox: _Outbox) -> None:
-    if outbox.unfinished:  # else there is nothing to drop, and the caller need not wake the engine's thread
-        with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
-            thread._put(_Close(outbox))
+    def __del__(self) -> None:
+        self.close()
 
 
 def _closed() -> EngineError:

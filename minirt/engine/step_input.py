@@ -291,7 +291,8 @@ def pack_chunks(
     # All 64-bit tensors are copied at once, and then all others.
     _, positions_at, slots_at, logits_at, narrow_at, *_ = layout.starts
     wide = tokens
-    for values, start, fill in ((positions, positions_at, _ZERO), (slots, slots_at, _ZERO), (array("q", logits), logits_at, _NO_SLOT)):
+    following = (positions, positions_at, _ZERO), (slots, slots_at, _ZERO), (array("q", logits), logits_at, _NO_SLOT)
+    for values, start, fill in following:
         wide.extend(fill * (start // 2 - len(wide)))
         wide.extend(values)
     seqs, bounds = _aligned(layout.seqs), _aligned(layout.seqs + 1)
