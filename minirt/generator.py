@@ -37,6 +37,8 @@ from minirt.sizes import format_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
+_HOLD = 16  # outputs that reach a caller together, if it needs only those of requests that have ended
+
 
 class Generator:
     """A loaded model that generates text. Create it with `from_pretrained`, and use it as a context manager to free the device.
@@ -183,7 +185,7 @@ class Generator:
         """
         call = self._prepare(prompts, params, priority, is_single(prompts))
         bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call)) as pieces, bar as advance:
+        with closing(self._run(call, hold=_HOLD)) as pieces, bar as advance:
             for stream, piece in pieces:
                 if advance is not None and piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
@@ -198,7 +200,7 @@ class Generator:
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
-        return Completions(call, self._run(call))
+        return Completions(call, self._run(call, hold=_HOLD))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
@@ -374,9 +376,13 @@ class Generator:
         self._engine.wake()  # it wakes up while the prompts are encoded and checked
         return self._processor.prepare(prompts, params, priority, single=single)
 
-    def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
-        """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them."""
-        with self._engine.connect() as client:
+    def _run(self, call: Call, hold: int = 0) -> Generation[tuple[CompletionStream, Piece], None, None]:
+        """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
+
+        `hold`: see `EngineThread.connect`. Without effect if there are stop strings, at which a request ends here.
+        """
+        stops = any(request.sampling.stop for request in call.requests)
+        with self._engine.connect(hold=0 if stops else hold) as client:
             if call.requests:
                 client.submit(call.start())
             while call.open:

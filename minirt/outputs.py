@@ -98,7 +98,7 @@ class CompletionStream:
         done.cached_tokens = output.num_cached
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
-        now, text = time.perf_counter() - self.started, ""
+        now, text = (output.time_s or time.perf_counter()) - self.started, ""
         for i, token in enumerate(output.token_ids, 1):
             done.token_times_s.append(now)
             done.token_ids.append(token)

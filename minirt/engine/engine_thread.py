@@ -9,6 +9,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,9 +31,21 @@ class _Outbox:
     """The outputs of one client's requests. `put` gets a list for each step that has some."""
 
     put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
+    hold: int = 0  # outputs that may wait for others, unless a request has ended; see `EngineThread.connect`
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
+    held: list[TokenOutput] = field(default_factory=list)
     unfinished: int = 0  # submitted requests of which the client has not received the last output; only the client uses this
     closed: bool = False
+
+    def add(self, outputs: list[TokenOutput]) -> None:
+        """Deliver the outputs of a step, or hold them back."""
+        if self.hold:
+            now = time.perf_counter()
+            self.held += [output._replace(time_s=now) for output in outputs]
+            if len(self.held) < self.hold and all(output.finish_reason is None for output in outputs):
+                return
+            outputs, self.held = self.held, []
+        self.put(outputs)
 
 
 @dataclass(eq=False)
@@ -126,14 +139,16 @@ class EngineThread:
         if self._thread is not None and not self._outboxes:
             self._inbox.put(_Wake())
 
-    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None) -> "EngineClient":
+    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0) -> "EngineClient":
         """A client for the calling thread.
 
         Args:
             deliver: takes the outputs of each step, in place of `EngineClient.receive`. It runs in the engine's thread: it must
                 return soon and raise nothing. It must not refer to the client, or that is not closed when it is dropped.
+            hold: how many outputs may wait for others. A request that has ended delivers all. For callers that need the tokens
+                only then: each delivery wakes a thread, which competes with the engine's for the interpreter's lock.
         """
-        return EngineClient(self, deliver)
+        return EngineClient(self, deliver, hold)
 
     def call(self, function: Callable[[Engine], T], ready: Callable[[Engine], bool] = lambda _: True) -> T:
         """Run `function(engine)` between two steps, as soon as `ready(engine)` is true. Later commands wait until it has run.
@@ -270,7 +285,7 @@ class EngineThread:
             if (outbox := self._outboxes.get(output.request_id)) is not None:
                 mail.setdefault(outbox, []).append(output)
         for outbox, own in mail.items():
-            outbox.put(own)
+            outbox.add(own)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -309,7 +324,7 @@ class EngineThread:
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         outbox = self._outboxes[request_id]
-        outbox.put([TokenOutput(request_id, (), "error", _for_request(error))])
+        outbox.add([TokenOutput(request_id, (), "error", _for_request(error))])
         self._forget(request_id)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
@@ -333,9 +348,11 @@ class EngineClient:
     A client that is dropped without `close` is closed at garbage collection.
     """
 
-    def __init__(self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None) -> None:
+    def __init__(
+        self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0
+    ) -> None:
         self._queue: SimpleQueue[list[TokenOutput]] = SimpleQueue()
-        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put)
+        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put, hold)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; all are added before the next step. Their prompts must have passed `Engine.check`.
