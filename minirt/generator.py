@@ -16,7 +16,6 @@ from typing import Any, overload
 import torch
 
 from minirt import models
-from minirt.device import peak_memory
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
@@ -101,7 +100,7 @@ class Generator:
         )
         self._engine = EngineThread(engine)
         self._processor = Processor(
-            self._engine, name, tokenizer, generation_config, self.eos_token_ids, partial(peak_memory, model.device)
+            self._engine, name, tokenizer, generation_config, self.eos_token_ids, self._engine.peak_memory
         )
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
         self._thaw: weakref.finalize | None = None

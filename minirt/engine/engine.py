@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minirt.device import is_device_failure, is_out_of_memory
+from minirt.device import is_device_failure, is_out_of_memory, peak_memory
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.logits_processors import Rules
 from minirt.engine.prefix_cache import PrefixCacheStats
@@ -123,6 +123,8 @@ class Engine:
         self._constraints = constraints
         self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request, which the scheduler does not have yet
         self._device_errors = _DeviceErrors()
+        self._device = device
+        self._peak_memory: int | None = None  # on a GPU; asking takes some 20 µs, so it is not done when a request ends
 
     @property
     def max_len(self) -> int:
@@ -160,6 +162,10 @@ class Engine:
             running, len(self._requests) - running, 1 - allocator.num_free / allocator.num_pages, scheduler.num_preemptions,
             cached.queries if cached else 0, cached.hits if cached else 0,
         )  # fmt: skip
+
+    def peak_memory(self) -> int:
+        """Peak memory in bytes (see `device.peak_memory`), on a GPU until the last step with a prompt. For any thread."""
+        return peak_memory(self._device) if self._peak_memory is None else self._peak_memory
 
     @property
     def failed(self) -> bool:
@@ -338,10 +344,15 @@ class Engine:
         scored = [sequence for sequence, chunk in work if chunk.targets]
         self._in_flight.append(_InFlight(step, sampled, computed, scored))
         self._scheduler.relax_limit()
-        for sequence, chunk in work:  # the step runs meanwhile
-            if len(chunk.tokens) > 1:
-                self._scheduler.extend_keys(sequence)
+        self._while_it_runs([sequence for sequence, chunk in work if len(chunk.tokens) > 1])
         return None
+
+    def _while_it_runs(self, prompts: Seq[Sequence]) -> None:
+        """Work that a step's launch does not need. `prompts`: the sequences of whose prompts the step computes a part."""
+        for sequence in prompts:
+            self._scheduler.extend_keys(sequence)
+        if self._device.type == "cuda" and (prompts or not self._runner.cuda_graphs):  # other steps allocate nothing
+            self._peak_memory = peak_memory(self._device)
 
     def _fill_masks(
         self, requests: Seq[_RequestState], outputs: list[TokenOutput], deliver: Deliver | None, masks: Tensor

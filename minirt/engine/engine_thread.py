@@ -126,6 +126,10 @@ class EngineThread:
         """Maximum number of tokens of a request, prompt and completion together."""
         return self.engine.max_len
 
+    def peak_memory(self) -> int:
+        """Peak memory in bytes, for `Completion.peak_memory_bytes`; 0 if the thread has ended."""
+        return 0 if (engine := self._engine) is None else engine.peak_memory()
+
     def check(self, request: Request, compiles: bool = True) -> None:
         """Raise the error with which a request would be refused. Any thread may call it. `compiles`: see `Engine.check`."""
         self.engine.check(request.prompt_token_ids, request.sampling, request.rules, compiles)
