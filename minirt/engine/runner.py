@@ -77,6 +77,17 @@ class Step:
     _scored: list[Scored]
     _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
 
+    @property
+    def runs(self) -> bool:
+        """Whether the device may not have ended it yet."""
+        return self._ended is not None
+
+    def wait(self) -> None:
+        """Wait for the end of the step, in any thread. The interpreter's lock is free meanwhile."""
+        if self._ended is not None:
+            with on_device(self._ended.device):
+                self._ended.synchronize()
+
     def result(self) -> StepResult:
         """Waits for the end of the step, also if no chunk needed logits."""
         if self._ended is not None:
@@ -173,6 +184,7 @@ class Runner:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
             static.buffers.send(batch.layout, chunks, logits_needed=logits_needed)
             static.graphs.replay(bucket)
+            static.buffers.sent()
             logits, rows = static.buffers.logits, sum(c.num_logits for c in chunks)
         else:
             batch = self._batch(chunks)
@@ -200,6 +212,7 @@ class Runner:
         from minirt.kernels.block_tables import expand_block_tables
 
         static.buffers.send(batch.layout, [])
+        static.buffers.sent()
         expand_block_tables(batch.pages, batch.page_starts, batch.block_tables, check=False)
         static.model.dry_run(batch, self._cache)
 
