@@ -385,9 +385,9 @@ class Generator:
             if call.requests:
                 client.submit(call.start())
             while call.open:
-                for output in client.receive():
+                for output, known in client.receive_timed():
                     if output.request_id in call.open:  # else it ended at a stop string; the engine had computed one more token
-                        stream, piece = call.push(output)
+                        stream, piece = call.push(output, known)
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece

@@ -203,10 +203,13 @@ class Call:
         self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
         return self.requests
 
-    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
-        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
+    def push(self, output: TokenOutput, known: float | None = None) -> tuple[CompletionStream, Piece]:
+        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended.
+
+        `known`: see `CompletionStream.push`.
+        """
         stream = self.open[output.request_id]
-        piece = stream.push(output)
+        piece = stream.push(output, known)
         if piece.finish_reason is not None:
             del self.open[output.request_id]
         return stream, piece

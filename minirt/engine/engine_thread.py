@@ -31,22 +31,24 @@ AnyError = TypeVar("AnyError", bound=MinirtError)
 class _Outbox:
     """The outputs of one client's requests. `put` gets a list for each step that has some."""
 
-    put: Callable[[Any], None]  # takes outputs and, if `hold`, a `Step` to wait for; must not keep the client alive
+    put: Callable[[Any], None]  # takes outputs, or what `held` is, or a `Step` to wait for; must not keep the client alive
     hold: int = 0  # outputs that may wait for others, unless a request has ended; see `EngineThread.connect`
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
-    held: list[TokenOutput] = field(default_factory=list)
+    held: list[tuple[float, list[TokenOutput]]] = field(default_factory=list)  # with the time at which they were known
+    num_held: int = 0
     unfinished: int = 0  # submitted requests of which the client has not received the last output; only the client uses this
     closed: bool = False
 
     def add(self, outputs: list[TokenOutput]) -> None:
         """Deliver the outputs of a step, or hold them back."""
         if self.hold:
-            now = time.perf_counter()
-            self.held += [output._replace(time_s=now) for output in outputs]
-            if len(self.held) < self.hold and all(output.finish_reason is None for output in outputs):
-                return
-            outputs, self.held = self.held, []
-        self.put(outputs)
+            self.held.append((time.perf_counter(), outputs))
+            self.num_held += len(outputs)
+            if self.num_held >= self.hold or any(output.finish_reason is not None for output in outputs):
+                held, self.held, self.num_held = self.held, [], 0
+                self.put(held)
+        else:
+            self.put(outputs)
 
 
 @dataclass(eq=False)
@@ -366,7 +368,7 @@ class EngineClient:
     def __init__(
         self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0
     ) -> None:
-        self._queue: SimpleQueue[list[TokenOutput] | Step] = SimpleQueue()
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # gets what `_Outbox.put` takes
         self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put, hold)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -386,13 +388,19 @@ class EngineClient:
         Raises:
             EngineError: the generator is closed.
         """
+        return [output for output, _ in self.receive_timed()]
+
+    def receive_timed(self) -> list[tuple[TokenOutput, float]]:
+        """Like `receive`, with the `time.perf_counter` at which each output was known here, or held back."""
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
         while isinstance(outputs := self._queue.get(), Step):
             with suppress(Exception):  # a failed device: the engine's thread finds out, too, and says so
                 outputs.wait()
-        self._outbox.unfinished -= sum([output.finish_reason is not None for output in outputs])
-        return outputs
+        held = outputs if self._outbox.hold else [(time.perf_counter(), outputs)]
+        timed = [(output, known) for known, own in held for output in own]
+        self._outbox.unfinished -= sum([output.finish_reason is not None for output, _ in timed])
+        return timed
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests. Outputs that were delivered before may still be received."""

@@ -68,8 +68,7 @@ class TokenOutput(NamedTuple):
     `finish_reason` is None while the request continues, then "stop", "length" or "error". With "error" there is no token, and
     `error` says what happened. `num_cached`: tokens of the prompt that were found in the prefix cache. `logprobs`: of each token,
     if the request asks. `prompt_logprobs`: of each token of the prompt but the first, with the first output of a request that
-    asks; else None. `queue_time_s`: how long the request waited for its first step, with its first output; else None. `time_s`:
-    `time.perf_counter` when it was known, if it was held back since; else None.
+    asks; else None. `queue_time_s`: how long the request waited for its first step, with its first output; else None.
     """
 
     request_id: int
@@ -80,7 +79,6 @@ class TokenOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     queue_time_s: float | None = None
-    time_s: float | None = None
 
 
 class EngineStats(NamedTuple):

@@ -285,7 +285,10 @@ def pack_chunks(
         seq_slots.append(chunk.slot)
         used.extend(pages[: -(-stop // page_size)])
         page_starts.append(len(used))
-    _check_room(layout, flat, (len(tokens), len(logits), len(lens), len(used)))
+    _check_buffer(layout, flat)
+    if len(tokens) > layout.tokens or len(logits) > layout.logits or len(lens) > layout.seqs or len(used) > layout.pages:
+        what, found = "the layout is too small for the step", (len(tokens), len(logits), len(lens), len(used))
+        raise InputError(what, where="layout", expected=f"tokens, logits, sequences and pages of {layout}", found=found)
     # Padding rows count as rows that need logits, as every row of a decode step does.
     logits += [min(row, layout.tokens - 1) for row in range(len(logits), layout.logits)]
     # All 64-bit tensors are copied at once, and then all others.
@@ -314,13 +317,8 @@ def _padded(values: list[int], size: int, fill: int) -> list[int]:
     return values + [fill] * (size - len(values))
 
 
-def _check_room(layout: Layout, flat: Tensor, counts: tuple[int, int, int, int]) -> None:
-    """Raise InputError if the step does not fit. `counts`: tokens, rows that need logits, sequences and pages of the step."""
+def _check_buffer(layout: Layout, flat: Tensor) -> None:
     if layout.words > flat.numel() or not flat.is_contiguous() or flat.device.type != "cpu":
         found = f"{flat.numel()} on {flat.device}, shape {tuple(flat.shape)}, strides {flat.stride()}"
         expected = f"{layout.words} contiguous words on the host"
         raise InputError("the buffer cannot hold the step", where="flat", expected=expected, found=found)
-    room = layout.tokens, layout.logits, layout.seqs, layout.pages
-    if any(count > most for count, most in zip(counts, room, strict=True)):
-        what, expected = "the layout is too small for the step", f"at most {room} tokens, logits, sequences and pages"
-        raise InputError(what, where="layout", expected=expected, found=counts)

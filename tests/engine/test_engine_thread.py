@@ -306,15 +306,15 @@ def test_outputs_that_are_held_back(thread):
     alone = expected([[40, 41]], 11) + expected([[1, 2]], 3)
     with it.connect(hold=4) as client:
         client.submit(asked)
-        groups = [client.receive()]
-        while sum(output.finish_reason is not None for group in groups for output in group) < 2:
-            groups.append(client.receive())
-    outputs = [output for group in groups for output in group]
+        timed = [client.receive_timed()]
+        while sum(output.finish_reason is not None for group in timed for output, _ in group) < 2:
+            timed.append(client.receive_timed())
+    groups = [[output for output, _ in group] for group in timed]
+    outputs, times = [output for group in groups for output in group], [known for group in timed for _, known in group]
     for own, tokens in zip(asked, alone, strict=True):
         assert [token for output in outputs if output.request_id == own.id for token in output.token_ids] == tokens
     assert all(len(group) in (4, 5) or any(output.finish_reason for output in group) for group in groups)
     assert len(groups) < len(outputs) / 2
-    times = [output.time_s for output in outputs]
     assert times == sorted(times)
     assert len(set(times)) == 11, "one for each step"
     model, steps = it.engine._runner._model, iter(range(10**9))
