@@ -143,7 +143,7 @@ class EngineThread:
 
     def wake(self) -> None:
         """Say that a command follows soon: a thread that sleeps takes some 0.1 ms to wake up, which the caller can use."""
-        if self._thread is not None and not self._outboxes:
+        if self._thread is not None and self._ended is None and not self._outboxes:
             self._inbox.put(_Wake())
 
     def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0) -> "EngineClient":
