@@ -41,6 +41,7 @@ class TensorSpec(NamedTuple):
         shape: the usual shape. `also`: other shapes of the same values.
         dtypes: the dtypes that it may have, by their names in safetensors files.
         positive: whether every value must be finite and above 0, as in a scale.
+        nonzero: whether every value must be finite and not 0, as in a scale that may be negative.
         values: the values that it must have; None: any.
     """
 
@@ -49,6 +50,7 @@ class TensorSpec(NamedTuple):
     dtypes: tuple[str, ...] = FLOATS
     also: tuple[tuple[int, ...], ...] = ()
     positive: bool = False
+    nonzero: bool = False
     values: tuple[int, ...] | None = None
 
 
@@ -290,6 +292,11 @@ class StoredInt4(_Int4):
     def group(self) -> int:  # type: ignore[override]
         return min(self.stored_group or INT4_CHUNK, INT4_CHUNK)
 
+    def _scales(self, name: str, shape: tuple[int, ...], also: tuple[tuple[int, ...], ...] = ()) -> TensorSpec:
+        """The scales of a part. AutoRound writes negative ones of symmetric weights: the largest value of a group then has the
+        code -8."""
+        return TensorSpec(name, shape, also=also, positive=not self.symmetric, nonzero=self.symmetric)
+
     def stored_groups(self, K: int) -> int:
         """How many groups a row has in the checkpoint."""
         return 1 if self.stored_group is None else -(-K // self.stored_group)
@@ -321,7 +328,7 @@ class StoredInt4Packed(StoredInt4):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         groups = self.stored_groups(K)
         yield TensorSpec(f"{module}.weight_packed", (rows, -(-K // 8)), (INT32,))
-        yield TensorSpec(f"{module}.weight_scale", (rows, groups), also=((rows,),) if groups == 1 else (), positive=True)
+        yield self._scales(f"{module}.weight_scale", (rows, groups), also=((rows,),) if groups == 1 else ())
         yield TensorSpec(f"{module}.weight_shape", (2,), (INT64, INT32), values=(rows, K))
         if not self.symmetric:
             yield TensorSpec(f"{module}.weight_zero_point", (-(-rows // 8), groups), (INT32,))
@@ -355,7 +362,7 @@ class StoredInt4Gptq(StoredInt4):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         groups = self.stored_groups(K)
         yield TensorSpec(f"{module}.qweight", (-(-K // 8), rows), (INT32,))
-        yield TensorSpec(f"{module}.scales", (groups, rows), positive=True)
+        yield self._scales(f"{module}.scales", (groups, rows))
         yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
         if self.indices:
             yield TensorSpec(f"{module}.g_idx", (K,), (INT32, INT64))
@@ -398,7 +405,7 @@ class StoredInt4Awq(StoredInt4):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         groups = self.stored_groups(K)
         yield TensorSpec(f"{module}.qweight", (K, -(-rows // 8)), (INT32,))
-        yield TensorSpec(f"{module}.scales", (groups, rows), positive=True)
+        yield self._scales(f"{module}.scales", (groups, rows))
         yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
 
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:

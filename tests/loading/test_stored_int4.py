@@ -1,17 +1,20 @@
 """Checkpoints with 4-bit weights: each layout gives the exact numbers of its file, and every contradiction is refused.
 
-The files are written by tests/support/quantized_int4.py, and by compressed-tensors' own compressor. Catches: nibbles in a wrong
-order, a zero point off by one, scales of the wrong group, parts of a fused linear in each other's rows.
+The files are written by tests/support/quantized_int4.py, by compressed-tensors' own compressor, and by the packers of AutoAWQ,
+AutoGPTQ and AutoRound. Catches: nibbles in a wrong order, a zero point off by one, scales of the wrong group, parts of a fused
+linear in each other's rows.
 """
 
 import json
 import shutil
 import warnings
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.quantized import save
 from support.quantized_int4 import STYLES, write
 
@@ -91,40 +94,94 @@ def test_mixed_models(quantized):
         shutil.rmtree(written.folder)
 
 
-@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (32, True), (None, True), (64, False)])
-def test_against_compressed_tensors(group, symmetric, plain, quantized):
+def dequantized(generator):
+    """The weight of each linear with 4 bits, by module."""
+    found = {}
+    for parameter in (each for layer in generator._model.layers for each in layer.quantizable() if each.format is not None):
+        weight = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
+        found |= dict(zip(parameter.modules, weight.split(parameter.rows), strict=True))
+    return found
+
+
+def check_equal(found, right):
+    assert found.keys() == right.keys()
+    for module, weight in right.items():
+        assert torch.equal(found[module], weight), module
+
+
+@pytest.fixture(scope="module")
+def whole_groups(hf_folder):
+    """A model whose columns any size of group divides, as compressed-tensors needs."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    return hf_folder("Qwen2", seed=6, num_hidden_layers=1, **sizes)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [128, 64, 32, None])
+def test_against_compressed_tensors(group, symmetric, whole_groups, tmp_path):
     """The tensors that compressed-tensors writes, and the weights that it reads from them."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    written = quantized({128: "packed 128", 32: "packed 32", None: "packed channel", 64: "packed zeros"}[group])
+    style = {128: "packed 128", 64: "packed 128", 32: "packed 32", None: "packed channel"}[group]
+    written = write(whole_groups, tmp_path / "model", style)
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= strategy | {"symmetric": symmetric}
+    path.write_text(json.dumps(config))
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=symmetric, **strategy))
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
-    checked = 0
-    for name, tensor in load_file(plain / "model.safetensors").items():
+    torch.manual_seed(3)
+    right = {}
+    for name, tensor in load_file(whole_groups / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or (group and tensor.shape[1] % group):
-            continue  # its groups must be whole
-        scale = written.tensors[f"{module}.weight_scale"].float()
+        if not name.endswith("_proj.weight"):
+            continue
+        groups = tensor.shape[1] // group if group else 1
+        scale = tensor.unflatten(1, (groups, -1)).abs().amax(2).half().float() / 8
         state = {"weight": tensor, "weight_scale": scale}
         if not symmetric:
-            state["weight_zero_point"] = torch.randint(-8, 7, scale.shape, dtype=torch.int8)
+            state["weight_zero_point"] = torch.randint(-8, 8, scale.shape, dtype=torch.int8)
         state = compressor.compress(state, scheme)
-        back = compressor.decompress(dict(state), scheme)["weight"]
-        written.exact[name] = back.double()
+        right[module] = compressor.decompress(dict(state), scheme)["weight"]
         written.tensors |= {f"{module}.{last}": value.contiguous() for last, value in state.items()}
-        checked += 1
     save(written)
-    assert checked or group in (128, 64, 32)
+    assert len(right) == 7
     with load(written.folder) as generator:
-        for layer in generator._model.layers:
-            for parameter in layer.quantizable():
-                if parameter.format is not None:
-                    found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
-                    right = torch.cat([written.exact[f"{module}.weight"] for module in parameter.modules])
-                    assert torch.equal(found, right.float())
+        check_equal(dequantized(generator), right)
+
+
+OTHERS = Path(__file__).with_name("packed_by_others")
+
+
+@pytest.mark.parametrize("packer", sorted(folder.name for folder in OTHERS.iterdir()))
+def test_files_that_other_projects_packed(packer):
+    """AutoAWQ, AutoGPTQ and AutoRound packed these files and read them back; see tests/tools/pack_with_others.py."""
+    folder = OTHERS / packer
+    right = {module: torch.from_numpy(weight) for module, weight in np.load(folder / "weights.npz").items()}
+    assert len(right) == 7
+    with load(folder) as generator:
+        check_equal(dequantized(generator), right)
+        assert generator.logits([3, 4, 5]).isfinite().all()
+
+
+@pytest.mark.parametrize("packer", ["autoawq", "autoround-awq"])
+def test_awq_files_that_compressed_tensors_converted(packer, tmp_path):
+    """compressed-tensors' converter turns AWQ words and zero points into its own."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert import AutoAWQConverter
+
+    config = json.loads((OTHERS / packer / "config.json").read_text())
+    converter = AutoAWQConverter.from_autoawq_config(config["quantization_config"])
+    tensors = converter.process(load_file(OTHERS / packer / "model.safetensors"))
+    config["quantization_config"] = converter.update_config(None).model_dump(mode="json")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with load(tmp_path) as converted, load(OTHERS / packer) as original:
+        assert converted.plan.checkpoint == "compressed-tensors: 4 bits, groups of 32, with zero points"
+        check_equal(dequantized(converted), dequantized(original))
 
 
 def change(name, update):
