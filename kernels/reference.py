@@ -124,9 +124,9 @@ def pack_int4(codes: Tensor) -> Tensor:
 
     Columns past K are filled with zeros.
     """
-    padded = F.pad(codes.to(torch.int32), (0, -codes.shape[1] % INT4_CHUNK)).unflatten(1, (-1, 4, INT4_CHUNK // 4))
-    words = padded[:, :, 0] | padded[:, :, 1] << 4 | padded[:, :, 2] << 8 | padded[:, :, 3] << 12
-    return words.to(torch.int16).flatten(1)  # keeps the lowest 16 bits
+    padded = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % INT4_CHUNK)).unflatten(1, (-1, 4, INT4_CHUNK // 4))
+    low, high = padded[:, :, 0] | padded[:, :, 1] << 4, padded[:, :, 2] | padded[:, :, 3] << 4  # bytes: little temporary memory
+    return torch.stack((low, high), -1).view(torch.int16).flatten(1)
 
 
 def unpack_int4(words: Tensor, K: int) -> Tensor:
@@ -176,14 +176,17 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))
     largest = values.gather(2, values.abs().argmax(2, keepdim=True))
     largest = torch.where(largest == 0, -INT4_LEVELS[0], largest)
-    best, codes, least = torch.empty_like(largest), torch.empty_like(values), torch.full_like(largest, torch.inf)
+    best, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
+    codes = torch.empty_like(values, dtype=torch.int8)
     for levels in INT4_LEVELS:
         scale = largest / -levels
         own = (values / scale).round_().clamp_(-8, 7)
-        error = (own * scale).sub_(values).abs_()
+        rounded = own.to(torch.int8)
+        error = own.mul_(scale).sub_(values).abs_()
         error = error.square().mul_(error.sqrt_()).sum(2, keepdim=True)
         better = error < least
-        best, least, codes = torch.where(better, scale, best), torch.where(better, error, least), torch.where(better, own, codes)
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+        codes = torch.where(better, rounded, codes)
     return (codes + INT4_ZERO).to(torch.uint8).flatten(1)[:, :K], best.squeeze(2)
 
 

@@ -27,7 +27,7 @@ from minirt.kernels.reference import (
 )
 
 FP8 = torch.float8_e4m3fn
-CHUNK = 1 << 22  # weights quantized at a time; quantization needs 9 temporary bytes per weight
+CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 needs 9 temporary bytes per weight
 FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
 E4M3 = "F8_E4M3"
 INT32 = "I32"
@@ -66,6 +66,7 @@ class LinearFormat(ABC):
         capability: the lowest compute capability of its kernels.
         experts: whether the experts of a mixture may have it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
+        chunk: weights that are quantized or repacked at a time.
     """
 
     name: ClassVar[str]
@@ -73,6 +74,7 @@ class LinearFormat(ABC):
     capability: ClassVar[float] = 8.9
     experts: ClassVar[bool] = True
     rounds_activations: ClassVar[bool] = True
+    chunk: ClassVar[int] = CHUNK
 
     @abstractmethod
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -106,9 +108,9 @@ class LinearFormat(ABC):
         weight[own] = self.quantize(source, scale[scales])
 
     def chunks(self, first: int, stop: int, rows: Sequence[int], K: int) -> Iterator[tuple[slice, slice]]:
-        """(rows of the weight, rows of the scale), in pieces of about CHUNK weights that cover the rows `first` to `stop`."""
+        """(rows of the weight, rows of the scale), in pieces of about `chunk` weights that cover the rows `first` to `stop`."""
         g = self.group_rows(rows)
-        step = max(1, CHUNK // K // g) * g
+        step = max(1, self.chunk // K // g) * g
         for start in range(first, stop, step):
             end = min(start + step, stop)
             yield slice(start, end), slice(start // g, -(-end // g))
@@ -264,6 +266,7 @@ class QuantizedToInt4(_Int4):
     A scale for each row and 128 columns, chosen to minimize the error of the weights (`reference.quantize_int4`).
     """
 
+    chunk = CHUNK // 2  # needs 17 temporary bytes per weight
     group: int = INT4_CHUNK
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -301,6 +304,14 @@ class StoredInt4(_Int4):
         """How many groups a row has in the checkpoint."""
         return 1 if self.stored_group is None else -(-K // self.stored_group)
 
+    def _column_chunks(self, rows: int, K: int) -> Iterator[tuple[slice, slice]]:
+        """(columns of a weight [rows, K], its words in memory), in pieces of about `chunk` weights. Pieces of a tensor that is
+        stored transposed are contiguous, so the device never holds all of it."""
+        step = max(1, self.chunk // rows // INT4_CHUNK) * INT4_CHUNK
+        for first in range(0, K, step):
+            stop = min(first + step, K)
+            yield slice(first, stop), slice(first // 4, self._words(stop))
+
     def _place_scale(self, stored: Tensor, scale: Tensor, own: slice) -> None:
         """Write scales [n, stored groups] into the scale words. Each in-place operation changes only bits of its own, so threads
         may load scales and zero points in any order."""
@@ -336,9 +347,9 @@ class StoredInt4Packed(StoredInt4):
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "weight_packed":
-            source = source.to(weight.device)
             for at, _ in self.chunks(0, own, (own,), 8 * source.shape[1]):
-                weight[start + at.start : start + at.stop] = pack_int4(_nibbles(source[at]).flatten(1))
+                codes = _nibbles(source[at].to(weight.device)).flatten(1)
+                weight[start + at.start : start + at.stop] = pack_int4(codes)
         elif what == "weight_scale":
             self._place_scale(source.reshape(own, -1), scale, slice(start, start + own))
         elif what == "weight_zero_point":
@@ -370,9 +381,9 @@ class StoredInt4Gptq(StoredInt4):
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "qweight":
-            source = source.to(weight.device)
-            for at, _ in self.chunks(0, own, (own,), 8 * source.shape[0]):
-                weight[start + at.start : start + at.stop] = pack_int4(_nibbles(source[:, at].T).flatten(1))
+            for columns, words in self._column_chunks(own, 8 * source.shape[0]):
+                codes = _nibbles(source[columns.start // 8 : columns.stop // 8].to(weight.device).T).flatten(1)
+                weight[start : start + own, words] = pack_int4(codes)
         elif what == "scales":
             self._place_scale(source.T, scale, slice(start, start + own))
         elif what == "qzeros":
@@ -411,11 +422,9 @@ class StoredInt4Awq(StoredInt4):
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "qweight":
-            source = source.to(weight.device)
-            for at, _ in self.chunks(0, source.shape[1], (source.shape[1],), 8 * source.shape[0]):
-                codes = _nibbles(source[:, at])[:, :, _AWQ_COLUMNS].flatten(1)
-                first, stop = start + 8 * at.start, start + min(8 * at.stop, own)
-                weight[first:stop] = pack_int4(codes.T[: stop - first])
+            for columns, words in self._column_chunks(own, source.shape[0]):
+                codes = _nibbles(source[columns].to(weight.device))[:, :, _AWQ_COLUMNS].flatten(1)
+                weight[start : start + own, words] = pack_int4(codes.T[:own])
         elif what == "scales":
             self._place_scale(source.T, scale, slice(start, start + own))
         elif what == "qzeros":
@@ -425,8 +434,8 @@ class StoredInt4Awq(StoredInt4):
 
 def _nibbles(words: Tensor) -> Tensor:
     """int32 words [..., n] → [..., n, 8] uint8, the lowest four bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(-1) >> shifts & 15).to(torch.uint8)
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).unflatten(-2, (-1, 4)).flatten(-2)
 
 
 class FormatChoice(ABC):
