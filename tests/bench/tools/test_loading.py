@@ -1,6 +1,6 @@
 """`bench/tools/loading.py`: what it writes loads, in the format and with the layers that were asked for."""
 
-import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,11 +10,12 @@ from minirt.bench.tools import loading
 
 SIZES = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "vocab_size": 50, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+    "vocab_size": 50, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 STATED = {
     "bf16": None, "fp8": "compressed-tensors: FP8, one scale for each channel",
-    "fp8-blocks": "fp8: FP8, one scale for each block of 128x128", "w4a16": "compressed-tensors: 4 bits, groups of 128, symmetric",
+    "fp8-blocks": "fp8: FP8, one scale for each block of 128x128",
+    "w4a16": "compressed-tensors: 4 bits, groups of 128, symmetric",
     "gptq": "gptq: 4 bits, groups of 128, symmetric", "awq": "awq: 4 bits, groups of 128, with zero points",
 }  # fmt: skip
 
@@ -22,7 +23,7 @@ STATED = {
 @pytest.mark.parametrize("kind", ["bf16", *loading.FORMATS])
 def test_each_format(kind, tmp_path, monkeypatch):
     own = [("tiny", "", SIZES | {"num_hidden_layers": 9})]
-    monkeypatch.setattr(sys.modules["minirt.models.presets"], "raw_configs", lambda: own)
+    monkeypatch.setattr(import_module("minirt.models.presets"), "raw_configs", lambda: own)
     monkeypatch.setattr("minirt.loading.load.pick_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(loading, "SHARD_BYTES", 1 << 14)
     loading.main("write", str(tmp_path), "tiny", kind, "2")
