@@ -339,6 +339,9 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
         what = "groups of columns in the order of their activations are not supported"
         hint = f"quantize with desc_act: false, or {_HINT}"
         raise UnsupportedError(what, where=fields.place("desc_act"), expected="false", found="true", hint=hint)
+    if fields.boolean("is_marlin_format", default=False):  # AutoGPTQ's older way to state it
+        where, expected = fields.place("is_marlin_format"), "false"
+        raise UnsupportedError("this order of weights is not supported", where=where, expected=expected, found="true", hint=_HINT)
     # Version 1 stores a zero point minus 1. With 4 bits, "gptq_p" has the words of version 2.
     versions = {"gptq": 1, "gptq_v2": 0, "gptq_p": 0}
     version = fields.choice("checkpoint_format" if "checkpoint_format" in fields.raw else "format", versions, default="gptq")

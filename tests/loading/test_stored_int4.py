@@ -6,6 +6,7 @@ linear in each other's rows.
 """
 
 import json
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -239,6 +240,74 @@ TENSORS = {  # what: style, change of the tensors, error, words
         "packed 128", lambda t: [t.pop(f"{K}.{w}") for w in ("weight_packed", "weight_scale", "weight_shape")]
         + [t.update({f"{K}.weight": torch.zeros(96, 144)})], UnsupportedError, rf"layers\.0\.attention: .*one format.*{K}",
     ),
+    **{
+        f"a scale of {value}, {style}": (
+            style, change(f"{K}.{scale}", lambda s, value=value: s.index_fill_(1, torch.tensor([1]), value)), CheckpointError,
+            f"{K}.{scale}: \\d+ of \\d+ scales are unusable.*found {value}",
+        )
+        for style, scale in (("packed 128", "weight_scale"), ("gptq zeros", "scales"), ("awq 64", "scales"))
+        for value in (0.0, math.nan, math.inf, *([] if style == "packed 128" else [-0.5]))
+    },
+    "scales of integers": ("awq 128", change(f"{K}.scales", lambda s: s.int()), CheckpointError, rf"{K}\.scales: wrong dtype"),
+    "scales of E4M3": (
+        "packed 128", change(f"{K}.weight_scale", lambda s: s.float().to(torch.float8_e4m3fn)), CheckpointError,
+        rf"{K}\.weight_scale: wrong dtype",
+    ),
+    "fewer words": (
+        "packed 128", change(f"{K}.weight_packed", lambda w: w[:, :-1].contiguous()), CheckpointError,
+        rf"{K}\.weight_packed: wrong shape; expected \[96, 18\]; found \[96, 17\]",
+    ),
+    "words in bytes": (
+        "packed 128", change(f"{K}.weight_packed", lambda w: w.view(torch.uint8)), CheckpointError, f"{K}.weight_packed: wrong",
+    ),
+    "no shape": ("packed 128", lambda t: t.pop(f"{K}.weight_shape"), CheckpointError, rf"missing.*{K}\.weight_shape"),
+    "a transposed shape": (
+        "packed 128", change(f"{K}.weight_shape", lambda s: s.flip(0)), CheckpointError, rf"{K}\.weight_shape: wrong values",
+    ),
+    "a shape of floats": (
+        "packed 128", change(f"{K}.weight_shape", lambda s: s.float()), CheckpointError, "weight_shape: wrong dtype",
+    ),
+    "words of AWQ as GPTQ's": (
+        "gptq zeros", change(f"{K}.qweight", lambda w: w.view(-1).resize_(144, 12)), CheckpointError,
+        rf"{K}\.qweight: wrong shape; expected \[18, 96\]; found \[144, 12\]",
+    ),
+    "too many groups": (
+        "gptq 128", change(f"{K}.scales", lambda s: s.repeat(2, 1)), CheckpointError, rf"{K}\.scales: wrong shape.*\[4, 96\]",
+    ),
+    "no GPTQ zero points": ("gptq 128", lambda t: t.pop(f"{K}.qzeros"), CheckpointError, rf"missing.*{K}\.qzeros"),
+    "zero points of other rows": (
+        "gptq 128", change(f"{K}.qzeros", lambda z: z[:, :-1].contiguous()), CheckpointError, rf"{K}\.qzeros: wrong shape",
+    ),
+    "zero points of 64 bits": (
+        "awq 128", change(f"{K}.qzeros", lambda z: z.long()), CheckpointError, rf"{K}\.qzeros: wrong dtype",
+    ),
+    "a short g_idx": ("gptq 128", change(f"{K}.g_idx", lambda g: g[:-1].clone()), CheckpointError, rf"{K}\.g_idx: wrong shape"),
+    "a g_idx of floats": ("gptq 128", change(f"{K}.g_idx", lambda g: g.float()), CheckpointError, rf"{K}\.g_idx: wrong dtype"),
+    "a negative g_idx": (
+        "gptq 128", change(f"{K}.g_idx", lambda g: g - 1), CheckpointError, rf"{K}\.g_idx: columns in the order",
+    ),
+    "g_idx of compressed-tensors": (
+        "packed 128", lambda t: t.update({f"{K}.weight_g_idx": torch.arange(144)}), UnsupportedError,
+        f"{K}.weight_g_idx: weights whose groups are columns in the order of their activations are not supported",
+    ),
+    "a foreign tensor": (
+        "awq 128", lambda t: t.update({f"{K}.g_idx": torch.arange(144)}), CheckpointError, rf"unexpected.*{K}\.g_idx",
+    ),
+    "a quantized embedding": (
+        "awq 128", lambda t: t.update({"model.embed_tokens.scales": torch.ones(1, 144)}), UnsupportedError,
+        r"model\.embed_tokens\.weight: only linear layers",
+    ),
+    "bitsandbytes": (
+        "gptq 128", lambda t: t.update({f"{K}.weight.absmax": torch.ones(4)}), UnsupportedError, "4-bit weights of bitsandbytes",
+    ),
+    "sparse weights": (
+        "packed 128", lambda t: t.update({f"{K}.bitmask": torch.ones(4)}), UnsupportedError, f"{K}.bitmask: sparse",
+    ),
+    "a part in FP8": (
+        "packed 128", lambda t: [t.pop(f"{K}.weight_packed"),
+        t.update({f"{K}.weight": torch.ones(96, 144).to(torch.float8_e4m3fn)})],
+        CheckpointError, rf"{K}\.weight: the scale is not that of the stated format",
+    ),
     "NVFP4": ("packed 128", lambda t: t.update({f"{K}.weight_scale_2": torch.ones(1)}), UnsupportedError, "NVFP4"),
 }  # fmt: skip
 
@@ -255,6 +324,28 @@ def test_tensors_that_contradict(what, quantized):
         save(written)
     with pytest.raises(error, match=words):
         load(written.folder)
+
+
+def test_parts_of_two_group_sizes(quantized):
+    written = quantized("packed 128")
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
+    groups["group_1"]["targets"], groups["group_1"]["weights"]["group_size"] = [r"re:.*self_attn\.v_proj"], 64
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*k_proj\.weight: .*of 128.*v_proj.*of 64"):
+        load(written.folder)
+
+
+@pytest.mark.parametrize(("shift", "words"), [(-64, "truncated"), (64, "truncated")])
+def test_a_shard_with_another_length(shift, words, quantized):
+    """Files that are shorter or longer than their header says, in the middle of the words."""
+    file = quantized("awq 128", shards=2).folder / "model-00002-of-00002.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:shift] if shift < 0 else content + bytes(shift))
+    with pytest.raises(CheckpointError, match=rf"00002-of-00002.safetensors.*{words}"):
+        load(file.parent)
 
 
 def test_not_stated(quantized):

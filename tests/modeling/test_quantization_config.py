@@ -87,7 +87,10 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes is not planned"),
     ({"quantization_config": {"quant_method": "gguf"}}, "GGUF is not planned"),
     *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("mxfp4", "auto-round")),
-    ({"quantization_config": {"quant_method": "hqq"}}, "expected fp8 or .* or modelopt or gptq or awq; found 'hqq'"),
+    *(
+        ({"quantization_config": {"quant_method": name}}, f"expected fp8 or .* or modelopt or gptq or awq; found '{name}'")
+        for name in ("hqq", "torchao", "aqlm", "quanto", "eetq", "fbgemm_fp8")
+    ),
     ({"quantization_config": {}}, "'unnamed'"),
     ({"compression_config": {"quant_method": "compressed-tensors"}}, "older name"),
     (changed("fp8 block", weight_block_size=[64, 128]), r"weight_block_size: only blocks of 128 by 128.*\[64, 128\]"),
@@ -173,6 +176,21 @@ REFUSED_4_BITS = [
     (int4("packed 128", group__weights__dynamic=True), "dynamic"),
     (int4("packed 128", group__input_activations={"num_bits": 8, "type": "int"}), "input_activations: only 16-bit"),
     (int4("packed 128", format="float-quantized"), "int of 4 bits"),
+    *((int4("gptq 128", bits=bits), "quantization_config.bits: only weights of 4 bits") for bits in (2, 8)),
+    *((int4("gptq 128", bits=bits), r"quantization_config\.bits.*an integer") for bits in ("4", True, 4.5, None)),
+    *((int4("awq 128", group_size=size), r"quantization_config\.group_size") for size in (-2, 1 << 40, "128", None, 127)),
+    (int4("gptq 128", is_marlin_format=True), "is_marlin_format: this order of weights.*expected false; found true"),
+    (int4("gptq 128", sym="yes"), r"quantization_config\.sym.*true or false"),
+    (int4("awq 128", version="exllama"), "version: this order of weights"),
+    (int4("awq 128", version="llm-awq"), "version: this order of weights"),
+    (int4("packed 128", group__weights__actorder="dynamic"), "actorder: groups of columns in the order"),
+    (int4("packed 128", group__weights__num_bits=3), "int of 3 bits"),
+    (int4("packed 128", group__weights__symmetric="no"), r"weights\.symmetric.*true or false"),
+    (int4("packed 128", group__weights__group_size=None), r"weights\.group_size"),
+    (int4("packed 128", group__output_activations={"num_bits": 8}), "output_activations: only 16-bit"),
+    (int4("packed 128", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format: sparse weights"),
+    (int4("packed 128", transform_config={"config_groups": {"R1": {}}}), "transform_config.*Hadamard"),
+    (int4("packed 128", format="marlin-24"), "quantization_config.format"),
 ]
 
 
