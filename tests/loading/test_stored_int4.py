@@ -21,8 +21,9 @@ from support.quantized_int4 import STYLES, write
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
-from minirt.kernels.reference import dequantize_int4
+from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.loading.load import plan_model
+from minirt.modeling.formats import LinearFormat
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(24)]
 # Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
@@ -82,6 +83,27 @@ def test_each_layout_has_the_numbers_of_its_file(style, plain, quantized):
         assert len(generator.generate(TOKENS, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)).token_ids) == 3
     planned = plan_model(LoadOptions(model=written.folder, device="cpu")).plan
     assert planned.rows == generator.plan.rows, "from the headers"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_repacking_in_pieces(style, quantized, monkeypatch):
+    """Large tensors are repacked in several pieces. Here the pieces are as small as they can be."""
+    written = quantized(style)
+    monkeypatch.setattr(LinearFormat, "chunk", 1)
+    with load(written.folder) as generator:
+        assert check_weights(generator, written.exact) == 3 * 4
+
+
+def test_scales_of_32_bits(quantized):
+    """The scale words keep 20 of the 24 bits of their mantissas; 16-bit scales are exact."""
+    written = quantized("packed 128")
+    scale = written.tensors[f"{DOWN}.weight_scale"].float() * (1 + torch.linspace(1e-4, 2e-4, 2 * 144).reshape(144, 2))
+    written.tensors[f"{DOWN}.weight_scale"] = scale
+    save(written)
+    with load(written.folder) as generator:
+        found = unpack_int4_scale(generator._model.layers[4].down.scale)[0]
+        assert not torch.equal(found, scale)
+        assert ((found - scale).abs() / scale).max() <= 2**-20
 
 
 def test_mixed_models(quantized):
