@@ -158,7 +158,8 @@ def autoround(kind: str, symmetric: bool) -> Callable[[Path], tuple[dict[str, An
         tensors = load_file(config.with_name("model.safetensors"))
         stated = json.loads(config.read_text())["quantization_config"]
         shapes = {name: tuple(linear.weight.shape) for name, linear in linears(model()).items()}
-        return stated, tensors, {name: READ[kind](tensors, name, shape) for name, shape in shapes.items()}
+        read = READ[stated.get("packing_format", kind).removeprefix("auto_round:")]
+        return stated, tensors, {name: read(tensors, name, shape) for name, shape in shapes.items()}
 
     return pack
 
@@ -197,6 +198,8 @@ FOLDERS = {
     "autoround-gptq": autoround("auto_gptq", True),
     "autoround-gptq-zeros": autoround("auto_gptq", False),
     "autoround-awq": autoround("auto_awq", False),
+    "autoround-own": autoround("auto_round", True),
+    "autoround-own-zeros": autoround("auto_round", False),
     "autoround-compressed-tensors": autoround("llm_compressor", True),
 }
 
