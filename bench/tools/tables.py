@@ -659,13 +659,14 @@ def int4_quality_table(records: Records) -> str:
     """What 4 bits cost: the loss in nats per token above fp32, and the divergence, for several ways to choose scales."""
     (lines,) = records.values()
     about = next(line for line in lines if line["kind"] == "about")
-    columns = ("int4", "round to nearest", "mse observer")
+    columns = ("int4", "round to nearest", "mse observer", "mse observer, zero points")
     rows = []
     for model in dict.fromkeys(line["model"] for line in lines if "difference" in line):
         found = {line["name"]: line for line in lines if line.get("model") == model}
         rows.append([model, *(_loss(found.get(name)) for name in columns)])
         rows.append([f"{model}, KL", *(f"{found[name]['kl']:.4f}" if name in found else NONE for name in columns)])
-    shown = table(["nats per token above fp32", "`--quantize int4`", "round to nearest", "MSE observer"], rows)
+    titles = ["`--quantize int4`", "round to nearest", "MSE observer", "MSE observer, zero points"]
+    shown = table(["nats per token above fp32", *titles], rows)
     where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
     return f"{shown}\n\nFrom `cpu-int4-quality` ({where}); ± is the standard error over windows of 512 tokens, SmolLM2 256."
 

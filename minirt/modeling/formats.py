@@ -247,8 +247,8 @@ class _Int4(LinearFormat):
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """The words of `source` [n, K]; writes their scale words, `scale_rows` [groups, n]."""
-        codes, scale = quantize_int4(source, self.group)
-        scale_rows.copy_(pack_int4_scale(scale))
+        codes, scale, zero = quantize_int4(source, self.group)
+        scale_rows.copy_(pack_int4_scale(scale, zero))
         return pack_int4(codes)
 
     def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
@@ -263,10 +263,10 @@ class _Int4(LinearFormat):
 class QuantizedToInt4(_Int4):
     """`--quantize int4`: 16- or 32-bit weights in the checkpoint, quantized while they are loaded.
 
-    A scale for each row and 128 columns, chosen to minimize the error of the weights (`reference.quantize_int4`).
+    A scale and a zero point for each row and 128 columns, see `reference.quantize_int4`.
     """
 
-    chunk = CHUNK // 2  # needs 17 temporary bytes per weight
+    chunk = CHUNK // 2  # needs 14 temporary bytes per weight
     group: int = INT4_CHUNK
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:

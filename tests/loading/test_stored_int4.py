@@ -404,7 +404,7 @@ def test_quantized_while_loading(plain):
             weight = right[f"{module}.weight"]
             found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
             nearest = write_nearest(weight)
-            assert ((found - weight).norm() / (nearest - weight).norm()).item() < 0.95
+            assert ((found - weight).norm() / (nearest - weight).norm()).item() < 0.95, "no better than symmetric levels"
         assert generator.logits(TOKENS).isfinite().all()
 
 
