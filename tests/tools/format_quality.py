@@ -6,9 +6,9 @@ python tests/tools/format_quality.py scales MODEL NAME WINDOW WINDOWS TEXT=FILE 
 This is not a test. MODEL is a folder with fp32 weights. WINDOW is a number of tokens, WINDOWS how many are taken from the
 start of each text.
 
-formats: MODEL, in one file, is written in each format by tests/support. Generator loads the folder and scores the windows; so does
-transformers with the dequantized weights in fp32, whose activations are not rounded. The columns are the loss above the fp32
-model, its perplexity, and the text that is written for a few prompts.
+formats: MODEL, in one file, is written in each format by tests/support. Generator loads the folder and scores the windows; so
+does transformers with the dequantized weights in fp32, whose activations are not rounded. The columns are the loss above the
+fp32 model, its perplexity, and the text that is written for a few prompts.
 
 scales: ways to choose the scales of 4-bit weights, in transformers with fp32. The columns are the loss above the fp32 model and
 the divergence from it.
