@@ -4,63 +4,23 @@ python bench/tools/loading.py write FOLDER [PRESET] [FORMAT] [LAYERS]   writes r
 python bench/tools/loading.py hub FOLDER [PRESET]       the same as a Hub cache: HF_HUB_CACHE=FOLDER HF_HUB_OFFLINE=1 minirt …
 python bench/tools/loading.py measure MODEL [OPTION …]  loads a model once and prints JSON
 
-FORMAT is bf16 or a key of FORMATS; LAYERS is how many layers the model has. Options: `--quantize fp8` or `--quantize int4`, and
+FORMAT is bf16 or one of stored_format.py, LAYERS the number of layers. Options: `--quantize fp8` or `--quantize int4`, and
 `--weights-only`, which neither warms up nor generates: memory peaks are then those of loading.
 """
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirt.modeling.formats import (
-    E4M3,
-    INT32,
-    FormatChoice,
-    LinearFormat,
-    StoredFp8,
-    StoredFp8Blocks,
-    StoredInt4Awq,
-    StoredInt4Gptq,
-    StoredInt4Packed,
-    TensorSpec,
-)
+from minirt.bench.tools.stored_format import FORMATS
+from minirt.modeling.formats import E4M3, INT32, TensorSpec
 
 SHARD_BYTES = 4 << 30
 ITEM_BYTES = {E4M3: 1, INT32: 4, "I64": 8}  # of the dtypes in safetensors files; others have two
-
-
-def _compressed_tensors(name: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights}
-    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
-
-
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
-# Formats of checkpoints, and their quantization_config. The LM head keeps 16 bits.
-FORMATS: dict[str, tuple[LinearFormat, dict[str, Any]]] = {
-    "fp8": (StoredFp8(), _compressed_tensors("float-quantized", type="float", num_bits=8, strategy="channel")),
-    "fp8-blocks": (StoredFp8Blocks(), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "w4a16": (
-        StoredInt4Packed(128), _compressed_tensors("pack-quantized", type="int", num_bits=4, strategy="group", group_size=128),
-    ),
-    "gptq": (StoredInt4Gptq(128), _GPTQ),
-    "awq": (StoredInt4Awq(128), {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Everywhere(FormatChoice):
-    """One format for every linear except the head."""
-
-    format: LinearFormat
-
-    def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
-        return None if head else self.format
 
 
 def _random(spec: TensorSpec, device: str) -> Tensor:
@@ -68,8 +28,6 @@ def _random(spec: TensorSpec, device: str) -> Tensor:
     last = spec.name.rpartition(".")[2]
     if spec.values is not None:
         return torch.tensor(spec.values)
-    if last == "g_idx":
-        return torch.arange(spec.shape[0], dtype=torch.int32) // 128
     if last == "qzeros":
         return torch.full(spec.shape, 0x77777777, dtype=torch.int32)  # those of symmetric GPTQ; AWQ takes any
     if spec.dtypes[0] == INT32:
@@ -85,20 +43,24 @@ def write(folder: Path, name: str, kind: str = "bf16", layers: int | None = None
     """Write a preset's checkpoint with random weights to `folder`, in shards of at most 4 GiB.
 
     Args:
-        kind: "bf16" or a key of FORMATS.
+        kind: "bf16" or a key of `stored_format.FORMATS`.
         layers: how many layers the model has; None: as the preset.
     """
     from safetensors.torch import save_file
 
     from minirt import models
+    from minirt.loading.stored_formats import stored_formats
+    from minirt.modeling.config import Fields
     from minirt.modeling.model import Model
+    from minirt.modeling.quantization_config import read_quantization
     from minirt.models.presets import raw_configs
 
-    raw = next(config for preset, _, config in raw_configs() if preset == name)
+    raw = next(config for preset, _, config in raw_configs() if preset == name) | {"torch_dtype": "bfloat16"}
     raw |= {} if layers is None else {"num_hidden_layers": layers}
-    form, stated = FORMATS.get(kind, (None, None))
-    choice = None if form is None else _Everywhere(form)
-    model = Model(models.parse_config(raw), models.build(models.parse_config(raw)), choice)
+    raw |= {} if kind == "bf16" else {"quantization_config": FORMATS[kind]}
+    config = models.parse_config(raw)
+    parts = models.build(config)
+    model = Model(config, parts, stored_formats(parts, None, read_quantization(Fields(raw, "config.json"))))
     specs = {spec.name: spec for parameter in model.parameters() for spec in parameter.expected()}
     shards: list[dict[str, TensorSpec]] = [{}]
     room = SHARD_BYTES
@@ -110,8 +72,7 @@ def write(folder: Path, name: str, kind: str = "bf16", layers: int | None = None
         shards[-1][tensor] = spec
         room -= size
     folder.mkdir(parents=True, exist_ok=True)
-    config = raw | {"torch_dtype": "bfloat16"} | ({} if stated is None else {"quantization_config": stated})
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(raw))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):

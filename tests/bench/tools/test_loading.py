@@ -13,7 +13,7 @@ SIZES = {
     "vocab_size": 50, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 STATED = {
-    "bf16": None, "fp8": "compressed-tensors: FP8, one scale for each channel",
+    "bf16": None, "fp8-channels": "compressed-tensors: FP8, one scale for each channel",
     "fp8-blocks": "fp8: FP8, one scale for each block of 128x128",
     "w4a16": "compressed-tensors: 4 bits, groups of 128, symmetric",
     "gptq": "gptq: 4 bits, groups of 128, symmetric", "awq": "awq: 4 bits, groups of 128, with zero points",
