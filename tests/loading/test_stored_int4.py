@@ -18,12 +18,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.quantized import save
 from support.quantized_int4 import STYLES, write
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
 from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.loading.load import plan_model
-from minirt.modeling.formats import LinearFormat
+from minirt.modeling.formats import LinearFormat, QuantizedToInt4, StoredInt4Awq, StoredInt4Gptq, StoredInt4Packed
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(24)]
 # Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
@@ -92,6 +93,32 @@ def test_repacking_in_pieces(style, quantized, monkeypatch):
     monkeypatch.setattr(LinearFormat, "chunk", 1)
     with load(written.folder) as generator:
         assert check_weights(generator, written.exact) == 3 * 4
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in bytes; views do not count."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        if isinstance(made, torch.Tensor) and not made._is_view():
+            self.bytes = max(self.bytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("form", [StoredInt4Packed(128), StoredInt4Gptq(128), StoredInt4Awq(128), QuantizedToInt4()])
+def test_pieces_bound_the_temporary_memory(form, monkeypatch):
+    """No temporary tensor of a load is larger than four bytes for each weight of a piece: a tensor is not unpacked as a whole."""
+    monkeypatch.setattr(type(form), "chunk", 1 << 14)
+    rows, K = (256, 256), 4096
+    weight, scale = form.allocate(rows, K, torch.device("cpu"))
+    spec = next(form.tensors("m", 256, K))
+    source = torch.zeros(spec.shape, dtype=torch.int32 if spec.dtypes == ("I32",) else torch.bfloat16)
+    with Largest() as largest:
+        form.load(spec.name.removeprefix("m."), source, weight, scale, rows, 1)
+    assert 0 < largest.bytes <= max(4 << 14, 4 * 256 * 128), "a piece of a transposed tensor has 128 columns at least"
+    assert largest.bytes < source.nbytes
 
 
 def test_scales_of_32_bits(quantized):
