@@ -102,7 +102,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         made = function(*arguments, **(options or {}))
-        if isinstance(made, torch.Tensor) and not made._is_view():
+        given = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
             self.bytes = max(self.bytes, made.nbytes)
         return made
 
