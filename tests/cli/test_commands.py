@@ -531,13 +531,16 @@ def test_models(run, monkeypatch):
     record = json.loads(run("models", "--gpu", "24GiB:8.6", "-o", "json")[1])
     presets = {row["name"]: row for row in record["models"]}
     assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
-    assert not presets["Qwen3-14B"]["fits"], "FP8 weights need compute capability 8.9"
+    assert presets["Qwen3-14B"]["fits_with"] == "--quantize int4", "FP8 weights need compute capability 8.9"
+    assert not presets["Qwen3-30B-A3B"]["fits"], "experts are not quantized to 4 bits"
     assert len(presets) == len(record["models"]) == 38
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     record = json.loads(run("models", "--device", "cpu", "--json")[1])
     fits = {row["name"]: row["fits_with"] or row["fits"] for row in record["models"]}
-    assert [fits[f"Qwen2.5-{size}B"] for size in (3, 7, 14, 32)] == [True, "--dtype bfloat16", "--dtype bfloat16 --fp8", False]
+    narrow = "--dtype bfloat16"
+    ways = [True, narrow, f"{narrow} --fp8", f"{narrow} --quantize int4", False]
+    assert [fits[f"Qwen2.5-{size}B"] for size in (3, 7, 14, 32, 72)] == ways
 
 
 def test_an_unknown_model_is_told_what_there_is(run):
