@@ -729,15 +729,34 @@ def int4_quality_table(records: Records) -> str:
     """What 4 bits cost: the loss in nats per token above fp32, and the divergence, for several ways to choose scales."""
     (lines,) = records.values()
     about = next(line for line in lines if line["kind"] == "about")
-    columns = ("int4", "round to nearest", "mse observer")
+    columns = ("int4", "round to nearest", "mse observer", "mse observer, zero points")
     rows = []
     for model in dict.fromkeys(line["model"] for line in lines if "difference" in line):
         found = {line["name"]: line for line in lines if line.get("model") == model}
         rows.append([model, *(_loss(found.get(name)) for name in columns)])
         rows.append([f"{model}, KL", *(f"{found[name]['kl']:.4f}" if name in found else NONE for name in columns)])
-    shown = table(["nats per token above fp32", "`--quantize int4`", "round to nearest", "MSE observer"], rows)
+    titles = ["`--quantize int4`", "round to nearest", "MSE observer", "MSE observer, zero points"]
+    shown = table(["nats per token above fp32", *titles], rows)
     where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
     return f"{shown}\n\nFrom `cpu-int4-quality` ({where}); ± is the standard error over windows of 512 tokens, SmolLM2 256."
+
+
+def format_quality_table(records: Records) -> str:
+    """What each format of checkpoints costs, as minirt computes it and with activations that are not rounded."""
+    (lines,) = records.values()
+    about = next(line for line in lines if line["kind"] == "about")
+    rows = []
+    for line in lines:
+        if line["kind"] == "format":
+            own = line["name"]
+            loss = NONE if own == "fp32" else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f}"
+            weights = f"{signed(line['weights_only'], 4)}" if "weights_only" in line else NONE
+            title = f"`{own}`" if own.startswith("-") else own
+            rows.append([title, f"{line['weight_bytes'] / 1e6:.0f}", f"{line['perplexity']:.2f}", loss, weights])
+    shown = table([about["model"], "weights, MB", "perplexity", "nats per token above fp32", "of the weights alone"], rows)
+    where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
+    windows = f"{lines[1]['tokens']:,} tokens of {len(about['texts'])} texts"
+    return f"{shown}\n\nFrom `cpu-format-quality` ({where}); {windows}, ± is the standard error over windows of 256 tokens."
 
 
 # For each row of the table, the result's name for each column. None: the column does not differ from the first.
@@ -885,6 +904,7 @@ BLOCKS = {
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
     "quality-int4": Block(("cpu-int4-quality",), int4_quality_table, QUANTIZATION, names=False),
+    "quality-formats": Block(("cpu-format-quality",), format_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
 
 
