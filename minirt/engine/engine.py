@@ -268,15 +268,11 @@ class Engine:
         self._compiling = {i: future for i, future in self._compiling.items() if i in self._requests}
         self._scheduler.reset(request.sequence for i, request in self._requests.items() if i not in self._compiling)
 
-    def step(
-        self, deliver: Deliver | None = None, before_wait: Callable[[Step], None] | None = None
-    ) -> list[TokenOutput]:
+    def step(self, deliver: Deliver | None = None) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
 
-        Args:
-            deliver: takes the tokens of a step as soon as they are known, before the engine's own work on that step; then they
-                are not returned.
-            before_wait: called with a step that the device still runs, before a wait with nothing to start meanwhile.
+        `deliver` takes the tokens of a step as soon as they are known, before the engine's own work on that step; then they are
+        not returned.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
         many tokens. If a step of one token does not fit, its request ends with an error in its output.
@@ -300,8 +296,6 @@ class Engine:
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
-                if before_wait is not None and not work and len(self._in_flight) == 1 and self._in_flight[0].step.runs:
-                    before_wait(self._in_flight[0].step)
                 outputs += self._collect(self._in_flight.popleft(), deliver)
             if self._compiling and not work and not outputs:
                 wait(self._compiling.values(), _COMPILE_WAIT_S, FIRST_COMPLETED)

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from minirt.engine.engine import Engine
 from minirt.engine.request import Request, TokenOutput
-from minirt.engine.runner import Step
 from minirt.errors import DeviceFailedError, EngineError, MinirtError
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ AnyError = TypeVar("AnyError", bound=MinirtError)
 class _Outbox:
     """The outputs of one client's requests. `put` gets a list for each step that has some."""
 
-    put: Callable[[Any], None]  # takes outputs, or what `held` is, or a `Step` to wait for; must not keep the client alive
+    put: Callable[[Any], None]  # takes outputs, or what `held` is; must not keep the client alive
     hold: int = 0  # outputs that may wait for others, unless a request has ended; see `EngineThread.connect`
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
     held: list[tuple[float, list[TokenOutput]]] = field(default_factory=list)  # with the time at which they were known
@@ -232,7 +231,7 @@ class EngineThread:
     def _loop(self) -> None:
         while self._take_commands():
             engine = self.engine
-            if engine.has_work and (rest := engine.step(self._deliver, self._before_wait)):
+            if engine.has_work and (rest := engine.step(self._deliver)):
                 self._deliver(rest)
 
     def _take_commands(self) -> bool:
@@ -284,16 +283,6 @@ class EngineThread:
                     except Exception as error:
                         result.set_exception(_for_request(error))
         return True
-
-    def _before_wait(self, step: Step) -> None:
-        """The engine will wait for its last step. If all requests are of one caller that wants only ends, it waits beside it.
-
-        A thread that sleeps takes up to 0.1 ms to wake up, and then runs on a core with cold caches. A thread that waits for the
-        device does neither.
-        """
-        outbox = next(iter(self._outboxes.values()), None)
-        if outbox is not None and outbox.hold and len(outbox.open) == len(self._outboxes):
-            outbox.put(step)
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Deliver the outputs of a step, one list per client. A request is forgotten only after its last output is delivered."""
@@ -394,9 +383,7 @@ class EngineClient:
         """Like `receive`, with the `time.perf_counter` at which each output was known here, or held back."""
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
-        while isinstance(outputs := self._queue.get(), Step):
-            with suppress(Exception):  # a failed device: the engine's thread finds out, too, and says so
-                outputs.wait()
+        outputs = self._queue.get()
         held = outputs if self._outbox.hold else [(time.perf_counter(), outputs)]
         timed = [(output, known) for known, own in held for output in own]
         self._outbox.unfinished -= sum([output.finish_reason is not None for output, _ in timed])

@@ -77,17 +77,6 @@ class Step:
     _scored: list[Scored]
     _ended: "torch.cuda.Event | None" = None  # None: the step had ended when it was returned
 
-    @property
-    def runs(self) -> bool:
-        """Whether the device may not have ended it yet."""
-        return self._ended is not None
-
-    def wait(self) -> None:
-        """Wait for the end of the step, in any thread. The interpreter's lock is free meanwhile."""
-        if self._ended is not None:
-            with on_device(self._ended.device):
-                self._ended.synchronize()
-
     def result(self) -> StepResult:
         """Waits for the end of the step, also if no chunk needed logits."""
         if self._ended is not None:

@@ -9,10 +9,8 @@ import random
 import signal
 import sys
 import threading
-from dataclasses import replace
 
 import pytest
-import torch
 from engine.test_engine import PAGE, engine, undisturbed
 from support.native import native_error
 
@@ -331,50 +329,6 @@ def test_outputs_that_are_held_back(thread):
     assert before, "what is known by then is not lost"
     assert [output.token_ids for output in before] == [(token,) for token in alone[0][: len(before)]]
     assert last.finish_reason == "error"
-    assert at_rest(it, cache)
-
-
-class DeviceEvent:
-    """The end of a step on a device. `waited`: the threads that waited for it."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, waited, fails_for=None):
-        self._waited, self._fails_for = waited, fails_for
-
-    def synchronize(self):
-        own = threading.current_thread()
-        self._waited.append(own)
-        if own is self._fails_for:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_caller_waits_for_the_device_beside_the_engine(fails, thread):
-    """For the last step only, if it wants no token before and no other caller waits. The engine's thread reports errors."""
-    it, cache = thread()
-    waited, start, own = [], it.engine._runner.start, threading.current_thread()
-
-    def on_device(*args):
-        step = start(*args)
-        return replace(step, _ended=DeviceEvent(waited, own if fails else None))
-
-    it.engine._runner.start = on_device
-    assert complete(it, [[40, 41]], 5) == expected([[40, 41]], 5)
-    assert own not in waited, "it wants each token"
-    other = it.connect()
-    for others in (0, 1):
-        del waited[:]
-        if others:
-            other.submit([request(it, [7], 40)])
-            other.receive()
-        with it.connect(hold=16) as client:
-            client.submit([request(it, [40, 41], 5), request(it, [1, 2], 3)])
-            outputs = [output for _ in range(2) for output in client.receive()]
-        assert len(outputs) == 8
-        assert waited.count(own) == 1 - others
-        assert len(waited) > 5
-    other.close()
     assert at_rest(it, cache)
 
 
