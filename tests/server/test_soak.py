@@ -50,7 +50,7 @@ class Client:
         self.answered = self.refused = 0
         self.idle = False
         bad = [self.leaves, self.aborts_its_upload, self.reads_slowly, self.sends_nonsense, self.errs]
-        self._kinds = [self.reads_nothing] if LONG and number == 0 else [*bad, self.chats, *[self.completes] * 4]
+        self._kinds = [*bad, self.chats, *[self.completes] * 4]
 
     async def run(self):
         """Goes on until the server takes no more requests."""
@@ -202,6 +202,8 @@ async def soak(server):
     memory = []
     for _ in range(PARTS):
         going.set()
+        if LONG:  # it takes all places of the engine for a while
+            await clients[0].reads_nothing()
         await asyncio.wait(tasks, timeout=SECONDS / PARTS, return_when=asyncio.FIRST_COMPLETED)
         going.clear()
         await until(lambda: all(client.idle or task.done() for client, task in zip(clients, tasks, strict=True)))
