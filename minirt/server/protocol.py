@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
-from minirt.server.errors import HTTPError, bad_field
+from minirt.server.errors import HTTPError, bad_field, shown
 from minirt.server.front import Front
 
 MAX_CHOICES = 4096  # prompts × n of one request
@@ -21,6 +21,7 @@ MAX_N = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
 MAX_NESTING = 64  # of values that have no fixed form
+MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Body = TypeVar("Body", bound="Sampling")
@@ -135,7 +136,7 @@ def decode(front: Front, body: bytes, kind: type[Body]) -> Body:
         if name not in REFUSED:
             unknown.append(name)
         elif (found := value[name]) is not None and found not in REFUSED[name][1]:
-            raise bad_field(name, REFUSED[name][0], found=repr(found)[:80])
+            raise bad_field(name, REFUSED[name][0], found=shown(found))
     front.note_unknown(unknown)
     request = convert(value, kind)
     _check_limits(request)
@@ -201,9 +202,11 @@ def _check_limits(request: Sampling) -> None:
         raise bad_field("prompt_logprobs", "not an acceptable value", expected=expected, found=request.prompt_logprobs)
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "is for streams only", expected="stream: true")
-    check_nesting("metadata", request.metadata)
-    check_nesting("response_format", request.response_format)
-    check_nesting("structured_outputs", request.structured_outputs)
+    for name in ("metadata", "response_format", "structured_outputs"):
+        check_nesting(name, getattr(request, name))
+    for name in ("response_format", "structured_outputs"):
+        if (size := len(msgspec.json.encode(getattr(request, name)))) > MAX_GRAMMAR:
+            raise bad_field(name, "is too large", expected=f"at most {MAX_GRAMMAR:,} bytes", found=f"{size:,}")
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
@@ -251,7 +254,7 @@ def structured_outputs(request: Sampling) -> dict[str, Any]:
     """
     form, own = request.response_format, request.structured_outputs
     if form is not None and not isinstance(form, dict):
-        raise bad_field("response_format", "not an object", found=repr(form)[:80])
+        raise bad_field("response_format", "not an object", found=shown(form))
     kind = form.get("type") if form else "text"
     if own in (None, {}):
         own = None
@@ -261,13 +264,13 @@ def structured_outputs(request: Sampling) -> dict[str, Any]:
             schema = form.get("json_schema") if form else None
             if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
                 expected = '{"name": …, "schema": a JSON schema}'
-                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=repr(schema)[:80])
+                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=shown(schema))
             own = {"json": schema["schema"]}
         elif kind != "text":
             expected = "text, json_object or json_schema"
-            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=repr(kind)[:80])
+            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=shown(kind))
     elif kind != "text":
-        raise bad_field("structured_outputs", "excludes response_format", found=repr(own)[:80])
+        raise bad_field("structured_outputs", "excludes response_format", found=shown(own))
     return {} if own is None else {"structured_outputs": own}
 
 
