@@ -1,7 +1,7 @@
-"""Inter-token latency of streams beside malformed requests: `python bench/tools/malformed_load.py [--rounds 3] [--json FILE]`.
+"""Inter-token latency of streams beside malformed requests: `python bench/tools/malformed_load.py`.
 
-Three parties: `minirt serve` on a CPU, a process that reads a few streams and notes when each event comes, and a client that sends
-malformed requests of one class, each as soon as the one before is answered. Windows without load come between those with load.
+Three parties: `minirt serve` on a CPU; a process that reads a few streams and notes when each event comes; and a client that sends
+malformed requests of one class, each as soon as the one before is answered. Windows without load alternate with those with load.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-_MANY = 16 << 20  # bytes of the large bodies, half of what the server takes by default
+_LARGE = 16 << 20  # bytes of the large bodies, half of what the server takes by default
+_WRONG: tuple[Any, ...] = ([[1]], {"a": {}}, -(10**15), "x" * 5000)  # for each of the fields in "types and ranges"
 Request = tuple[str, bytes]
 
 
@@ -29,7 +30,7 @@ def _completion(**fields: Any) -> Request:
 
 
 def _filled(before: bytes, part: bytes, after: bytes) -> bytes:
-    return before + part * ((_MANY - len(before) - len(after)) // len(part)) + after
+    return before + part * ((_LARGE - len(before) - len(after)) // len(part)) + after
 
 
 def _nested(levels: int) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def classes() -> dict[str, list[Request]]:
         "types and ranges": [
             _completion(**{name: wrong})
             for name in ("temperature", "top_p", "n", "seed", "max_tokens", "stream", "logit_bias", "stop", "logprobs")
-            for wrong in ([[1]], {"a": {}}, -(10**15), "x" * 5000)
+            for wrong in _WRONG
         ],
         "counts": [_completion(n=10**6), _completion(stop=["x"] * 100_000), _completion(prompt=["a"] * 100_000),
                    _completion(logit_bias={str(i): 1 for i in range(100_000)}), _completion(bad_words=["x"] * 100_000)],
@@ -74,17 +75,20 @@ def classes() -> dict[str, list[Request]]:
         "large: lists": [(COMPLETIONS, _filled(b'{"prompt": [', b"[],", b"1]}"))],
         "large: truncated": [(COMPLETIONS, _filled(b'{"prompt": [', b"[],", b"1"))],
         "large: objects": [(COMPLETIONS, _filled(b'{"prompt": "a", "n": 0, "metadata": [', b'{"a":1},', b"1]}"))],
-        "large: unknown fields": [(COMPLETIONS, b'{"n": 0, "prompt": "a"' + b"".join(b', "%x": 1' % i for i in range(_MANY // 13)) + b"}")],
-        "large: a schema": [_completion(structured_outputs={"json": {"enum": ["x" * 100] * (_MANY // 104)}})],
-        "large: a refused field": [_completion(documents=["x" * 100] * (_MANY // 104))],
+        "large: unknown fields": [
+            (COMPLETIONS, b'{"n": 0, "prompt": "a"' + b"".join(b', "%x": 1' % i for i in range(_LARGE // 13)) + b"}")
+        ],
+        "large: a schema": [_completion(structured_outputs={"json": {"enum": ["x" * 100] * (_LARGE // 104)}})],
+        "large: a refused field": [_completion(documents=["x" * 100] * (_LARGE // 104))],
     }  # fmt: skip
 
 
 def start(model: str | None, log: str) -> tuple[subprocess.Popen, str]:
     """Start a server. Returns its process and URL."""
-    command = [sys.executable, "-m", "minirt", "serve", "--device", "cpu", "--port", "0", "--max-num-seqs", "8", "--kv-cache-memory", "16MiB"]
+    command = [sys.executable, "-m", "minirt", "serve", "--device", "cpu", "--port", "0", "--max-num-seqs", "8"]
+    command += ["--kv-cache-memory", "64MiB", *(["--model", model] if model else [])]
     with open(log, "wb") as file:
-        process = subprocess.Popen([*command, *(["--model", model] if model else [])], stderr=file)
+        process = subprocess.Popen(command, stderr=file)
     while True:
         with open(log, errors="replace") as file:
             text = file.read()
@@ -140,7 +144,9 @@ def send(url: str, requests: list[Request], seconds: float, draw: random.Random)
         try:
             if connection.sock is None:
                 connection.connect()
-                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sock.setsockopt(  # type: ignore[attr-defined]
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+                )
             connection.request("POST", path, body)
             answer = connection.getresponse()
             answer.read()
@@ -165,7 +171,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of a window")
     parser.add_argument("--only", help="part of the name of a class")
     parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--log", default=os.devnull if os.name == "nt" else "/tmp/malformed_load.log", help="the server's log")
+    parser.add_argument("--log", default="malformed_load.log", help="file for the server's log")
     options = parser.parse_args()
     kinds = {name: own for name, own in classes().items() if options.only is None or options.only in name}
     small = [request for name, own in kinds.items() if not name.startswith("large") for request in own]
@@ -210,12 +216,13 @@ def main() -> None:
         })  # fmt: skip
         row = rows[-1]
         print(
-            f"{name:34s} ITL p50 {row['p50_ms']:6.1f} p99 {row['p99_ms']:7.1f} max {row['max_ms']:8.1f} ms, {row['ratio']:5.2f} x; "
-            f"{count} requests, {row['statuses']}, slowest answer {row['slowest_answer_ms']:.0f} ms", flush=True,
+            f"{name:34s} ITL p50 {row['p50_ms']:6.1f} p99 {row['p99_ms']:7.1f} max {row['max_ms']:8.1f} ms, "
+            f"{row['ratio']:5.2f} x; {count} requests, {row['statuses']}, slowest answer {row['slowest_answer_ms']:.0f} ms", flush=True,
         )  # fmt: skip
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"cpus": os.cpu_count(), "streams": options.streams, "rounds": options.rounds, "rows": rows}, file, indent=1)
+            facts = {"cpus": os.cpu_count(), "streams": options.streams, "rounds": options.rounds, "window_s": options.seconds}
+            json.dump(facts | {"rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class ServerOptions:
     max_body_size: int = 32 << 20
     log_prompts: bool = False
     tool_call_parser: str = AUTO
+    warm_prompts: tuple[tuple[str, str], ...] = ()  # names and texts of what is computed at load and kept
     quiet: bool = False
 
     @property

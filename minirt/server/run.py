@@ -12,13 +12,14 @@ from typing import Any
 
 import uvicorn
 
-from minirt.errors import InputError
+from minirt.errors import InputError, printable
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
 from minirt.server.exchange import HTTPProtocol
 from minirt.server.front import Front, ServerOptions
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
+from minirt.server.wire import Start
 
 _CLOSE_SECONDS = 5  # how long connections may take to close at the end
 _KEEP_ALIVE_SECONDS = 75
@@ -77,7 +78,7 @@ class _Signals:
 
 
 async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
-    engine = await RemoteEngine.start(load_options, progress=not options.quiet)
+    engine = await RemoteEngine.start(Start(load_options, not options.quiet, list(options.warm_prompts)))
     signals = _Signals(engine)
     front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
     server = _Server(
@@ -107,6 +108,8 @@ async def _until_end(front: Front, signals: _Signals, listening: socket.socket) 
         return
     loading.result()
     if not front.options.quiet:
+        for name, kept in front.check_ready()[1].facts.get("warm_prompts", {}).items():
+            sys.stderr.write(f"minirt: {printable(name)}: {kept} tokens are kept for prompts that begin with them\n")
         host, port = listening.getsockname()[:2]
         sys.stderr.write(f"minirt: serving {front.options.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}\n")
     await asyncio.wait((front.engine.ended, asked), return_when=asyncio.FIRST_COMPLETED)

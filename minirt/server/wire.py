@@ -22,10 +22,17 @@ MAX_FRAME = 1 << 30  # bytes; a larger length means that the stream is damaged
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message. `options`: the fields of `LoadOptions`. `progress`: draw progress bars on stderr."""
+    """The first message.
+
+    Attributes:
+        options: the fields of `LoadOptions`.
+        progress: draw progress bars on stderr.
+        warm_prompts: names and texts of prompts that are computed at load and kept.
+    """
 
     options: dict[str, Any]
     progress: bool
+    warm_prompts: list[tuple[str, str]] = []
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -68,7 +75,7 @@ class Found(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The model is loaded and warmed up. `facts`: what /server_info shows."""
+    """The model is loaded and warmed up, and warm prompts are computed. `facts`: what /server_info shows."""
 
     max_len: int
     vocab_size: int

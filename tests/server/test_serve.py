@@ -10,7 +10,7 @@ import threading
 import openai
 import pytest
 from support.cli import start
-from support.server import Server, events, message
+from support.server import WARM, Server, events, message
 
 from minirt import Generator, SamplingParams
 
@@ -320,6 +320,18 @@ def test_the_prefix_cache_shows_in_the_usage(tiny):
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
     _, found = tiny.post("/v1/completions", body | {"cache_salt": "other"})
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_warm_prompt_is_kept_from_the_start(tiny, generator):
+    """It comes from the prefix cache although no request has had it."""
+    tokens = len(generator.encode(WARM))
+    assert tokens > 64
+    _, found = tiny.post("/v1/completions", {"prompt": WARM + "Then", "max_tokens": 1})
+    kept = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert kept == tokens // 64 * 64
+    assert f"king.txt: {kept} tokens are kept" in tiny.log
+    (stated,) = json.loads(tiny.request("GET", "/server_info")[2])["warm_prompts"].values()
+    assert stated == kept
 
 
 def test_a_disconnect_frees_the_engine(tiny):

@@ -23,6 +23,8 @@ from minirt.server.run import _Server
 from minirt.server.wire import TO_ENGINE, Abort, Found, Frames, Ready, Start, Step, Submit, frame
 from support.cli import start
 
+WARM = "A king who had no crown walked over the hills to find it. " * 6  # a prompt that the server of most tests computes at load
+
 
 class Server:
     """A process of `minirt serve` on a free port. `log`: the file with its stderr. `url`: its address, once it serves."""
@@ -165,7 +167,7 @@ async def front(folder: Path | None, max_len: int = 4096, **options: object):
     own, other = socket.socketpair()
     fake = FakeEngine(*await asyncio.open_connection(sock=other))
     running = asyncio.create_task(fake.run(folder, max_len))
-    engine = await RemoteEngine.connect(own, None, {}, False)
+    engine = await RemoteEngine.connect(own, None, Start({}, False))
     this = Front(ServerOptions("fake", **{"quiet": True} | options), engine, Metrics("fake"), 0)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
