@@ -18,7 +18,7 @@ from minirt.text.tokenizer import Tokenizer
 
 SECONDS = float(os.environ.get("MINIRT_SOAK_SECONDS", "1"))
 LONG = SECONDS >= 60
-CLIENTS = 64
+CLIENTS = 64 if LONG else 24
 PARTS = 3 if LONG else 1  # after each, all clients pause, and nothing may be left of their requests
 GROWTH = 32  # MiB by which a process may grow after the first part
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
