@@ -1,6 +1,6 @@
 """Inter-token latency of streams beside malformed requests: `python bench/tools/malformed_load.py`.
 
-Three parties: `minirt serve` on a CPU; a process that reads a few streams and notes when each event comes; and a client that sends
+Three parties: `minirt serve` on a CPU; a process that reads a few streams and notes when each event comes; a client that sends
 malformed requests of one class, each as soon as the one before is answered. Windows without load alternate with those with load.
 """
 
@@ -216,9 +216,10 @@ def main() -> None:
         })  # fmt: skip
         row = rows[-1]
         print(
-            f"{name:34s} ITL p50 {row['p50_ms']:6.1f} p99 {row['p99_ms']:7.1f} max {row['max_ms']:8.1f} ms, "
-            f"{row['ratio']:5.2f} x; {count} requests, {row['statuses']}, slowest answer {row['slowest_answer_ms']:.0f} ms", flush=True,
-        )  # fmt: skip
+            f"{name:34s} ITL p50 {row['p50_ms']:6.1f} p99 {row['p99_ms']:7.1f} max {row['max_ms']:8.1f} ms,",
+            f"{row['ratio']:5.2f} x; {count} requests, {row['statuses']}, slowest {row['slowest_answer_ms']:.0f} ms",
+            flush=True,
+        )
     if options.json:
         with open(options.json, "w") as file:
             facts = {"cpus": os.cpu_count(), "streams": options.streams, "rounds": options.rounds, "window_s": options.seconds}
