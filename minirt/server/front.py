@@ -16,7 +16,7 @@ from minirt.server.exchange import Exchange
 from minirt.server.generation import Generation
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
-from minirt.server.wire import Ready
+from minirt.server.wire import Ready, Start
 from minirt.text.reply_format import AUTO, ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 
@@ -24,15 +24,14 @@ T = TypeVar("T")
 _LONG = 2000  # characters or tokens of a prompt: from here on, encoding takes longer than a change of threads
 _THREADS = 4  # that encode long texts and render chat templates
 _MAX_NOTED = 1000  # names of unknown fields that are remembered
+_MAX_NAME = 80  # characters of each
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of `minirt serve` that are not about loading; docs/serving.md describes them."""
+    """The options of `minirt serve` that are about neither loading nor the address; docs/serving.md describes them."""
 
     model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     metrics_need_key: bool = False
@@ -50,6 +49,10 @@ class ServerOptions:
     def names(self) -> tuple[str, ...]:
         """The names under which clients may ask for the model. The first one is in the answers."""
         return self.served_model_names or (self.model,)
+
+    def start_message(self, load_options: dict[str, Any]) -> Start:
+        """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
+        return Start(load_options, progress=not self.quiet, warm_prompts=list(self.warm_prompts))
 
 
 @dataclass(eq=False)
@@ -93,6 +96,9 @@ class Front:
         name = self.options.names[0]
         self.processor = Processor(self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids)
         self.info = info
+        if not self.options.quiet:
+            for file, kept in info.facts.get("warm_prompts", {}).items():
+                sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
 
     def _choose_reply_format(self) -> None:
         own = self.tokenizer
@@ -152,13 +158,14 @@ class Front:
         """The running requests of a call; see `Generation`."""
         return Generation(self.engine, call, self.metrics, self.generations, interval, on_slow)
 
-    def note_unknown(self, names: Sequence[str]) -> None:
-        """Write the names of unknown fields to the log, each once."""
-        new = [name for name in names if name not in self._noted][: _MAX_NOTED - len(self._noted)]
+    def note_unknown(self, names: Sequence[str], what: str = "unknown fields of requests") -> None:
+        """Write to the log that something is ignored, each name once."""
+        short = dict.fromkeys(name[:_MAX_NAME] for name in names)
+        new = [name for name in short if name not in self._noted][: _MAX_NOTED - len(self._noted)]
         if new:
             self._noted.update(new)
-            shown = ", ".join(printable(name[:80]) for name in new)
-            sys.stderr.write(f"minirt: unknown fields of requests are ignored: {shown}\n")
+            shown = ", ".join(map(printable, new))
+            sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

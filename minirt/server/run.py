@@ -12,28 +12,28 @@ from typing import Any
 
 import uvicorn
 
-from minirt.errors import InputError, printable
+from minirt.errors import InputError
 from minirt.server.app import App
 from minirt.server.errors import HTTPError
 from minirt.server.exchange import HTTPProtocol
 from minirt.server.front import Front, ServerOptions
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
-from minirt.server.wire import Start
 
 _CLOSE_SECONDS = 5  # how long connections may take to close at the end
 _KEEP_ALIVE_SECONDS = 75
 
 
-def serve(options: ServerOptions, load_options: dict[str, Any]) -> None:
+def serve(options: ServerOptions, load_options: dict[str, Any], host: str, port: int) -> None:
     """Run the server until a signal ends it.
 
     Args:
         load_options: the fields of `LoadOptions`.
+        host, port: the address to listen on. Port 0 takes a free one.
     Raises:
         MinirtError: the address cannot be used, the model cannot be loaded, or the engine has failed.
     """
-    listening = _listen(options.host, options.port)
+    listening = _listen(host, port)
     try:
         asyncio.run(_serve(options, load_options, listening))
     finally:
@@ -78,7 +78,7 @@ class _Signals:
 
 
 async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
-    engine = await RemoteEngine.start(Start(load_options, not options.quiet, list(options.warm_prompts)))
+    engine = await RemoteEngine.start(options.start_message(load_options))
     signals = _Signals(engine)
     front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
     server = _Server(
@@ -108,19 +108,17 @@ async def _until_end(front: Front, signals: _Signals, listening: socket.socket) 
         return
     loading.result()
     if not front.options.quiet:
-        for name, kept in front.check_ready()[1].facts.get("warm_prompts", {}).items():
-            sys.stderr.write(f"minirt: {printable(name)}: {kept} tokens are kept for prompts that begin with them\n")
         host, port = listening.getsockname()[:2]
         sys.stderr.write(f"minirt: serving {front.options.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}\n")
     await asyncio.wait((front.engine.ended, asked), return_when=asyncio.FIRST_COMPLETED)
     if not front.engine.ended.done():
-        await _drain(front)
+        await drain(front)
     if front.engine.ended.done():
         await _wait_for_exchanges(front, _CLOSE_SECONDS)  # each answers with the error
         raise front.engine.ended.result()
 
 
-async def _drain(front: Front) -> None:
+async def drain(front: Front) -> None:
     """Refuse new requests, and wait for the running ones. After the time limit, these end with an error."""
     front.draining = True
     running = len(front.exchanges)
