@@ -20,6 +20,7 @@ from minirt.loading.load import find
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
 from minirt.server.wire import (
+    SWITCH_SECONDS,
     TO_ENGINE,
     Abort,
     AskStats,
@@ -63,6 +64,7 @@ def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
     warnings.showwarning = lambda message, *_, **__: sys.stderr.write(f"minirt: warning: {printable(message)}\n")  # type: ignore
+    sys.setswitchinterval(SWITCH_SECONDS)
     connection = _Connection(descriptor)
     messages = connection.receive()
     if not messages:

@@ -229,8 +229,11 @@ async def soak(server):
 def test_soak(folder, tmp_path):
     options = ("--kv-cache-memory", "4MiB", "--max-num-seqs", 8, "--drain-timeout", 120)
     server = Server(tmp_path / "log", "--model", folder, *options).wait()
-    clients, processes = asyncio.run(soak(server))
-    assert server.process.wait(60) == 0, server.log[-3000:]
+    try:
+        clients, processes = asyncio.run(soak(server))
+        assert server.process.wait(60) == 0, server.log[-3000:]
+    finally:
+        server.process.kill()
     assert not psutil.wait_procs(processes, 30)[1]
     assert any(client.answered for client in clients)
     assert server.log.count("reads too slowly") == (PARTS if LONG else 0)
