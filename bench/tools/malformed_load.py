@@ -1,12 +1,14 @@
 """Inter-token latency of streams beside malformed requests: `python bench/tools/malformed_load.py`.
 
 Three parties: `minirt serve` on a CPU; a process that reads a few streams and notes when each event comes; a client that sends
-malformed requests of one class, each as soon as the one before is answered. Windows without load alternate with those with load.
+malformed requests of one class, at --rate or each as soon as the one before is answered. Windows without load alternate with those
+with load.
 """
 
 import argparse
 import http.client
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -20,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+_MIX = "all classes without large bodies"
 _LARGE = 16 << 20  # bytes of the large bodies, half of what the server takes by default
 _WRONG: tuple[Any, ...] = ([[1]], {"a": {}}, -(10**15), "x" * 5000)  # for each of the fields in "types and ranges"
 Request = tuple[str, bytes]
@@ -134,11 +137,12 @@ def read_streams(url: str, count: int, ready: Connection) -> None:
                 last[number] = now
 
 
-def send(url: str, requests: list[Request], seconds: float, draw: random.Random) -> tuple[int, set[int], float]:
-    """Send requests for some seconds. Returns how many, the statuses, and the longest time of an answer."""
+def send(url: str, requests: list[Request], seconds: float, rate: float, draw: random.Random) -> tuple[int, set[int], float]:
+    """Send at most `rate` requests a second. Returns how many, their statuses, and the longest time of an answer."""
     where, statuses, count, longest = urlsplit(url), set[int](), 0, 0.0
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=120)
-    end = time.perf_counter() + seconds
+    started = time.perf_counter()
+    end = started + seconds
     while (begun := time.perf_counter()) < end:
         path, body = draw.choice(requests)
         try:
@@ -155,6 +159,7 @@ def send(url: str, requests: list[Request], seconds: float, draw: random.Random)
             statuses.add(0)
             connection.close()
         count, longest = count + 1, max(longest, time.perf_counter() - begun)
+        time.sleep(max(0.0, started + count / rate - time.perf_counter()))
     connection.close()
     return count, statuses, longest
 
@@ -169,14 +174,17 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a window")
+    parser.add_argument("--rate", type=float, default=math.inf, help="requests a second")
     parser.add_argument("--only", help="part of the name of a class")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--log", default="malformed_load.log", help="file for the server's log")
     options = parser.parse_args()
-    kinds = {name: own for name, own in classes().items() if options.only is None or options.only in name}
+    kinds = classes()
     small = [request for name, own in kinds.items() if not name.startswith("large") for request in own]
     if small:
-        kinds = {"all classes without large bodies": small} | kinds
+        kinds = {_MIX: small} | kinds
+    if options.only is not None:
+        kinds = {name: own for name, own in kinds.items() if options.only in name}
     server, url = start(options.model, options.log)
     here, there = multiprocessing.Pipe()
     reader = multiprocessing.Process(target=read_streams, args=(url, options.streams, there), daemon=True)
@@ -192,7 +200,7 @@ def main() -> None:
                 time.sleep(options.seconds)
                 windows.append(("without", begun, time.perf_counter()))
                 begun = time.perf_counter()
-                count, statuses, longest = send(url, requests, options.seconds, draw)
+                count, statuses, longest = send(url, requests, options.seconds, options.rate, draw)
                 windows.append((name, begun, time.perf_counter()))
                 before = sent.get(name, (0, set(), 0.0))
                 sent[name] = before[0] + count, before[1] | statuses, max(before[2], longest)

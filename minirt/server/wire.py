@@ -16,8 +16,8 @@ from minirt.errors import InputError, MinirtError
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30  # bytes; a larger length means that the stream is damaged
-# How long a thread of either process may keep Python's lock while another one waits for it. The engine's thread and the event loop
-# give the lock up many times a step. With Python's own 5 ms, a thread that checks a large schema would multiply the time of a step.
+# How long a thread of either process may keep Python's lock while another one waits for it. The engine's thread and the event
+# loop give the lock up many times a step. With Python's own 5 ms, a thread that checks a large schema multiplies a step's time.
 SWITCH_SECONDS = 0.0005
 
 
