@@ -1,8 +1,8 @@
 """Inter-token latency of streams beside malformed requests: `python bench/tools/malformed_load.py`.
 
 Three parties: `minirt serve` on a CPU; a process that reads a few streams and notes when each event comes; a client that sends
-malformed requests of one class, at --rate or each as soon as the one before is answered. Windows without load alternate with those
-with load.
+malformed requests of one class, at --rate or each as soon as the one before is answered. Windows with load alternate with windows
+without.
 """
 
 import argparse
