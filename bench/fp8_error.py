@@ -121,8 +121,7 @@ def _errors(layer: str, name: str, probe: _Probe, quantized: PackedLinear) -> Fo
         delta = e4m3.double() * scale[rows].double().unsqueeze(1) - exact
         difference, size = difference + float(delta.square().sum()), size + float(exact.square().sum())
         truth = wide @ exact.T
-        rounded = linear_fp8(x, e4m3, scale[rows], quantize=len(x) > 1).double() - truth
-        for total, y in zip(sums, (truth, wide @ delta.T, rounded), strict=True):
+        for total, y in zip(sums, (truth, wide @ delta.T, linear_fp8(x, e4m3, scale[rows]).double() - truth), strict=True):
             total += y.square().sum(1)
     truth, one, many = sums
     return FormatError(

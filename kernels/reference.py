@@ -17,10 +17,6 @@ INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
 INT4_LEVELS = (8.0, -7.5, 7.5, 8.5, 9.0, 9.5, 10.0, 10.5, 11.0, 12.0)  # scales that are tried: a group's largest value over these
-# Products of few tokens with a small fp8 weight are limited by latency. For them, quantizing the activations takes longer than it
-# saves. See docs/decisions/linear-small-batches.md.
-FP8_FEW_TOKENS = 128
-FP8_SMALL_WEIGHT = 1 << 23  # values
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
@@ -54,26 +50,17 @@ def linear(
     return product(x, weight, scale, bias, quantize)
 
 
-def quantizes_activations(tokens: int, weight: Tensor, scale: Tensor) -> bool:
-    """Whether a product of `tokens` tokens with an fp8 weight [rows, K] quantizes them, too.
-
-    Not if there is one, nor up to `FP8_FEW_TOKENS` if the weight is small and `scale` is [rows]: it has no scales of blocks.
-    """
-    small = scale.dim() == 1 and weight.numel() <= FP8_SMALL_WEIGHT
-    return tokens > (FP8_FEW_TOKENS if small else 1)
-
-
 def linear_fp8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, quantize: bool | None = None
 ) -> Tensor:
     """x [T, K] · (weight · scale)ᵀ + bias [N] → [T, N]: weight [N, K] e4m3, scale [N] fp32.
 
-    Where that saves time (`quantizes_activations`), the tokens are quantized first, each with its own scale (`quantize_fp8`),
-    because tensor cores multiply fp8 by fp8. A single token gains nothing from tensor cores, so its product is computed from
-    16-bit activations. `quantize` overrides this: the single token of an expert may be one of several in the step.
+    Two or more tokens are quantized first, each with its own scale (`quantize_fp8`), because tensor cores multiply fp8 by fp8.
+    A single token gains nothing from tensor cores, so its product is computed from 16-bit activations. `quantize` overrides this:
+    the single token of an expert may be one of several in the step.
     """
     dtype = torch.float32 if x.dtype == torch.float16 else x.dtype  # 448 · 448 exceeds fp16's range
-    if quantizes_activations(x.shape[0], weight, scale) if quantize is None else quantize:
+    if x.shape[0] > 1 if quantize is None else quantize:
         values, x_scale = quantize_fp8(x)
         scale = scale * x_scale.unsqueeze(1)
     else:

@@ -277,13 +277,10 @@ class Operands:
             codes, scale = reference.quantize_int4(self.weight, reference.INT4_CHUNK)
             self.weight, self.scale = reference.pack_int4(codes), reference.pack_int4_scale(scale)
         self.out = inputs.nan(T, N, dtype=linear.out_dtype)
-        self.quantizes = False  # whether x is quantized
-        if self.scale is not None and quantization != "int4":
-            self.quantizes = reference.quantizes_activations(T, self.weight, self.scale)
 
     def compute(self, x: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, weight: Tensor) -> Tensor:
         y = x if norm is None else reference.rms_norm(x, norm, self.eps)
-        y = reference.linear(y, weight, bias, self.scale, self.quantizes)
+        y = reference.linear(y, weight, bias, self.scale)
         y = y if self.linear.activation is None else reference.gated(y, self.linear.activation)
         y = y if residual is None else y + residual
         return y if self.linear.out_dtype is None or y.dtype == torch.float64 else y.to(self.linear.out_dtype)
@@ -356,11 +353,11 @@ def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
         return kernels.norm_linear(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)
 
     forms = {"eager": Form(o.eager)} | o.products(False) | {"triton": Form(triton)}
-    return _linear_problem(step, o, forms)
+    return _linear_problem(step, o, forms, quantization in ("fp8", "fp8_blocks"))
 
 
 def gemm(step: Step, name: str, quantization: str | None) -> Problem:
-    """Compute the product alone, with the activation in its epilogue. If x is quantized, that is before the timing.
+    """Compute the product alone, with the activation in its epilogue. FP8 activations are quantized before the timing.
 
     Raises:
         UnsupportedError: FP8 with one token, whose activations are never quantized.
@@ -378,7 +375,7 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
     if quantization == "fp8_blocks":
         values, x_scale = reference.quantize_fp8_blocks(o.x, step.tokens)
         values = values.contiguous()
-    elif o.quantizes:
+    elif quantization == "fp8":
         values, x_scale = reference.quantize_fp8(o.x)
     product = Product(
         values, o.weight, o.out, activation=plain.activation, scale=o.scale, x_scale=x_scale, workspace=workspace
@@ -388,12 +385,14 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
         launch(product)
         return o.out
 
-    return _linear_problem(step, o, {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)})
+    forms = {"eager": Form(o.eager)} | o.products(True) | {"triton": Form(triton)}
+    return _linear_problem(step, o, forms, quantization is not None)
 
 
-def _linear_problem(step: Step, o: Operands, forms: dict[str, Form]) -> Problem:
-    rate, blank = FP8 if o.quantizes else step.dtype, partial(fill_nan, o.out)
-    return Problem(o.shape(), forms, o.truth, o.cost(), rate, floor(step.dtype, o.quantizes), blank=blank)
+def _linear_problem(step: Step, o: Operands, forms: dict[str, Form], fp8: bool) -> Problem:
+    eight = fp8 and step.tokens > 1  # one token is not quantized
+    rate, blank = FP8 if eight else step.dtype, partial(fill_nan, o.out)
+    return Problem(o.shape(), forms, o.truth, o.cost(), rate, floor(step.dtype, eight), blank=blank)
 
 
 def mlp(step: Step, activation: str | None = None) -> Problem:

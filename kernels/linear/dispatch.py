@@ -7,9 +7,8 @@ from 65 tokens on. With two or more tokens, the norm is a separate kernel before
 Weights have the dtype of the activations, or are float8_e4m3fn with a `scale` fp32 (compute capability 8.9 and later): [N], one
 for each row, or [⌈N / g⌉, ⌈K / 128⌉], one for each block of g rows and 128 columns. With such weights, the activations of two or
 more tokens are quantized too, with a scale for each token or, if the weight has blocks, for each token and 128 channels: by the
-norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized, nor are those of up to 128
-tokens if the weight is small (`reference.quantizes_activations`). (`reference.linear_fp8` and `linear_fp8_blocks` do the same.)
-Every kernel takes either form of scale.
+norm's kernel or, without a norm, by `quantize`. The activations of a single token are not quantized. (`reference.linear_fp8` and
+`linear_fp8_blocks` do the same.) Every kernel takes either form of scale.
 
 4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
@@ -33,7 +32,6 @@ from minirt.kernels.linear import gemv_int4, int4
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
-from minirt.kernels.reference import quantizes_activations
 from minirt.kernels.regimes import Regime, covering
 
 
@@ -220,8 +218,7 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tenso
     if int4.is_int4(weight):
         return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
-    quantized = scale is not None and quantizes_activations(rows, weight, scale)
-    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if quantized else dtype, device="meta")
+    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
     product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"), scale=scale)
     return regime(product).row_maxima_tiles(product)
 
@@ -250,7 +247,7 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
         (gemv_int4.gemv_int4 if four_bits else vector.gemv)(product, norm_weight, eps)
         return out
     early = bool(covering(EARLY, T, capability(x.device)))
-    if product.scale is None or four_bits or not quantizes_activations(T, product.weight, product.scale):
+    if product.scale is None or four_bits:
         if norm_weight is not None:
             product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
     else:

@@ -729,7 +729,7 @@ def lookup_gemm_sm90_config(
 def accepts(product: Product) -> bool:
     """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; a residual of 16 bits, like the output.
 
-    And whether x and the weight have one dtype, and blocks with a scale have enough rows.
+    And whether blocks with a scale have enough rows.
     """
     x, residual, out = product.x, product.residual, product.out
     if (product.scale_rows or _FEWEST_SCALE_ROWS) < _FEWEST_SCALE_ROWS:
@@ -740,7 +740,7 @@ def accepts(product: Product) -> bool:
         if residual.dtype != out.dtype or out_itemsize != 2:
             return False
         addresses |= residual.data_ptr()
-    return itemsize <= 2 and x.dtype == product.weight.dtype and (addresses | K * itemsize | N * out_itemsize) % 16 == 0
+    return itemsize <= 2 and (addresses | K * itemsize | N * out_itemsize) % 16 == 0
 
 
 class _Plan(NamedTuple):

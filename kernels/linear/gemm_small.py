@@ -1,10 +1,9 @@
 """Linear layers of 2 to 128 tokens (on Hopper mostly up to 64), where reading the weights takes most of the time.
 
 The weights are on the wide M side of the tensor cores' MMA. The tokens, padded to a power of two, are on its N side: acc [n,
-t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3, or
-only the weight is e4m3 and is widened in registers. The epilogue has scales, bias, residual and the gated activation. If N gives
-too few programs, K is split: the programs store partial sums in the workspace, and the last one to arrive adds them in a fixed
-order, so the same input gives the same bits.
+t]. From sm_90 on, TMA fetches the tiles where their alignment permits. Both operands have 16 or 32 bits, or both are e4m3. The
+epilogue has scales, bias, residual and the gated activation. If N gives too few programs, K is split: the programs store
+partial sums in the workspace, and the last one to arrive adds them in a fixed order, so the same input gives the same bits.
 
 If the weight has a scale for each block, a step in K stays within 128 columns, so that one scale for each token and one for each
 row of blocks multiply its products before they are added to the fp32 sums.
@@ -95,10 +94,7 @@ def _product(w, x, acc):
     """acc + w [BLOCK_N, BLOCK_K] · xᵀ, x [BLOCK_T, BLOCK_K]."""
     if w.dtype == tl.float8e4nv:
         # Hopper's tensor cores keep few bits of fp8 sums: after each step in K, the sum is added in fp32.
-        if x.dtype == tl.float8e4nv:
-            return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
-        else:
-            return tl.dot(w.to(x.dtype), x.T, acc, input_precision="ieee")
+        return tl.dot(w, x.T, acc, max_num_imprecise_acc=w.shape[1])
     else:
         return tl.dot(w, x.T, acc, input_precision="ieee")
 
@@ -183,7 +179,7 @@ def _gemm_small_kernel(
     last = tl.minimum(first + PART, K)
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
     rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
-    up = N.to(tl.int64) * K
+    up = tl.cast(N, tl.int64) * K  # an N of 1 is a constant
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
     # Loaded before the loop, so that nothing waits for them after it.
@@ -199,7 +195,7 @@ def _gemm_small_kernel(
             _touch(rows + first + up)
         tl.extra.cuda.gdc_wait()
     x_scale = None
-    if SCALE_ROWS is None and x_scale_ptr is not None:
+    if row_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[None, :]
     if not TMA:
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * K + k[None, :]
@@ -228,14 +224,10 @@ def _gemm_small_kernel(
             acc_up = _product(w, a, acc_up) if SCALE_ROWS is None else acc_up + tl.dot(w, a.T) * factor_up
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
-    if x_scale is not None:
+    if row_scale_ptr is not None:
         acc *= scale * x_scale
         if ACTIVATION is not None:
             acc_up *= scale_up * x_scale
-    elif row_scale_ptr is not None:
-        acc *= scale
-        if ACTIVATION is not None:
-            acc_up *= scale_up
     if ACTIVATION is not None:
         acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
@@ -282,12 +274,11 @@ def _tile(block_t: int, tiles: int, gated: bool, itemsize: int, num_sms: int) ->
 
 
 def choose_gemm_small_config(
-    T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int, blocks: bool = False, x_itemsize: int | None = None
+    T: int, N: int, K: int, itemsize: int, gated: bool, cc: int, num_sms: int, blocks: bool = False
 ) -> GemmSmallConfig:
     """The configuration for a shape, by the rule. It depends on T only through `token_block`.
 
-    `itemsize`: of the weight, and of x unless `x_itemsize` is given. `blocks`: fp8 with scales of blocks
-    (docs/decisions/linear-fp8-blocks.md).
+    `blocks`: fp8 with scales of blocks (docs/decisions/linear-fp8-blocks.md).
     """
     block_t, tiles, large = token_block(T), cdiv(N, 64), shared_limit(cc) > _LARGE
     if itemsize == 4:
@@ -296,7 +287,7 @@ def choose_gemm_small_config(
         block_n, step, programs = _tile(block_t, tiles, gated, itemsize, num_sms)
     else:
         block_n, step, programs = 64, 128, 2
-    if gated and block_t <= 16 and 4 * tiles < 3 * num_sms:
+    if gated and itemsize > 1 and block_t <= 16 and 4 * tiles < 3 * num_sms:
         block_n = 32
     block_k = step // itemsize
     if blocks:
@@ -305,7 +296,7 @@ def choose_gemm_small_config(
         if large:
             block_n, programs = min(block_n, 64), 4 if block_t <= (16 if gated else 32) else 3 if gated and block_t <= 64 else 2
     budget = min(shared_limit(cc) // programs - 2048, _LARGE)
-    row_bytes = block_n * (2 if gated else 1) * itemsize + block_t * (x_itemsize or itemsize)
+    row_bytes = (block_n * (2 if gated else 1) + block_t) * itemsize
     if 2 * row_bytes * block_k > budget:
         block_k //= 2
     # If three programs fit on an SM, split K for two and a half: one part less gains more than a few more bytes in flight.
@@ -321,13 +312,11 @@ def choose_gemm_small_config(
 
 @cached_lookup
 def lookup_gemm_small_config(
-    device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool, x_itemsize: int | None = None
+    device: torch.device, block_t: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool
 ) -> GemmSmallConfig:
-    """The tuned configuration for a shape, or else the rule's. (There are none for operands of different sizes.)"""
-    key = bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks)
-    tuned = TUNABLE.find(device, key) if x_itemsize is None else None
-    own = choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device), blocks, x_itemsize)
-    return tuned or own
+    """The tuned configuration for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks))
+    return tuned or choose_gemm_small_config(block_t, N, K, itemsize, gated, capability(device), sm_count(device), blocks)
 
 
 def row_maxima_tiles(product: Product) -> int:
@@ -342,11 +331,10 @@ def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     """Write the output of a product of 1 to 128 tokens. `dispatch` checks it before."""
     x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
     T, N, K = product.shape
-    if weight.dtype == torch.float8_e4m3fn:
+    if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     block_t, scale_rows = token_block(T), product.scale_rows
-    itemsize, x_itemsize = weight.element_size(), x.element_size()
-    facts = (itemsize, activation is not None, scale_rows is not None, None if x_itemsize == itemsize else x_itemsize)
+    facts = (x.element_size(), activation is not None, scale_rows is not None)
     c = config or lookup_gemm_small_config(x.device, block_t, N, K, *facts)
     if scale_rows is not None and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)

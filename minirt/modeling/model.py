@@ -12,7 +12,6 @@ from minirt.engine.kv_cache import KVCache, LayerKV, LayerState, PagesSpec, Stat
 from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.gpus import AbsentGPU
-from minirt.kernels.reference import FP8_FEW_TOKENS, quantizes_activations
 from minirt.layers import (
     BUILT_IN,
     Layer,
@@ -153,19 +152,9 @@ class Model:
         chosen = self.formats
         self.plan = Plan(
             tuple(rows), str(self.device), not_capturable(rows, str(self.device)), chosen.checkpoint if chosen else None,
-            (*(chosen.notes if chosen else ()), *self._activation_notes()), self.config.model_type, self.num_parameters,
+            chosen.notes if chosen else (), self.config.model_type, self.num_parameters,
         )  # fmt: skip
         return self.plan
-
-    def _activation_notes(self) -> Iterator[str]:
-        """Yields a note if the activations of some FP8 weights are quantized in larger steps only."""
-        linears = {id(op.linear): op.linear for layer in self.unique_layers() for op in layer.linear_ops()}.values()
-        own = [x for x in linears if x.format is not None and x.format.rounds_activations]
-        empty = [x.format.allocate(x.rows, x.in_features, torch.device("meta")) for x in own if x.format is not None]
-        small = [weight for weight, scale in empty if not quantizes_activations(FP8_FEW_TOKENS, weight, scale)]
-        if small:
-            which = f"{len(small)} of {len(own)} FP8 weights are small. Their activations"
-            yield f"{which} stay in 16 bits in steps of up to {FP8_FEW_TOKENS} tokens, which is faster"
 
     def _bind(self, layer: Layer, wanted: str, why: str) -> tuple[str, str]:
         if wanted == "auto":

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError
-from minirt.kernels import reference
 from minirt.kernels.reference import FP8_MAX, linear, quantize_fp8
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization, QuantizedToFp8
@@ -59,21 +58,15 @@ def test_rows_without_a_scale():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "small", "quantized"), [
-    (1, 0, False), (6, 0, True), (6, 20 * 96, False), (6, 20 * 96 - 1, True), (128, 20 * 96, False), (129, 20 * 96, True)
-])  # fmt: skip
-def test_a_product_with_fp8_weights(tokens, small, quantized, dtype, monkeypatch):
-    """A single token is not quantized; several tokens are, each with its own scale; with a small weight from 129 on.
-
-    448 · 448 overflows fp16.
-    """
-    monkeypatch.setattr(reference, "FP8_SMALL_WEIGHT", small)
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_product_with_fp8_weights(tokens, dtype):
+    """A single token is not quantized; several tokens are, each with its own scale. 448 · 448 overflows fp16."""
     x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(3)).to(dtype)
     x[0] *= 50
     weight, scale = quantize_fp8(torch.randn(20, 96, generator=torch.Generator().manual_seed(4)) * 0.1)
     bias = torch.arange(20).to(dtype)
     exact = x.double()
-    if quantized:
+    if tokens > 1:
         values, x_scale = quantize_fp8(x)
         exact = values.double() * x_scale.double().unsqueeze(1)
     exact = exact @ (weight.double() * scale.double().unsqueeze(1)).T + bias.double()
@@ -112,16 +105,13 @@ def test_chunks_make_no_difference(monkeypatch):
 
 @pytest.mark.parametrize(("family", "options"), [("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 32})])
 @pytest.mark.parametrize("head", [True, False])
-def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_folder, tmp_path, monkeypatch):
+def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_folder, tmp_path):
     """Compared with an unquantized model whose checkpoint has the same rounded weights.
 
-    Steps with one token agree, and steps of few tokens, as its weights are small. Steps that also quantize the activations agree
-    only approximately.
+    Steps with one token agree. Larger steps also quantize the activations, so they agree only approximately.
     """
     folder = hf_folder(family, seed=7, **options)
     with Generator.from_pretrained(folder, device="cpu", quantization="fp8", quantize_head=head) as generator:
-        few = generator.logits(TOKENS)
-        monkeypatch.setattr(reference, "FP8_SMALL_WEIGHT", 0)
         found = generator.logits(TOKENS)
         alone = [generator.logits([token]) for token in TOKENS[:5]]
         formats = {row.layer: row.dtypes for row in generator.plan.rows}
@@ -139,7 +129,6 @@ def test_a_model_computes_with_the_quantized_weights(family, options, head, hf_f
         expected = generator.logits(TOKENS)
         for token, logits in zip(TOKENS, alone, strict=False):
             torch.testing.assert_close(logits, generator.logits([token]), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(few, expected, rtol=1e-4, atol=1e-4)
         large, reads_large = generator.plan.weight_bytes, generator.decode_read_bytes
     error = ((found - expected).norm() / expected.norm()).item()
     assert 1e-3 < error < 0.25, "the effect of rounding activations to e4m3, about 2% each, in a model with random weights"

@@ -12,7 +12,6 @@ from minirt.bench.compare import compare
 from minirt.bench.compare import layers as compare_layers
 from minirt.bench.tools import ablation
 from minirt.errors import NumericsError
-from minirt.kernels import reference
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,8 +44,7 @@ def steps(folder, batch, **options):
         (2, {"quantization": "fp8"}, {"quantize", "residual", "activation", "rope", "combine", "split_k"}),
     ],
 )  # fmt: skip
-def test_variants_agree_and_are_used(folder, batch, options, expected, monkeypatch):
-    monkeypatch.setattr(reference, "FP8_SMALL_WEIGHT", 0)  # else a few tokens are not quantized
+def test_variants_agree_and_are_used(folder, batch, options, expected):
     for model, sequence, step in steps(folder, batch, **options):
         found = ablation.variants(model, sequence, step)
         assert set(found) == {"all"} | expected
