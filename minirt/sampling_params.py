@@ -48,7 +48,7 @@ _RANGES = {
     "seed": _Range(0, 2**64 - 1, "an integer from 0 to 2**64 - 1", integer=True),
     "presence_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
     "frequency_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
-    "repetition_penalty": _Range(0, math.inf, "a finite number above 0 (1 is off)", open_low=True),
+    "repetition_penalty": _Range(1e-3, 1e3, "a number from 0.001 to 1,000 (1 is off)"),
     "max_tokens": _Range(1, math.inf, "an integer >= 1", integer=True),
     "min_tokens": _Range(0, math.inf, "an integer >= 0", integer=True),
     "truncate_prompt_tokens": _Range(-1, math.inf, "an integer >= 1, or -1 for what the model can take", integer=True),

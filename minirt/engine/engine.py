@@ -203,8 +203,8 @@ class Engine:
             ContextLengthError: the prompt can never fit.
             UnsupportedError: a grammar has a feature that is not supported.
         """
+        self._scheduler.check_length(len(prompt_token_ids))  # before its tokens are looked at: it may be very long
         self.check_tokens(prompt_token_ids)
-        self._scheduler.check_length(len(prompt_token_ids))
         if sampling is not None:
             for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
                 largest = max(getattr(sampling, name) or (), default=-1)
