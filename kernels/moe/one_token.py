@@ -59,8 +59,10 @@ def _ranks(logits_ptr, E, BLOCK_E: tl.constexpr):
     """Each expert's share, and the number of experts that come before it: those with a larger share, or equal and lower."""
     e = tl.arange(0, BLOCK_E)
     # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
-    shares, keys = shares_of(logits_ptr, e, E, ".cg")
-    return e, shares, tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
+    logits = tl.load(logits_ptr + e, mask=e < E, other=0.0, cache_modifier=".cg")
+    shares, bits = shares_of(logits, e, E)
+    lower = (e[:, None] < e[None, :]).to(tl.int32)
+    return e, shares, tl.sum((bits[:, None] + lower > bits[None, :]).to(tl.int32), 0)
 
 
 @triton.jit
@@ -162,7 +164,9 @@ def _one_down_kernel(
     experts, weights = (), ()
     for j in tl.static_range(TOP_K):
         experts += (tl.sum(tl.where(rank == j, e, 0), 0),)
-        weights += (tl.sum(tl.where(rank == j, shares, 0.0), 0),)
+        # As integers, whose sum over a warp is a single instruction.
+        share = tl.sum(tl.where(rank == j, shares.to(tl.int32, bitcast=True), 0), 0)
+        weights += (share.to(tl.float32, bitcast=True),)
     w = ()
     for i in tl.static_range(TILES):
         row = _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1)
@@ -207,10 +211,11 @@ def choose_config(k: int, N: int, K: int, itemsize: int, gated: bool, num_sms: i
     A program of gate/up looks for its expert before it loads weights. So all programs run at once, four on each SM, and each
     computes several blocks of outputs.
     """
+    wide = itemsize > 1
     if gated:
-        block_k, blocks = min(1024, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
-        return OneTokenConfig(4, 4, block_k, 2 if itemsize > 1 else 4, min(8, blocks))
-    return OneTokenConfig(4, 4, min(256, triton.next_power_of_2(K)), 12)
+        block_k, blocks = min(1024 if wide else 512, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
+        return OneTokenConfig(4, 4, block_k, 2 if wide else 8, min(8, blocks))
+    return OneTokenConfig(8, 4, min(256, triton.next_power_of_2(K)), 6 if wide else 12)
 
 
 def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfig]:

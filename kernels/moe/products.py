@@ -47,7 +47,7 @@ def block_t(T: int) -> int:
 
 def last_tokens(T: int) -> int | None:
     """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
-    return next((last for last in (64, 128, 256, 1024) if last >= T), None)
+    return next((last for last in (16, 64, 128, 256, 512, 1024) if last >= T), None)
 
 
 def choose_config(T: int, itemsize: int, gated: bool, cc: int) -> ExpertsConfig:

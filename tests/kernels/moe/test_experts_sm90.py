@@ -38,7 +38,9 @@ def lists(experts, weights, E, block_t):
     every = torch.full((3, most_tiles(order.numel(), E, block_t)), 1 << 20, dtype=torch.int32, device=order.device)
     every[:, : tiles.shape[1]] = tiles
     used = torch.tensor([tiles.shape[1]], dtype=torch.int32, device=order.device)
-    return Routing(weights, experts.int(), order, every, used, block_t)
+    places = torch.empty_like(order)
+    places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return Routing(weights, experts.int(), order, places, every, used, block_t)
 
 
 def wide(weight, scale):
