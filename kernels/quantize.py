@@ -143,7 +143,8 @@ def quantize(
         block = min(_BLOCK, next_power_of_2(K))
         # With few tokens, there are enough SMs for several programs per row.
         parts = max(1, min(cdiv(K, block), sm_count(x.device) // _token_block(T)))
-        options = launch_options(max(1, block // 256), 1, pdl)
+        # One warp reduces a short row without the others, so many such rows need no barrier.
+        options = launch_options(1 if block <= 1024 else block // 256, 1, pdl)
         _quantize_kernel[(T, parts)](x, out, scale, K=K, BLOCK_K=block, PARTS=parts, EARLY=early, **options)
     return out, scale
 

@@ -380,7 +380,8 @@ def lookup_config(
 
 def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
     """All configurations for rows of up to K values of `itemsize` bytes."""
-    heights = [(t, more) for t, more in ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32)) if t + more <= _highest(K, itemsize)]
+    every = ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32))  # block_t, more
+    heights = [(t, more) for t, more in every if t + more <= _highest(K, itemsize)]
     shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
     return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t <= 32]
 
@@ -410,8 +411,8 @@ def launch(
     promote = _PROMOTE // block_k if x.dtype == torch.float8_e4m3fn else cdiv(K, block_k)
     more_x = tma_descriptor(x, c.more, block_k) if c.more else None
     _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
-        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out, routing.order,
-        routing.tiles, routing.used, routing.weights, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
+        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out,
+        routing.order, routing.tiles, routing.used, routing.weights, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
         STAGES=c.num_stages, MORE=c.more, PROMOTE=promote, **registers, **launch_options(4, 1, pdl),
     )  # fmt: skip
     return out

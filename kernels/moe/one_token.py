@@ -20,7 +20,6 @@ from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import launch_options, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.gemv import chunk_size
-from minirt.kernels.moe.route import shares_of
 from minirt.kernels.prepared import prepared
 
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
@@ -57,7 +56,7 @@ TUNABLE = Tunable("experts_one_token", OneTokenConfig, (__file__,))
 
 @triton.jit
 def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The token's TOP_K experts and their shares, in the order of `route`: the largest share first, of equal ones the lower expert."""
+    """The token's TOP_K experts and their shares, as `route` orders them: by share, equal ones by expert."""
     PIECE: tl.constexpr = min(BLOCK_E, 32)
     PIECES: tl.constexpr = BLOCK_E // PIECE
     lane = tl.arange(0, PIECE)
@@ -166,10 +165,9 @@ def _one_gate_up_kernel(
     gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(BLOCKS * COUNT):
-        if scale_ptr is not None:
-            if i % COUNT == 0:  # of this block: used after its products
-                scales = scale_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
-                gate_scale, up_scale = tl.load(scales), tl.load(scales + N)
+        if scale_ptr is not None and i % COUNT == 0:  # of this block: used after its products
+            scales = scale_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
+            gate_scale, up_scale = tl.load(scales), tl.load(scales + N)
         gate_sums += _products(gate[i], xs[i % COUNT], CHUNK)
         up_sums += _products(up[i], xs[i % COUNT], CHUNK)
         if i + TILES < BLOCKS * COUNT:
@@ -221,11 +219,10 @@ def _one_down_kernel(
     out = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     sums = out
     for i in tl.static_range(BLOCKS * COUNT):
-        if scale_ptr is not None:
-            if i % COUNT == 0:  # of this block: all loads before the first use
-                scales = ()
-                for j in tl.static_range(TOP_K):
-                    scales += (tl.load(scale_ptr + _rows(experts[j], n, N, i // COUNT, BLOCK_N, 1)),)
+        if scale_ptr is not None and i % COUNT == 0:  # of this block: all loads before the first use
+            scales = ()
+            for j in tl.static_range(TOP_K):
+                scales += (tl.load(scale_ptr + _rows(experts[j], n, N, i // COUNT, BLOCK_N, 1)),)
         x = _load(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
         sums += _products(w[i], x, CHUNK)
         if i + TILES < BLOCKS * COUNT:
@@ -289,10 +286,20 @@ def lookup_config(device: torch.device, E: int, k: int, N: int, K: int, itemsize
     )
 
 
-def _chunk(weight: Tensor) -> int:
-    """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value."""
-    chunk = chunk_size(weight.element_size())
+def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
+    """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value.
+
+    If a row's tile is one load of all threads, each thread needs only the values of x that it loads itself.
+    """
+    chunk, share = chunk_size(weight.element_size()), c.block_k // (32 * c.num_warps)
+    chunk = share if 8 <= share < chunk else min(chunk, c.block_k)
     return chunk if weight.shape[2] % chunk == 0 and weight.data_ptr() % 16 == 0 else 1
+
+
+def _registers(c: OneTokenConfig, device: torch.device, programs: int) -> int:
+    """The most registers of a thread. Programs of one warp get more, if all fit on the SMs at once."""
+    at_once = 65536 // (32 * triton.cdiv(programs, sm_count(device))) // 8 * 8
+    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, min(255, at_once))
 
 
 def gate_up(
@@ -302,10 +309,11 @@ def gate_up(
     """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I]."""
     (E, _, K), (top_k, N) = weight.shape, out.shape
     c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True)
-    _one_gate_up_kernel[(triton.cdiv(N, c.block_n * c.blocks), top_k)](
-        x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, TOP_K=top_k, ACTIVATION=activation, BLOCK_E=triton.next_power_of_2(E),
-        BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), BLOCKS=c.blocks,
-        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
+    programs = triton.cdiv(N, c.block_n * c.blocks)
+    _one_gate_up_kernel[(programs, top_k)](
+        x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, TOP_K=top_k, ACTIVATION=activation,
+        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c), BLOCKS=c.blocks,
+        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), maxnreg=_registers(c, x.device, programs * top_k),
         **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
@@ -321,11 +329,12 @@ def down(
     """
     (E, N, K), top_k = weight.shape, x.shape[0]
     c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False)
-    _one_down_kernel[(triton.cdiv(N, c.block_n * c.blocks),)](
+    programs = triton.cdiv(N, c.block_n * c.blocks)
+    _one_down_kernel[(programs,)](
         x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
-        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k),
-        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
-        **launch_options(c.num_warps, 1, pdl),
+        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c),
+        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)),
+        maxnreg=_registers(c, x.device, programs), **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
 

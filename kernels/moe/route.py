@@ -296,7 +296,7 @@ def route(
             BLOCK_P=next_power_of_2(max(1, count)), **launch_options(1 if block_e <= 256 else 4, 1, pdl),
         )  # fmt: skip
         if T <= FEW:
-            block = next_power_of_2(next(last for last in _LAST_FEW if T <= last) * top_k)
+            block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k)
             _place_few_kernel[(E,)](
                 experts, order, places, tiles, used, pairs, most, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=block,
                 **launch_options(4, 1, pdl),

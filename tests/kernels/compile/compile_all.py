@@ -231,7 +231,8 @@ def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
 
 def other_tiles(empty: Callable[..., torch.Tensor]) -> None:
     """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside."""
-    for fp8, hidden, tiles in ((False, 2048, ((8, 128), (128, 64), (128, 128))), (True, 2048, ((8, 128),)), (True, 4096, ((64, 128),))):
+    sixteen, eight, aside = ((8, 128), (128, 64), (128, 128)), ((8, 128),), ((64, 128),)
+    for fp8, hidden, tiles in ((False, 2048, sixteen), (True, 2048, eight), (True, 4096, aside)):
         like, scales = (torch.float8_e4m3fn, empty(16, 1536, like=torch.float32)) if fp8 else (torch.bfloat16, None)
         x_scale = empty(64, like=torch.float32) if fp8 else None
         routing = route.route(empty(8, 16), 8, True, 8)

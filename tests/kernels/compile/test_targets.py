@@ -30,7 +30,8 @@ PDL = (
     "_gemv_int4_kernel", "_gemm_int4_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_quantize_groups_kernel", "_gemm_small_kernel", "_kv_write_kernel",
     "_decode_kernel", "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
-    "_router_kernel", "_choose_kernel", "_count_kernel", "_place_kernel", "_place_few_kernel", "_gather_kernel", "_sum_experts_kernel", "_one_gate_up_kernel",
+    "_router_kernel", "_choose_kernel", "_count_kernel", "_place_kernel", "_place_few_kernel", "_gather_kernel",
+    "_sum_experts_kernel", "_one_gate_up_kernel",
     "_one_down_kernel", "_experts_sm90_kernel",
 )  # fmt: skip
 READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router
