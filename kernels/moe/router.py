@@ -74,7 +74,7 @@ def _router_kernel(
     stored = (e < E)[:, None] & (t < T)[None, :]
     tl.store(sums_ptr + (part * T + t).to(tl.int64)[None, :] * E + e[:, None], acc, mask=stored)
     if squares_ptr is not None:
-        tl.store(squares_ptr + part * T + t, squares, mask=(t < T) & (tl.program_id(1) == 0))
+        tl.store(squares_ptr + part * T + t, squares, mask=t < tl.where(tl.program_id(1) == 0, T, 0))
 
 
 @triton.jit
