@@ -103,7 +103,7 @@ def mixture_residual(
         inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
         second = products.choose_config(T, x.element_size(), False, cc)
         products.down(inner, down, routing, rows, second, down_scale, inner_scale)
-    return products.combine(residual, rows, out, shared, shared_gate, pdl=pdl)
+    return products.combine(residual, rows, routing.weights, out, shared, shared_gate, pdl=pdl)
 
 
 def _normalized(

@@ -89,11 +89,21 @@ def _fetch_strips(weight, expert, n, k, N, bar, tiles, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_rows(x, more_x, t, k, bar, ring, stage, MORE: gl.constexpr):
+def _expect(bar, high, BYTES: gl.constexpr, MORE_BYTES: gl.constexpr):
+    """Announce the bytes of a step, of a high tile or of one whose `more` rows are left out."""
+    if MORE_BYTES == 0:
+        mbarrier.expect(bar, BYTES)
+    else:
+        mbarrier.expect(bar, BYTES + MORE_BYTES, pred=high)
+        mbarrier.expect(bar, BYTES, pred=high == 0)
+
+
+@gluon.jit
+def _fetch_rows(x, more_x, t, k, bar, ring, stage, high, MORE: gl.constexpr):
     """Fetch a tile's rows of x from row t on."""
     tma_load(x, [t, k], bar, ring[0].index(stage))
     if MORE != 0:
-        tma_load(more_x, [t + x.block_type.shape[0], k], bar, ring[1].index(stage))
+        tma_load(more_x, [t + x.block_type.shape[0], k], bar, ring[1].index(stage), pred=high)
 
 
 @gluon.jit
@@ -101,10 +111,12 @@ def _fetch_tiles(
     x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K: gl.constexpr, GATED: gl.constexpr,
     COLUMNS: gl.constexpr, MORE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    x_tiles, _, w_tiles, full, empty = ring
+    x_tiles, w_tiles, full, empty = ring[0], ring[2], ring[3], ring[4]
     STAGES: gl.constexpr = w_tiles.shape[0]
     BLOCK_K: gl.constexpr = w_tiles.shape[2]
-    BYTES: gl.constexpr = (x_tiles.shape[1] + MORE + w_tiles.shape[1]) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    BLOCK_T: gl.constexpr = x_tiles.shape[1]
+    ROW: gl.constexpr = BLOCK_K * x.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = (BLOCK_T + w_tiles.shape[1]) * ROW
     AHEAD: gl.constexpr = min(STAGES, (K + BLOCK_K - 1) // BLOCK_K)
     first_item = gl.program_id(0)
     items = gl.load(used_ptr, cache_modifier=".cg") * columns
@@ -112,24 +124,26 @@ def _fetch_tiles(
     ahead = 0
     if PDL:
         # The kernel before may still write x. The lists were written by an earlier one, which has ended.
-        expert, t, _, n = _tile(tiles_ptr, most, first_item, columns, COLUMNS)
+        expert, t, end, n = _tile(tiles_ptr, most, first_item, columns, COLUMNS)
+        high = end - t > BLOCK_T
         ahead += gl.where(first_item < items, AHEAD, 0)
         for i in range(ahead):
-            mbarrier.expect(full.index(i), BYTES)
+            _expect(full.index(i), high, BYTES, MORE * ROW)
             _fetch_strips(weight, expert, n, i * BLOCK_K, N, full.index(i), w_tiles.index(i), GATED)
         gdc_wait()
         for i in range(ahead):
-            _fetch_rows(x, more_x, t, i * BLOCK_K, full.index(i), ring, i, MORE)
+            _fetch_rows(x, more_x, t, i * BLOCK_K, full.index(i), ring, i, high, MORE)
         step += ahead
     for item in range(first_item, items, gl.num_programs(0)):
-        expert, t, _, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        expert, t, end, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        high = end - t > BLOCK_T
         skipped = gl.where(item == first_item, ahead, 0)
         for k in range(skipped * BLOCK_K, K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, BYTES)
-            _fetch_rows(x, more_x, t, k, bar, ring, stage, MORE)
+            _expect(bar, high, BYTES, MORE * ROW)
+            _fetch_rows(x, more_x, t, k, bar, ring, stage, high, MORE)
             _fetch_strips(weight, expert, n, k, N, bar, w_tiles.index(stage), GATED)
             step += 1
     if PDL:
@@ -168,6 +182,28 @@ def _add_products(ring, left, right, more_left, more_right, step, first, last, M
 
 
 @gluon.jit
+def _sum_products(
+    ring, left, right, more_left, more_right, step, STEPS: gl.constexpr, PROMOTE: gl.constexpr, MORE: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """The products of a tile, for the group's 64 rows of both strips. Sums start at zero, which is what they are given as."""
+    if STEPS > PROMOTE:
+        left_aside, right_aside, more_left_aside, more_right_aside = left, right, more_left, more_right
+        for k in range(0, STEPS, PROMOTE):
+            left, right, more_left, more_right, step = _add_products(
+                ring, left, right, more_left, more_right, step, k, min(k + PROMOTE, STEPS), MORE, GROUP
+            )
+            left_aside += left
+            right_aside += right
+            if MORE != 0:
+                more_left_aside += more_left
+                more_right_aside += more_right
+        return left_aside, right_aside, more_left_aside, more_right_aside, step
+    else:
+        return _add_products(ring, left, right, more_left, more_right, step, 0, STEPS, MORE, GROUP)
+
+
+@gluon.jit
 def _scaled(acc, scale_ptr, row, inside, x_scale):
     """acc [n, t] times the scales of the weight's rows and of the tokens."""
     if scale_ptr is not None:
@@ -189,7 +225,7 @@ def _finish(
     left, right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION: gl.constexpr,
     STRIP: gl.constexpr,
 ):  # fmt: skip
-    """Scale and store a group's 64 rows of both strips, activated or weighted, for the tokens from place `first` on."""
+    """Scale, activate and store a group's 64 rows of both strips for the tokens from place `first` on."""
     ROWS: gl.constexpr = left.shape[1]
     if ROWS > 64:  # in halves, which take less shared memory for the exchange
         lefts = halves(left)
@@ -198,7 +234,6 @@ def _finish(
         first += ROWS // 2
         _finish(lefts[1], rights[1], lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
     else:
-        _, _, order_ptr, pair_weight_ptr = lists
         PRODUCTS: gl.constexpr = left.type.layout
         WIDE: gl.constexpr = 8 if ROWS >= 16 else 4
         STORED: gl.constexpr = gl.BlockedLayout([WIDE, 1], [64 // WIDE, WIDE // 2], [1, 4], [0, 1])
@@ -215,11 +250,9 @@ def _finish(
             _store(activate(left, ACTIVATION) * right, out_ptr, stored_place, stored_place < end, n, N, STORED)
         else:
             scales = expert * N + row
-            pair = gl.load(order_ptr + place, mask=place < end, other=0)
-            weight = gl.load(pair_weight_ptr + pair, mask=place < end, other=0.0).to(gl.float32)
-            stored_pair = gl.load(order_ptr + stored_place, mask=stored_place < end, other=0)
-            left = _scaled(left, scale_ptr, scales, row < N, x_scale) * weight[None, :]
-            right = _scaled(right, scale_ptr, scales + STRIP, row + STRIP < N, x_scale) * weight[None, :]
+            stored_pair = gl.load(lists[2] + stored_place, mask=stored_place < end, other=0)
+            left = _scaled(left, scale_ptr, scales, row < N, x_scale)
+            right = _scaled(right, scale_ptr, scales + STRIP, row + STRIP < N, x_scale)
             _store(left, out_ptr, stored_pair, stored_place < end, n, N, STORED)
             _store(right, out_ptr, stored_pair, stored_place < end, n + STRIP, N, STORED)
 
@@ -230,8 +263,8 @@ def _multiply_tiles(
     COLUMNS: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Task of one group of four warps."""
-    x_tiles, _, w_tiles, _, _ = ring
-    tiles_ptr, used_ptr, _, _ = lists
+    x_tiles, w_tiles = ring[0], ring[2]
+    tiles_ptr, used_ptr = lists[0], lists[1]
     BLOCK_T: gl.constexpr = x_tiles.shape[1]
     STRIP: gl.constexpr = w_tiles.shape[1] // 2
     STEPS: gl.constexpr = (K + w_tiles.shape[2] - 1) // w_tiles.shape[2]
@@ -249,29 +282,21 @@ def _multiply_tiles(
         right = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
         more_left = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
         more_right = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
-        if STEPS > PROMOTE:
-            left_aside = left
-            right_aside = right
-            more_left_aside = more_left
-            more_right_aside = more_right
-            for k in range(0, STEPS, PROMOTE):
-                left, right, more_left, more_right, step = _add_products(
-                    ring, left, right, more_left, more_right, step, k, min(k + PROMOTE, STEPS), MORE, GROUP
-                )
-                left_aside += left
-                right_aside += right
-                more_left_aside += more_left
-                more_right_aside += more_right
-            left = left_aside
-            right = right_aside
-            more_left = more_left_aside
-            more_right = more_right_aside
+        high = end - first > BLOCK_T
+        if MORE == 0:
+            left, right, _, _, step = _sum_products(
+                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, 0, GROUP
+            )
+        elif high:
+            left, right, more_left, more_right, step = _sum_products(
+                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, MORE, GROUP
+            )
         else:
-            left, right, more_left, more_right, step = _add_products(
-                ring, left, right, more_left, more_right, step, 0, STEPS, MORE, GROUP
+            left, right, more_left, more_right, step = _sum_products(
+                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, 0, GROUP
             )
         _finish(left, right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
-        if MORE != 0:
+        if MORE != 0 and high:
             first += BLOCK_T
             _finish(
                 more_left, more_right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP
@@ -281,12 +306,11 @@ def _multiply_tiles(
 @prepared
 @gluon.jit(do_not_specialize=["most"])
 def _experts_sm90_kernel(
-    x, more_x, weight, out_ptr, order_ptr, tiles_ptr, used_ptr, pair_weight_ptr, x_scale_ptr, scale_ptr, most, columns, N,
+    x, more_x, weight, out_ptr, order_ptr, tiles_ptr, used_ptr, x_scale_ptr, scale_ptr, most, columns, N,
     K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs, each
-    multiplied by its pair's weight."""
+    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs."""
     BLOCK_T: gl.constexpr = x.block_type.shape[0]
     STRIP: gl.constexpr = weight.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
@@ -304,7 +328,7 @@ def _experts_sm90_kernel(
         mbarrier.init(empty.index(i), count=STRIP // 64)
     fence_async_shared()
     ring = (x_tiles, more_tiles, w_tiles, full, empty)
-    lists = (tiles_ptr, used_ptr, order_ptr, pair_weight_ptr)
+    lists = (tiles_ptr, used_ptr, order_ptr)
     if STRIP == 64:
         gl.warp_specialize(
             [
@@ -361,7 +385,7 @@ def token_regime(T: int) -> int:
 def choose_config(rows: int, gated: bool) -> ExpertsSm90Config:
     """The configuration for tiles of so many rows."""
     more = rows % 64 if rows > 64 else 0
-    return derive_config(rows, 64, 2) if rows <= 32 else derive_config(rows - more, 128, more=more)
+    return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - more, 128, more=more)
 
 
 def tuning_bucket(T: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
@@ -383,7 +407,7 @@ def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
     every = ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32))  # block_t, more
     heights = [(t, more) for t, more in every if t + more <= _highest(K, itemsize)]
     shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
-    return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t <= 32]
+    return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t + more <= 64]
 
 
 def accepts(H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor) -> bool:
@@ -398,7 +422,7 @@ def launch(
     scale: Tensor | None = None, x_scale: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """With an activation: act(gate) · up of each place, x [pairs, H] → out [pairs, I], both in the order of `routing.order`.
-    Without: x [pairs, I] in that order times the pair's weight → out [pairs, H], rows in the order of pairs.
+    Without: x [pairs, I] in that order → out [pairs, H], rows in the order of pairs.
 
     A given configuration must have the height of the routing's tiles.
     """
@@ -412,7 +436,7 @@ def launch(
     more_x = tma_descriptor(x, c.more, block_k) if c.more else None
     _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
         tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out,
-        routing.order, routing.tiles, routing.used, routing.weights, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
+        routing.order, routing.tiles, routing.used, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
         STAGES=c.num_stages, MORE=c.more, PROMOTE=promote, **registers, **launch_options(4, 1, pdl),
     )  # fmt: skip
     return out

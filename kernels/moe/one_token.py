@@ -249,14 +249,14 @@ def _one_down_kernel(
 def choose_config(k: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> OneTokenConfig:
     """The configuration for N outputs of each of k experts, and rows of K values of `itemsize` bytes.
 
-    A program of gate/up looks for its expert before it loads weights. So all programs run at once, four on each SM, and each
-    computes several blocks of outputs.
+    A program of gate/up looks for its expert before it loads weights. So all programs run at once, and each computes several
+    blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's weights in flight,
+    or with FP8 all of them.
     """
-    wide = itemsize > 1
     if gated:
-        block_k, blocks = min(1024 if wide else 512, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
-        return OneTokenConfig(4, 4, block_k, 2 if wide else 8, min(8, blocks))
-    return OneTokenConfig(8, 4, min(256, triton.next_power_of_2(K)), 6 if wide else 12)
+        block_k, blocks = min(512, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
+        return OneTokenConfig(2, 2, block_k, 4, min(8, blocks))
+    return OneTokenConfig(1, 1, min(256, triton.next_power_of_2(K)), 24 // itemsize)
 
 
 def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfig]:

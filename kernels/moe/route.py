@@ -1,9 +1,9 @@
 """The router's choice of experts, and the tokens sorted by expert: what the products by expert work through.
 
-Two or three kernels, all on the device: the choice (one program for each token), with many tokens the number of pairs of each
-expert in each block of pairs, and the lists. A further kernel copies each token to its places in the order of experts, normalized
-and quantized on the way. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a token and one
-of its k experts: pair t · k + j is token t with its j-th expert.
+Two kernels, all on the device: the choice (one program for each token), which also counts the pairs of each expert by integer
+atomics, and the lists (one program for each expert). A third kernel copies each token to its places in the order of experts,
+normalized and quantized on the way. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a
+token and one of its k experts: pair t · k + j is token t with its j-th expert.
 
 With PDL, every kernel triggers after its wait. So a kernel that starts later finds the lists complete before its own wait.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
+from minirt.kernels.launch import launch_options, next_power_of_2
 from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
@@ -30,7 +30,7 @@ CASES = [
     {"T": 37, "E": 3, "k": 3},
 ]
 
-_BLOCK = 256  # pairs of a block, with many tokens
+_BLOCK = 4096  # pairs that a program reads at a time, with many tokens
 _LAST_FEW = (16, 64, 128)  # tokens up to which steps of few tokens read equally many pairs
 FEW = _LAST_FEW[-1]  # up to so many tokens, a program reads all pairs at once
 
@@ -89,10 +89,10 @@ def _sum_parts(
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
-    logits_ptr, squares_ptr, weights_ptr, experts_ptr, T, E, H, eps, PARTS: tl.constexpr, TOP_K: tl.constexpr,
+    logits_ptr, squares_ptr, weights_ptr, experts_ptr, counts_ptr, T, E, H, eps, PARTS: tl.constexpr, TOP_K: tl.constexpr,
     NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first.
+    """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first. Count them.
 
     With PARTS, the logits are given as so many parts.
     """
@@ -122,106 +122,58 @@ def _choose_kernel(
     at = t * TOP_K + j
     tl.store(weights_ptr + at, weights.to(weights_ptr.dtype.element_ty), mask=j < TOP_K)
     tl.store(experts_ptr + at, experts, mask=j < TOP_K)
+    tl.atomic_add(counts_ptr + experts, 1, mask=j < TOP_K, sem="relaxed")
 
 
-@triton.jit
-def _write_tiles(
-    counts, e, tiles_ptr, used_ptr, most, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr
+@prepared
+@triton.jit(do_not_specialize=["pairs", "most"])
+def _place_kernel(
+    experts_ptr, counts_ptr, order_ptr, places_ptr, tiles_ptr, used_ptr, pairs, most, E, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of expert e behind those of lower experts; of expert 0, also mark the unused tiles.
+    """Write the pairs and the tiles of one expert behind those of lower experts. Program 0 marks the unused tiles.
 
-    Returns the first place of the expert. counts: the pairs of each expert.
+    With FEW, there are at most BLOCK pairs.
     """
+    e = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    every = tl.arange(0, counts.shape[0])
+    every = tl.arange(0, BLOCK_E)
+    if PDL:
+        wait_for_input(False)
+    if FEW:
+        own = tl.load(experts_ptr + lane, mask=lane < pairs, other=-1) == e
+    counts = tl.load(counts_ptr + every, mask=every < E, other=0)
     tiles = (counts + BLOCK_T - 1) // BLOCK_T
     first = tl.sum(tl.where(every < e, counts, 0), 0)
     count = tl.sum(tl.where(every == e, counts, 0), 0)
     first_tile = tl.sum(tl.where(every < e, tiles, 0), 0)
     own_tiles = (count + BLOCK_T - 1) // BLOCK_T
-    for start in range(0, own_tiles, BLOCK):
-        i = start + lane
+    for start in range(0, own_tiles, 128):
+        i = start + tl.arange(0, 128)
         inside = i < own_tiles
         at = tiles_ptr + first_tile + i
-        tl.store(at, tl.zeros((BLOCK,), tl.int32) + e, mask=inside)
+        tl.store(at, tl.zeros((128,), tl.int32) + e, mask=inside)
         tl.store(at + most, first + i * BLOCK_T, mask=inside)
-        tl.store(at + 2 * most, tl.zeros((BLOCK,), tl.int32) + first + count, mask=inside)
+        tl.store(at + 2 * most, tl.zeros((128,), tl.int32) + first + count, mask=inside)
     if e == 0:
         tl.store(used_ptr, tl.sum(tiles, 0))
-        for start in range(tl.sum(tiles, 0), most, BLOCK):
-            i = start + lane
+        for start in range(tl.sum(tiles, 0), most, 128):
+            i = start + tl.arange(0, 128)
             for row in tl.static_range(3):
-                tl.store(tiles_ptr + row * most + i, tl.full((BLOCK,), -1, tl.int32), mask=i < most)
-    return first
-
-
-@prepared
-@triton.jit(do_not_specialize=["pairs", "most"])
-def _place_few_kernel(
-    experts_ptr, order_ptr, places_ptr, tiles_ptr, used_ptr, pairs, most, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write the lists of one expert. There are at most BLOCK pairs, and every program counts those of all experts."""
-    e = tl.program_id(0)
-    pair = tl.arange(0, BLOCK)
-    if PDL:
-        wait_for_input(False)
-    experts = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
-    counts = tl.histogram(tl.maximum(experts, 0), BLOCK_E, mask=pair < pairs)
-    first = _write_tiles(counts, e, tiles_ptr, used_ptr, most, BLOCK_T, 128)
-    own = experts == e
-    place = first + tl.cumsum(own.to(tl.int32), 0) - 1
-    tl.store(order_ptr + place, pair, mask=own)
-    tl.store(places_ptr + pair, place, mask=own)
-
-
-@prepared
-@triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(
-    experts_ptr, counts_ptr, pairs, E, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Count the pairs of every expert in one block of pairs: a row of counts [blocks, E]."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    e = tl.arange(0, BLOCK_E)
-    if PDL:
-        wait_for_input(False)
-    experts = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
-    tl.store(counts_ptr + tl.program_id(0) * E + e, tl.histogram(experts, BLOCK_E, mask=pair < pairs), mask=e < E)
-
-
-@prepared
-@triton.jit(do_not_specialize=["pairs", "most", "blocks"])
-def _place_kernel(
-    experts_ptr, counts_ptr, order_ptr, places_ptr, tiles_ptr, used_ptr, pairs, most, blocks, E, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The first E programs write the tiles of one expert each, the others the places of one block of pairs each."""
-    block = tl.program_id(0) - E
-    every = tl.arange(0, BLOCK_E)
-    rows = tl.arange(0, ROWS)
-    if PDL:
-        wait_for_input(False)
-    counts = tl.zeros((BLOCK_E,), tl.int32)
-    before = tl.zeros((BLOCK_E,), tl.int32)  # in earlier blocks
-    for start in range(0, blocks, ROWS):
-        row = start + rows[:, None]
-        inside = (row < blocks) & (every < E)[None, :]
-        some = tl.load(counts_ptr + row * E + every[None, :], mask=inside, other=0)
-        counts += tl.sum(some, 0)
-        before += tl.sum(tl.where(row < block, some, 0), 0)
-    if block < 0:
-        _write_tiles(counts, tl.program_id(0), tiles_ptr, used_ptr, most, BLOCK_T, 128)
+                tl.store(tiles_ptr + row * most + i, tl.full((128,), -1, tl.int32), mask=i < most)
+    place = first
+    if FEW:
+        place += tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(order_ptr + place, lane, mask=own)
+        tl.store(places_ptr + lane, place, mask=own)
     else:
-        pair = block * BLOCK + tl.arange(0, BLOCK)
-        expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
-        first = before + tl.cumsum(counts, 0) - counts
-        place = tl.sum(tl.where(expert[:, None] == every[None, :], first[None, :], 0), 1)
-        other = block * BLOCK + tl.arange(0, BLOCK)  # loaded again, in the layout of the second axis
-        others = tl.load(experts_ptr + other, mask=other < pairs, other=-1)
-        ahead = (expert[:, None] == others[None, :]) & (other[None, :] < pair[:, None])
-        place += tl.sum(ahead.to(tl.int32), 1)
-        tl.store(order_ptr + place, pair, mask=pair < pairs)
-        tl.store(places_ptr + pair, place, mask=pair < pairs)
+        for start in range(0, pairs, BLOCK):
+            pair = start + lane
+            own = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == e
+            ranks = tl.cumsum(own.to(tl.int32), 0)
+            tl.store(order_ptr + place + ranks - 1, pair, mask=own)
+            tl.store(places_ptr + pair, place + ranks - 1, mask=own)
+            place += tl.sum(own.to(tl.int32), 0)
 
 
 @prepared
@@ -288,29 +240,24 @@ def route(
     used = torch.empty(1, dtype=torch.int32, device=device)
     if T:
         block_e = next_power_of_2(E)
-        given = (logits, None, weights, experts, T, E, 1, 0.0)
+        counts, given = None, (logits, None, weights, experts)
         if parts is not None:
-            given = (parts.sums, parts.squares, weights, experts, T, E, parts.hidden, parts.eps)
+            counts, parts.counts = parts.counts, None
+            given = (parts.sums, parts.squares, weights, experts)
+        if counts is None:
+            counts = torch.zeros(E, dtype=torch.int32, device=device)
+        hidden, eps = (1, 0.0) if parts is None else (parts.hidden, parts.eps)
+        options = launch_options(1 if block_e <= 256 else 4, 1, pdl)
         _choose_kernel[(T,)](
-            *given, PARTS=count, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e, BLOCK_K=next_power_of_2(top_k),
-            BLOCK_P=next_power_of_2(max(1, count)), **launch_options(1 if block_e <= 256 else 4, 1, pdl),
+            *given, counts, T, E, hidden, eps, PARTS=count, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e,
+            BLOCK_K=next_power_of_2(top_k), BLOCK_P=next_power_of_2(max(1, count)), **options,
         )  # fmt: skip
-        if T <= FEW:
-            block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k)
-            _place_few_kernel[(E,)](
-                experts, order, places, tiles, used, pairs, most, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=block,
-                **launch_options(4, 1, pdl),
-            )  # fmt: skip
-        else:
-            blocks = cdiv(pairs, _BLOCK)
-            counts = torch.empty(blocks, E, dtype=torch.int32, device=device)
-            _count_kernel[(blocks,)](
-                experts, counts, pairs, E, BLOCK=_BLOCK, BLOCK_E=block_e, **launch_options(4, 1, pdl)
-            )
-            _place_kernel[(E + blocks,)](
-                experts, counts, order, places, tiles, used, pairs, most, blocks, E, BLOCK_T=block_t, BLOCK_E=block_e,
-                BLOCK=_BLOCK, ROWS=max(1, 4096 // block_e), **launch_options(4, 1, pdl),
-            )  # fmt: skip
+        few = T <= FEW
+        block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k) if few else _BLOCK
+        _place_kernel[(E,)](
+            experts, counts, order, places, tiles, used, pairs, most, E, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=block,
+            FEW=few, **launch_options(4 if few else 16, 1, pdl),
+        )  # fmt: skip
     return Routing(weights, experts, order, places, tiles, used, block_t)
 
 

@@ -7,7 +7,7 @@ The norm is folded in: its weight multiplies the router's weight, and the invers
 logits, once `route` has added the sums of squares as well. So no kernel stores the normalized tokens for the router.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,17 +25,20 @@ CASES = [
 ]
 
 
-class LogitParts(NamedTuple):
+@dataclass(eq=False)
+class LogitParts:
     """The logits of T tokens, still in parts.
 
-    Attributes:
+    Args:
         sums: [P, T, E] fp32. Their sum over P, times the inverse of the token's root mean square, are the logits.
+        counts: [E] int32, zeros, in which `route` counts the tokens of each expert. It takes them: they are used once.
         squares: [P, T] fp32, a token's sum of squares of each part of the hidden size; None: there is no norm.
         hidden, eps: the hidden size, and what is added to a mean square.
         dtype: to which the logits are rounded.
     """
 
     sums: Tensor
+    counts: Tensor | None
     squares: Tensor | None
     hidden: int
     eps: float
@@ -45,8 +48,8 @@ class LogitParts(NamedTuple):
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _router_kernel(
-    x_ptr, norm_ptr, weight_ptr, sums_ptr, squares_ptr, T, E, H: tl.constexpr, PART: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, weight_ptr, sums_ptr, counts_ptr, squares_ptr, T, E, H: tl.constexpr, PART: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of the logits of BLOCK_T tokens and BLOCK_E experts: over PART channels from part · PART on."""
     part = tl.program_id(2)
@@ -62,6 +65,7 @@ def _router_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    tl.store(counts_ptr + e, tl.zeros((BLOCK_E,), tl.int32), mask=e < E)  # every program of these experts writes the same
     for i in tl.static_range(PART // BLOCK_K):
         at = k + i * BLOCK_K
         x = tl.load(x_ptrs + at[:, None], mask=at[:, None] < H, other=0.0)
@@ -88,12 +92,12 @@ def _weight(ptrs, norm_ptr, k, H: tl.constexpr):
 
 def last_tokens(T: int) -> int | None:
     """The largest step that launches the same compiled kernel as one of T tokens; None: no limit."""
-    return next((last for last in (64, 128, 512) if last >= T), None)
+    return next((last for last in (64, 512) if last >= T), None)
 
 
 def _split(T: int) -> tuple[int, int]:
     """(tokens of a program, parts of the hidden size)."""
-    return (16, 16) if T <= 64 else (64, 16) if T <= 128 else (64, 8) if T <= 512 else (64, 4)
+    return (16, 16) if T <= 64 else (64, 16) if T <= 512 else (64, 4)
 
 
 def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, pdl: bool = False) -> LogitParts:
@@ -107,12 +111,13 @@ def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Ten
     parts = cdiv(H, part)
     sums = torch.empty(parts, T, E, dtype=torch.float32, device=x.device)
     squares = None if norm_weight is None else torch.empty(parts, T, dtype=torch.float32, device=x.device)
+    counts = torch.empty(E, dtype=torch.int32, device=x.device)
     block_e = min(128, max(16, next_power_of_2(E)))
     _router_kernel[(cdiv(T, block_t), cdiv(E, block_e), parts)](
-        x, norm_weight, weight, sums, squares, T, E, H=H, PART=part, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
+        x, norm_weight, weight, sums, counts, squares, T, E, H=H, PART=part, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
         **launch_options(4 if block_t == 16 else 8, 1, pdl),
     )  # fmt: skip
-    return LogitParts(sums, squares, H, eps, x.dtype)
+    return LogitParts(sums, counts, squares, H, eps, x.dtype)
 
 
 def cost(T: int, E: int, H: int, itemsize: int) -> tuple[int, int]:

@@ -231,7 +231,7 @@ def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
 
 def other_tiles(empty: Callable[..., torch.Tensor]) -> None:
     """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside."""
-    sixteen, eight, aside = ((8, 128), (128, 64), (128, 128)), ((8, 128),), ((64, 128),)
+    sixteen, eight, aside = ((8, 128), (128, 64), (128, 128, 1, 32)), ((8, 128),), ((64, 128),)
     for fp8, hidden, tiles in ((False, 2048, sixteen), (True, 2048, eight), (True, 4096, aside)):
         like, scales = (torch.float8_e4m3fn, empty(16, 1536, like=torch.float32)) if fp8 else (torch.bfloat16, None)
         x_scale = empty(64, like=torch.float32) if fp8 else None
@@ -239,8 +239,9 @@ def other_tiles(empty: Callable[..., torch.Tensor]) -> None:
         for config in itertools.starmap(experts_sm90.derive_config, tiles):
             for K, N, activation in ((hidden, 768, "silu"), (768, hidden, None)):
                 weight = empty(16, N if activation is None else 2 * N, K, like=like)
-                rest = (routing, config, activation, scales, x_scale, True)
-                experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
+                for pdl in (True, False):
+                    rest = (routing, config, activation, scales, x_scale, pdl)
+                    experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
 
 
 def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace) -> None:
