@@ -93,7 +93,8 @@ def mixture_residual(
         routing = route(logits, top_k, normalize, block_t, pdl=pdl, check=False)
         x, x_scale = gather(h, routing, quantized, norm_weight, eps, pdl=pdl)
         experts_sm90.launch(x, gate_up, inner, routing, None, activation, gate_up_scale, x_scale, pdl)
-        inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
+        # Early: the next kernel fetches weights, by lists that are complete, while this one waits.
+        inner, inner_scale = quantize(inner, early=True, pdl=pdl, check=False) if quantized else (inner, None)
         experts_sm90.launch(inner, down, rows, routing, None, None, down_scale, inner_scale, pdl)
     else:
         routing = route(logits, top_k, normalize, products.block_t(T), pdl=pdl, check=False)

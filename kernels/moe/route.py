@@ -5,7 +5,8 @@ atomics, and the lists (one program for each expert). A third kernel copies each
 normalized and quantized on the way. All shapes depend only on the number of tokens, so CUDA graphs can hold them. A pair is a
 token and one of its k experts: pair t · k + j is token t with its j-th expert.
 
-With PDL, every kernel triggers after its wait. So a kernel that starts later finds the lists complete before its own wait.
+With PDL and few tokens, the choice and the lists trigger before their wait, so that the next programs are placed earlier. The
+copy triggers after its wait: so the kernel after it finds the lists complete before its own wait.
 """
 
 from typing import NamedTuple
@@ -90,7 +91,8 @@ def _sum_parts(
 @triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
     logits_ptr, squares_ptr, weights_ptr, experts_ptr, counts_ptr, T, E, H, eps, PARTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one token: its TOP_K largest shares, the lower expert of equal ones first. Count them.
 
@@ -100,7 +102,7 @@ def _choose_kernel(
     e = tl.arange(0, BLOCK_E)
     j = tl.arange(0, BLOCK_K)
     if PDL:
-        wait_for_input(False)
+        wait_for_input(EARLY)
     if PARTS == 0:
         logits = tl.load(logits_ptr + t * E + e, mask=e < E, other=0.0)
     else:
@@ -139,7 +141,7 @@ def _place_kernel(
     lane = tl.arange(0, BLOCK)
     every = tl.arange(0, BLOCK_E)
     if PDL:
-        wait_for_input(False)
+        wait_for_input(FEW)
     if FEW:
         own = tl.load(experts_ptr + lane, mask=lane < pairs, other=-1) == e
     counts = tl.load(counts_ptr + every, mask=every < E, other=0)
@@ -247,12 +249,11 @@ def route(
         if counts is None:
             counts = torch.zeros(E, dtype=torch.int32, device=device)
         hidden, eps = (1, 0.0) if parts is None else (parts.hidden, parts.eps)
-        options = launch_options(1 if block_e <= 256 else 4, 1, pdl)
+        options, few = launch_options(1 if block_e <= 256 else 4, 1, pdl), T <= FEW
         _choose_kernel[(T,)](
             *given, counts, T, E, hidden, eps, PARTS=count, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e,
-            BLOCK_K=next_power_of_2(top_k), BLOCK_P=next_power_of_2(max(1, count)), **options,
+            BLOCK_K=next_power_of_2(top_k), BLOCK_P=next_power_of_2(max(1, count)), EARLY=few, **options,
         )  # fmt: skip
-        few = T <= FEW
         block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k) if few else _BLOCK
         _place_kernel[(E,)](
             experts, counts, order, places, tiles, used, pairs, most, E, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK=block,

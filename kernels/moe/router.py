@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
+from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 
 CASES = [
@@ -23,6 +24,8 @@ CASES = [
     {"T": 33, "E": 130, "H": 528},
     {"T": 70, "E": 128, "H": 264},
 ]
+
+_EARLY = 128  # up to so many tokens, `route` may start before this kernel has its input
 
 
 @dataclass(eq=False)
@@ -49,7 +52,7 @@ class LogitParts:
 @triton.jit(do_not_specialize=["T"])
 def _router_kernel(
     x_ptr, norm_ptr, weight_ptr, sums_ptr, counts_ptr, squares_ptr, T, E, H: tl.constexpr, PART: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A part of the logits of BLOCK_T tokens and BLOCK_E experts: over PART channels from part · PART on."""
     part = tl.program_id(2)
@@ -63,8 +66,7 @@ def _router_kernel(
     squares = tl.zeros((BLOCK_T,), tl.float32)
     w = _weight(w_ptrs, norm_ptr, k, H)  # of the first step: read before the wait
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_input(EARLY)
     tl.store(counts_ptr + e, tl.zeros((BLOCK_E,), tl.int32), mask=e < E)  # every program of these experts writes the same
     for i in tl.static_range(PART // BLOCK_K):
         at = k + i * BLOCK_K
@@ -92,7 +94,7 @@ def _weight(ptrs, norm_ptr, k, H: tl.constexpr):
 
 def last_tokens(T: int) -> int | None:
     """The largest step that launches the same compiled kernel as one of T tokens; None: no limit."""
-    return next((last for last in (64, 512) if last >= T), None)
+    return next((last for last in (64, _EARLY, 512) if last >= T), None)
 
 
 def _split(T: int) -> tuple[int, int]:
@@ -115,7 +117,7 @@ def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Ten
     block_e = min(128, max(16, next_power_of_2(E)))
     _router_kernel[(cdiv(T, block_t), cdiv(E, block_e), parts)](
         x, norm_weight, weight, sums, counts, squares, T, E, H=H, PART=part, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
-        **launch_options(4 if block_t == 16 else 8, 1, pdl),
+        EARLY=T <= _EARLY, **launch_options(4 if block_t == 16 else 8, 1, pdl),
     )  # fmt: skip
     return LogitParts(sums, counts, squares, H, eps, x.dtype)
 
