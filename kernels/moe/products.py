@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minirt.kernels.launch import cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.activation import activate
-from minirt.kernels.moe.route import Routing
+from minirt.kernels.moe.route import FEW, Routing
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 
@@ -145,14 +145,14 @@ def _experts_kernel(
 @triton.jit
 def _sum_experts_kernel(
     x_ptr, rows_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = x + the sum of a token's rows times their weights, in order, + sigmoid(gate) · shared, for some of its channels."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < H
     if PDL:
-        wait_for_input(False)
+        wait_for_input(EARLY)
     total = tl.zeros((BLOCK_H,), tl.float32)
     for j in tl.static_range(TOP_K):
         weight = tl.load(weights_ptr + t * TOP_K + j).to(tl.float32)
@@ -205,7 +205,7 @@ def combine(
     T, H = x.shape
     block = min(1024, next_power_of_2(H))
     _sum_experts_kernel[(T, cdiv(H, block))](
-        x, rows, weights, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block,
+        x, rows, weights, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, EARLY=T <= FEW,
         **launch_options(max(1, block // 256), 1, pdl),
     )  # fmt: skip
     return out
