@@ -333,12 +333,17 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
         expected = f"stop=[] beside the stop strings of {sources['stop']}"
         _contradiction("detokenize", "is False, and stop strings need the text", expected, values["stop"])
 
-    set_here = [n for n, off in _NOT_SUPPORTED.items() if config.get(n) not in (None, [], {}, False, *off)]
-    return EffectiveSampling(**values, sources=sources, not_applied=tuple(f"{n}={config[n]}" for n in set_here))
+    there = _NOT_SUPPORTED.keys() & config.keys()
+    stated = [(n, config[n]) for n in _NOT_SUPPORTED if n in there] if there else []
+    not_applied = tuple(f"{n}={value}" for n, value in stated if value not in (None, [], {}, False, *_NOT_SUPPORTED[n]))
+    effective = object.__new__(EffectiveSampling)  # its __init__ sets one field after the other, which takes as long as all else
+    vars(effective).update(values, sources=sources, not_applied=not_applied)
+    return effective
 
 
 def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    config = {} if config is None else config
+    if config is None:
+        return {}
     if not isinstance(config, Mapping):
         raise ConfigError("not a JSON object", where=_FILE, found=repr(config))
     do_sample = config.get("do_sample")

@@ -228,6 +228,23 @@ def others_table(records: Records) -> str:
     return table(["decode step, ms", *(text for form in FORMATS for text in (title_of(form), "% of memory bandwidth"))], rows)
 
 
+def formats_table(records: Records) -> str:
+    """Steps and prompts of one model with each stored format of its weights."""
+    columns = list(dict.fromkeys(name.split("-", 2)[2] for name in records))  # h200-decode-fp8-blocks
+    found: dict[str, list[list[str]]] = {}
+    for name, record in records.items():
+        column = columns.index(name.split("-", 2)[2])
+        for row in record["results"]:
+            if record["benchmark"] == "decode":
+                line, time, share = f"decode step, batch {row['batch_size']}", row["step_s"], row["share_of_limit"]
+            else:
+                line, time, share = f"prompt of {row['input_len']}", row["time_to_first_token_s"], row["share_of_matmul_ceiling"]
+            cells = found.setdefault(line, [[NONE, NONE] for _ in columns])
+            cells[column] = [milliseconds(time["median"] * 1e3), f"{share:.0%}"]
+    heads = [head for column in columns for head in (column, "% of limit")]
+    return table(["ms", *heads], [[line, *(cell for pair in cells for cell in pair)] for line, cells in found.items()])
+
+
 # --- mixtures of experts ---
 
 
@@ -361,6 +378,59 @@ def loading_table(records: Records) -> str:
         ])  # fmt: skip
     names = ["checkpoint, in the page cache", "GB/s", "peak host memory, GB", "weights, GB"]
     return table([*names, "GPU memory after loading, GB", "peak GPU memory to first tokens, GB"], rows)
+
+
+def served_table(records: Records) -> str:
+    """The server beside the engine alone."""
+    columns: list[str] = []
+    lines: dict[str, list[str]] = {}
+    for record in records.values():
+        (row,) = record["results"]
+        columns.append(title_of(format_of(record)))
+        busy, offline = row["busy"]["output_throughput"], row["offline"]["output_tokens_per_s"]
+        own = {
+            "offline, output tokens/s": f"{offline:,.0f}",
+            "served with 256 in flight, output tokens/s": f"{busy:,.0f} ({busy / offline:.1%})",
+            "left of a CPU in the busiest client process": f"{row['busy']['client']['headroom']:.0%}",
+            "between tokens, `Generator.stream`, ms": milliseconds(row["stream"]["median_itl_ms"]),
+            "between tokens, one served stream, ms": milliseconds(row["one"]["median_itl_ms"]),
+            "first token, one request at a time: median · p99, ms": _median_and_p99(row["unloaded"]),
+            "first token at half the rate: median · p99, ms": _median_and_p99(row["half"]),
+        }
+        for name, cell in own.items():
+            lines.setdefault(name, []).append(cell)
+    return table(["Qwen2.5-7B, random weights", *columns], [[name, *cells] for name, cells in lines.items()])
+
+
+def _median_and_p99(row: Result) -> str:
+    return f"{milliseconds(row['median_ttft_ms'])} · {milliseconds(row['p99_ttft_ms'])}"
+
+
+def sampling_table(records: Records) -> str:
+    """Steps with penalties, log-probabilities and structured output, as multiples of plain sampling."""
+    (record,) = records.values()
+    rows = [
+        [f"batch {row['batch_size']}, {row['case']}", milliseconds(row["step_s"] * 1e3), *(f"{row[key]:.3f}" for key in _RATIO)]
+        for row in record["results"]
+    ]
+    return table(["decode step", "ms", "of plain sampling", "95% interval from", "to"], rows)
+
+
+def prefix_cache_table(records: Records) -> str:
+    """A prompt behind cached tokens, and requests that find nothing in the cache."""
+    (record,) = records.values()
+    (row,) = record["results"]
+    first = f"first token of {row['new']} new tokens behind {row['shared']:,} cached ones, ms"
+    rows = [
+        [first, milliseconds(row["first_token_s"] * 1e3)],
+        ["the GPU's time for this chunk, ms", milliseconds(row["chunk_s"] * 1e3)],
+        ["time of requests without hits, of the time with the cache off", f"{row['ratio_without_hits']:.3f}"],
+        ["95% interval", f"{row['low']:.3f} to {row['high']:.3f}"],
+    ]
+    return table(["prefix cache", record["model"]], rows)
+
+
+_RATIO = ("ratio", "low", "high")
 
 
 def memory_table(records: Records) -> str:
@@ -710,15 +780,34 @@ def int4_quality_table(records: Records) -> str:
     """What 4 bits cost: the loss in nats per token above fp32, and the divergence, for several ways to choose scales."""
     (lines,) = records.values()
     about = next(line for line in lines if line["kind"] == "about")
-    columns = ("int4", "round to nearest", "mse observer")
+    columns = ("int4", "round to nearest", "mse observer", "mse observer, zero points")
     rows = []
     for model in dict.fromkeys(line["model"] for line in lines if "difference" in line):
         found = {line["name"]: line for line in lines if line.get("model") == model}
         rows.append([model, *(_loss(found.get(name)) for name in columns)])
         rows.append([f"{model}, KL", *(f"{found[name]['kl']:.4f}" if name in found else NONE for name in columns)])
-    shown = table(["nats per token above fp32", "`--quantize int4`", "round to nearest", "MSE observer"], rows)
+    titles = ["`--quantize int4`", "round to nearest", "MSE observer", "MSE observer, zero points"]
+    shown = table(["nats per token above fp32", *titles], rows)
     where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
     return f"{shown}\n\nFrom `cpu-int4-quality` ({where}); ± is the standard error over windows of 512 tokens, SmolLM2 256."
+
+
+def format_quality_table(records: Records) -> str:
+    """What each format of checkpoints costs, as minirt computes it and with activations that are not rounded."""
+    (lines,) = records.values()
+    about = next(line for line in lines if line["kind"] == "about")
+    rows = []
+    for line in lines:
+        if line["kind"] == "format":
+            own = line["name"]
+            loss = NONE if own == "fp32" else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f}"
+            weights = f"{signed(line['weights_only'], 4)}" if "weights_only" in line else NONE
+            title = f"`{own}`" if own.startswith("-") else own
+            rows.append([title, f"{line['weight_bytes'] / 1e6:.0f}", f"{line['perplexity']:.2f}", loss, weights])
+    shown = table([about["model"], "weights, MB", "perplexity", "nats per token above fp32", "of the weights alone"], rows)
+    where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
+    windows = f"{lines[1]['tokens']:,} tokens of {len(about['texts'])} texts"
+    return f"{shown}\n\nFrom `cpu-format-quality` ({where}); {windows}, ± is the standard error over windows of 256 tokens."
 
 
 # For each row of the table, the result's name for each column. None: the column does not differ from the first.
@@ -760,6 +849,7 @@ _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _MIXTURE = ("h200-mixture-bf16", "h200-mixture-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
+_STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
     "vllm": Block(_STEPS + _PROMPTS, vllm_table, README, names=False),
@@ -771,6 +861,12 @@ BLOCKS = {
     "others": Block(
         tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table, _MODELS,
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
+    ),
+    "formats": Block(
+        tuple(f"h200-{kind}-{name}" for kind in ("decode", "prefill") for name in _STORED_FORMATS), formats_table, _MODELS,
+        "Qwen2.5-7B with quantized weights, random values. `fp8-blocks` has a scale for each 128 × 128 weights, `fp8-channels` "
+        "(compressed-tensors) one for each output channel, and `fp8-odd-widths` is `fp8-blocks` with widths that are no "
+        "multiples of a tile (`bench/tools/stored_format.py`); the LM head is in bf16:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
@@ -843,6 +939,19 @@ BLOCKS = {
     "loading": Block(
         ("h200-loading-bf16", "h200-loading-fp8"), loading_table, _SYSTEM, "Loading a checkpoint (`bench/tools/loading.py`):"
     ),
+    "served": Block(
+        ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,
+        "`minirt serve` beside the engine without a server (`bench/tools/served.py`): 1,000 requests of 32 to 512 prompt tokens "
+        "and 32 to 256 new tokens, streamed:",
+    ),
+    "sampling": Block(
+        ("h200-sampling-cost",), sampling_table, _SYSTEM,
+        "Decode steps of Qwen2.5-7B in bf16 that sample at temperature 1, through `Generator` (`bench/tools/sampling_cost.py`). "
+        "*structured* follows a JSON schema:",
+    ),
+    "prefix-cache": Block(
+        ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py`):"
+    ),
     "memory": Block(
         ("h200-memory",), memory_table, _SYSTEM,
         "Models with default options on a GPU of which another process holds the rest, with random weights "
@@ -861,6 +970,7 @@ BLOCKS = {
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
     "quality-int4": Block(("cpu-int4-quality",), int4_quality_table, QUANTIZATION, names=False),
+    "quality-formats": Block(("cpu-format-quality",), format_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
 
 
