@@ -66,8 +66,8 @@ def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
         # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
         loaded = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
         logits += (loaded.to(tl.float32),)
-    top = logits[0]
-    for i in tl.static_range(1, PIECES):
+    top = tl.full((PIECE,), float("-inf"), tl.float32)
+    for i in tl.static_range(PIECES):
         top = tl.maximum(top, logits[i])
     top = tl.max(top, 0)
     sums = tl.zeros((PIECE,), tl.float32)
@@ -83,12 +83,12 @@ def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
         bits += (tl.where(i * PIECE + lane < E, own, -1),)
     experts, weights = (), ()
     for _ in tl.static_range(TOP_K):
-        best = bits[0]
-        for i in tl.static_range(1, PIECES):
+        best = tl.full((PIECE,), -1, tl.int32)
+        for i in tl.static_range(PIECES):
             best = tl.maximum(best, bits[i])
         best = tl.max(best, 0)
-        at = tl.where(bits[0] == best, lane, BLOCK_E)
-        for i in tl.static_range(1, PIECES):
+        at = tl.full((PIECE,), BLOCK_E, tl.int32)
+        for i in tl.static_range(PIECES):
             at = tl.minimum(at, tl.where(bits[i] == best, i * PIECE + lane, BLOCK_E))
         expert = tl.min(at, 0)
         left = ()

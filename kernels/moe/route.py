@@ -237,22 +237,23 @@ def route(
     most = most_tiles(pairs, E, block_t)
     weights = torch.empty(T, top_k, dtype=dtype, device=device)
     experts = torch.empty(T, top_k, dtype=torch.int32, device=device)
-    order, places = torch.empty(2, pairs, dtype=torch.int32, device=device)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    places = torch.empty_like(order)
     tiles = torch.empty(3, most, dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
     if T:
         block_e = next_power_of_2(E)
-        counts, given = None, (logits, None, weights, experts)
+        counts, squares, hidden, eps = None, None, 1, 0.0
         if parts is not None:
             counts, parts.counts = parts.counts, None
-            given = (parts.sums, parts.squares, weights, experts)
+            squares, hidden, eps = parts.squares, parts.hidden, parts.eps
         if counts is None:
             counts = torch.zeros(E, dtype=torch.int32, device=device)
-        hidden, eps = (1, 0.0) if parts is None else (parts.hidden, parts.eps)
         options, few = launch_options(1 if block_e <= 256 else 4, 1, pdl), T <= FEW
         _choose_kernel[(T,)](
-            *given, counts, T, E, hidden, eps, PARTS=count, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e,
-            BLOCK_K=next_power_of_2(top_k), BLOCK_P=next_power_of_2(max(1, count)), EARLY=few, **options,
+            logits if parts is None else parts.sums, squares, weights, experts, counts, T, E, hidden, eps,
+            PARTS=count, TOP_K=top_k, NORMALIZE=normalize, BLOCK_E=block_e, BLOCK_K=next_power_of_2(top_k),
+            BLOCK_P=next_power_of_2(max(1, count)), EARLY=few, **options,
         )  # fmt: skip
         block = next_power_of_2(next(last for last in _LAST_FEW if last >= T) * top_k) if few else _BLOCK
         _place_kernel[(E,)](

@@ -151,9 +151,11 @@ def triton(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        h, norm_weight = x, norm.weight
-        if first is not None and x.shape[0] > 1:  # else each kernel that reads x normalizes it
-            h, norm_weight = rms_norm(x, norm.weight, eps, pdl=pdl, check=False), None
+        h, norm_weight = x, None
+        if first is not None and x.shape[0] > 1:
+            h = rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
+        else:  # each kernel that reads x normalizes it
+            norm_weight = norm.weight
         logits = router_logits(h, norm_weight, eps, router.weight, workspace=workspace, pdl=pdl)
         shared = shared_gate = None
         if first is not None and last is not None and gate is not None:

@@ -23,7 +23,9 @@ def operands(make, case, dtype):
 def summed(parts):
     """The logits that `route` makes of parts, before they are rounded."""
     logits = parts.sums.double().sum(0)
-    return logits if parts.squares is None else logits * (parts.squares.double().sum(0) / parts.hidden + parts.eps).rsqrt()[:, None]
+    if parts.squares is None:
+        return logits
+    return logits * (parts.squares.double().sum(0) / parts.hidden + parts.eps).rsqrt()[:, None]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
