@@ -937,7 +937,8 @@ BLOCKS = {
         "(`bench/tools/startup.py`):",
     ),
     "loading": Block(
-        ("h200-loading-bf16", "h200-loading-fp8"), loading_table, _SYSTEM, "Loading a checkpoint (`bench/tools/loading.py`):"
+        ("h200-loading-bf16", "h200-loading-fp8", "h200-loading-mixture-bf16", "h200-loading-mixture-fp8"), loading_table, _SYSTEM,
+        "Loading a checkpoint (`bench/tools/loading.py`):",
     ),
     "served": Block(
         ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,
