@@ -1,6 +1,8 @@
 """A mixture of experts: start-up, decode steps, prompts and GPU time by kernel, measured in one process that loads once.
 
-python bench/tools/mixture.py MODEL [--fp8]     random weights, greedy; prints JSON
+python bench/tools/mixture.py MODEL [--fp8] [--no-warmup]     random weights, greedy; prints JSON
+
+Without warm-up, a step's first run compiles its kernels; it is not timed.
 
 Beside each time stands the number of distinct experts that a layer of the step uses, because that is what it reads.
 """
@@ -34,7 +36,7 @@ def measure(model: str, fp8: bool, **options: Any) -> dict[str, Any]:
     products = matmul_ceiling(device, torch.float8_e4m3fn if fp8 and on_gpu else torch.bfloat16)
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "prefix_cache": False}
     with Generator.from_pretrained(model, random_weights=True, quantization=kind, **sizes | options) as generator:
-        start = {"load_s": generator.load_time_s, "warm_up_s": generator.warm_up_time_s}
+        start = {"load_s": generator.load_time_s, "warm_up_s": generator.warm_up_time_s or None}
         steps = decode.run(
             generator, BATCHES, (CONTEXT,), repeats=2, sampling=_GREEDY, seed=0, ceiling=ceiling, products=products,
             datasheet=datasheet_bandwidth(device), progress=note, count=_STEPS,
@@ -73,4 +75,5 @@ def note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], "--fp8" in sys.argv), indent=1, ensure_ascii=False))
+    warmup = "--no-warmup" not in sys.argv
+    print(json.dumps(measure(sys.argv[1], "--fp8" in sys.argv, warmup=warmup), indent=1, ensure_ascii=False))

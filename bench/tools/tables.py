@@ -275,10 +275,8 @@ def _mixture_cells(row: Result, seconds: Result, peer: float | None) -> list[str
 
 def mixture_start_table(records: Records) -> str:
     """Seconds in which a mixture's weights are made, and in which it is warmed up."""
-    rows = [
-        [title_of(format_of(r)), *(f"{r['start'][name]:.1f}" for name in ("load_s", "warm_up_s"))]
-        for r in records.values()
-    ]
+    starts = [(title_of(format_of(r)), r["start"]["load_s"], r["start"]["warm_up_s"]) for r in records.values()]
+    rows = [[name, f"{load:.1f}", NONE if warm_up is None else f"{warm_up:.1f}"] for name, load, warm_up in starts]
     return table(["seconds", "random weights", "warm-up"], rows)
 
 
@@ -937,7 +935,7 @@ BLOCKS = {
         "(`bench/tools/startup.py`):",
     ),
     "loading": Block(
-        ("h200-loading-bf16", "h200-loading-fp8", "h200-loading-mixture-bf16", "h200-loading-mixture-fp8"), loading_table, _SYSTEM,
+        tuple(f"h200-loading-{name}" for name in ("bf16", "fp8", "mixture-bf16", "mixture-fp8")), loading_table, _SYSTEM,
         "Loading a checkpoint (`bench/tools/loading.py`):",
     ),
     "served": Block(
