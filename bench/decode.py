@@ -56,13 +56,14 @@ def step_times(
     repeats: int,
     sampling: dict[str, Any],
     seed: int = 0,
+    count: int = STEPS,
     clock: Clock = time.perf_counter,
 ) -> tuple[list[float], list[float], int]:
     """Measure a decode step of the whole batch, after one run that is not counted.
 
-    Let t(n) be the time until every prompt has n tokens, and f the result of `prefill_steps`. A step takes
-    (t(f + 128) - t(f)) / 128. If the prompts need several steps, sequences start and end one after the other. With at least f
-    tokens for each sequence, both runs start and end in the same way, and they differ by 128 steps of the full batch.
+    Let t(n) be the time until every prompt has n tokens, f the result of `prefill_steps`, and c the `count` of timed steps. A
+    step takes (t(f + c) - t(f)) / c. If the prompts need several steps, sequences start and end one after the other. With at
+    least f tokens for each sequence, both runs start and end in the same way, and they differ by c steps of the full batch.
 
     Returns:
         the seconds of a step, one value for each repeat; the seconds until the last prompt had its first token, one value for
@@ -79,15 +80,15 @@ def step_times(
         seconds, completions = timed_run(generator, prompts, [params] * batch_size, clock)
         return seconds, max(completion.time_to_first_token_s for completion in completions)
 
-    run(first + STEPS)
+    run(first + count)
     steps, first_tokens = [], []
     for _ in range(repeats):
         short, first_token = run(first)
-        long, _ = run(first + STEPS)
+        long, _ = run(first + count)
         if long <= short:
             found = f"{long:.6f} s against {short:.6f} s"
-            raise MinirtError(f"{STEPS} more steps took no more time", expected="a quieter machine", found=found)
-        steps.append((long - short) / STEPS)
+            raise MinirtError(f"{count} more steps took no more time", expected="a quieter machine", found=found)
+        steps.append((long - short) / count)
         first_tokens.append(first_token)
     return steps, first_tokens, first
 
@@ -104,9 +105,10 @@ def run(
     products: MatmulCeiling,
     datasheet: float | None,
     progress: Callable[[str], None],
+    count: int = STEPS,
     clock: Clock = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """Measure every combination of context length and batch size.
+    """Measure every combination of context length and batch size, each by `count` steps.
 
     Bytes count what a step must read: the weights once (of a mixture, the experts that steps of this run use, see
     `bench.experts`), and the KV cache of each sequence. Times are in seconds, rates in bytes or tokens per second. The limit is
@@ -120,9 +122,9 @@ def run(
     for context_len in context_lens:
         for batch_size in batch_sizes:
             steps, first_tokens, first = step_times(
-                generator, batch_size, context_len, repeats=repeats, sampling=sampling, seed=seed, clock=clock
+                generator, batch_size, context_len, repeats=repeats, sampling=sampling, seed=seed, count=count, clock=clock
             )
-            seen = context_len + first + (STEPS - 1) / 2  # mean context of the measured steps
+            seen = context_len + first + (count - 1) / 2  # mean context of the measured steps
             kv = round(batch_size * seen * generator.kv_bytes_per_token)
             use = in_decode(generator, batch_size, context_len, seed)
             read = generator.step_read_bytes(batch_size, None if use is None else use.touched())
@@ -133,7 +135,7 @@ def run(
             limit = weights + kv / ceiling.bytes_per_s
             results.append(
                 {
-                    "test": f"tg{STEPS} b{batch_size} @ d{context_len}",
+                    "test": f"tg{count} b{batch_size} @ d{context_len}",
                     "batch_size": batch_size,
                     "context_len": context_len,
                     "tokens_before": first,

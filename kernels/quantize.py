@@ -23,6 +23,7 @@ CASES = [
 ]
 
 _BLOCK = 4096  # values in one load
+_SHORT, _ROWS = 1024, 8  # rows up to so long are quantized so many by a program: one program each would start too slowly
 _GROUPS = 8  # of 128 columns, which one program quantizes
 
 
@@ -62,6 +63,24 @@ def _quantize_kernel(
         tl.store(out_ptr + at, to_fp8(x, scale).to(tl.float8e4nv, bitcast=True), mask=at < K)
     if part == 0:
         tl.store(scale_ptr + t, scale)
+
+
+@prepared
+@triton.jit(do_not_specialize=["T"])
+def _quantize_rows_kernel(
+    x_ptr, out_ptr, scale_ptr, T, K, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Quantize BLOCK_T short rows."""
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    inside = (t < T)[:, None] & (k < K)[None, :]
+    at = t[:, None] * K + k[None, :]
+    if PDL:
+        wait_for_input(EARLY)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    scale = fp8_scale(tl.max(finite_magnitude(x), 1))
+    tl.store(out_ptr + at, to_fp8(x, scale[:, None]).to(tl.float8e4nv, bitcast=True), mask=inside)
+    tl.store(scale_ptr + t, scale, mask=t < T)
 
 
 @triton.jit
@@ -139,6 +158,11 @@ def quantize(
         options = launch_options(max(1, groups // 2), 1, pdl)
         grid = (T, cdiv(scale.shape[1], groups))
         _quantize_groups_kernel[grid](x, out, scale, K=K, GROUP=FP8_BLOCK, GROUPS=groups, EARLY=early, **options)
+    elif T and 0 < K <= _SHORT:
+        options = launch_options(_ROWS // 2, 1, pdl)
+        _quantize_rows_kernel[(cdiv(T, _ROWS),)](
+            x, out, scale, T, K, BLOCK_T=_ROWS, BLOCK_K=next_power_of_2(K), EARLY=early, **options
+        )
     elif T and K:
         block = min(_BLOCK, next_power_of_2(K))
         # With few tokens, there are enough SMs for several programs per row.

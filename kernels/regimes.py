@@ -22,6 +22,7 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
     ("minirt.kernels.attention.dispatch", "PARTIAL"),
     ("minirt.kernels.attention.rope_write", "REGIMES"),
     ("minirt.kernels.moe.dispatch", "REGIMES"),
+    ("minirt.kernels.moe.dispatch", "ROUTER"),
 )
 # Compute capability → the kernels that only it has, for `minirt plan`. A test compares this with the tables, whose modules import
 # Triton.

@@ -31,6 +31,9 @@ VLLM_STEPS = {
     (1, 128): (4.78, 3.41), (1, 8000): (4.91, 3.61), (8, 128): (4.93, 3.47), (64, 128): (5.22, 3.99), (256, 128): (9.08, 7.29)
 }  # fmt: skip
 VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: (195.0, 129.0)}
+# The same of Qwen3-30B-A3B. vLLM's FP8 experts were fewer at 64 and 256 sequences, as its routing is less spread.
+VLLM_MIXTURE_STEPS = {1: (4.27, 4.49), 8: (9.17, 4.93), 64: (17.7, 6.29), 256: (21.4, 9.75)}
+VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
 
 FORMATS = ("bf16", "fp8")
 NONE = "–"  # a cell without a measured value
@@ -240,6 +243,52 @@ def formats_table(records: Records) -> str:
             cells[column] = [milliseconds(time["median"] * 1e3), f"{share:.0%}"]
     heads = [head for column in columns for head in (column, "% of limit")]
     return table(["ms", *heads], [[line, *(cell for pair in cells for cell in pair)] for line, cells in found.items()])
+
+
+# --- mixtures of experts ---
+
+
+def mixture_table(records: Records) -> str:
+    """Steps and prompts of a mixture: milliseconds, the share of the limit, and the distinct experts that a layer uses."""
+    rows: dict[str, list[list[str]]] = {}
+    for form in FORMATS:
+        for record in (r for r in records.values() if format_of(r) == form):
+            column = FORMATS.index(form)
+            for row in record["results"]:
+                peer = VLLM_MIXTURE_STEPS.get(row["batch_size"])
+                own = rows.setdefault(f"decode step, batch {row['batch_size']}", [[NONE] * 4 for _ in FORMATS])
+                own[column] = _mixture_cells(row, row["step_s"], peer and peer[column])
+            for row in record["prompts"]:
+                peer = VLLM_MIXTURE_PROMPTS.get(row["input_len"])
+                own = rows.setdefault(f"prompt of {row['input_len']:,} tokens", [[NONE] * 4 for _ in FORMATS])
+                own[column] = _mixture_cells(row, row["time_to_first_token_s"], peer and peer[column])
+    columns = [(title_of(f), "% of limit", "experts", f"vLLM 0.24, {f}") for f in FORMATS]
+    shown = [[name, *(cell for cells in own for cell in cells)] for name, own in rows.items()]
+    return table(["ms", *(name for own in columns for name in own)], shown)
+
+
+def _mixture_cells(row: Result, seconds: Result, peer: float | None) -> list[str]:
+    touched = f"{row['experts']['touched']:.1f}" if row["experts"] else NONE
+    own = [milliseconds(seconds["median"] * 1e3), f"{row['share_of_limit']:.0%}", touched]
+    return [*own, NONE if peer is None else milliseconds(peer)]
+
+
+def mixture_start_table(records: Records) -> str:
+    """Seconds in which a mixture's weights are made, and in which it is warmed up."""
+    starts = [(title_of(format_of(r)), r["start"]["load_s"], r["start"]["warm_up_s"]) for r in records.values()]
+    rows = [[name, f"{load:.1f}", NONE if warm_up is None else f"{warm_up:.1f}"] for name, load, warm_up in starts]
+    return table(["seconds", "random weights", "warm-up"], rows)
+
+
+def mixture_kernels_table(records: Records) -> str:
+    """Microseconds of a decode step by kernel. Kernels overlap, so their sum is longer than the step."""
+    columns = [(format_of(record), row) for record in records.values() for row in record["traces"]]
+    names = dict.fromkeys(name for _, row in columns for name in row["us_a_step_by_kernel"])
+    rows = [["the step", *(f"{row['step_ms'] * 1e3:,.0f}" for _, row in columns)]]
+    for name in names:
+        found = [row["us_a_step_by_kernel"].get(name) for _, row in columns]
+        rows.append([f"`{name}`", *(NONE if own is None else f"{own:,.0f}" for own in found)])
+    return table(["µs", *(f"{title_of(form)}, batch {row['batch']}" for form, row in columns)], rows)
 
 
 # --- idle time, power, start-up, loading, techniques ---
@@ -796,6 +845,7 @@ class Block(NamedTuple):
 
 _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000")
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
+_MIXTURE = ("h200-mixture-bf16", "h200-mixture-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
 _STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
@@ -820,6 +870,20 @@ BLOCKS = {
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
         "Long prompts arrive while other requests decode. The table shows the time between two tokens of a decoding request, by "
         "the largest number of tokens in a step (`minirt bench prefill --beside`; the commands are in the results):",
+    ),
+    "mixture": Block(
+        _MIXTURE, mixture_table, _MODELS,
+        "Qwen3-30B-A3B shapes, random weights, greedy decoding, context 128. *Experts* is the mean number of distinct "
+        "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; its FP8 "
+        "experts at 64 and 256 sequences were fewer:",
+    ),
+    "mixture-start": Block(
+        _MIXTURE, mixture_start_table, _MODELS,
+        "The start of the same processes, with kernels in Triton's cache:",
+    ),
+    "mixture-kernels": Block(
+        _MIXTURE, mixture_kernels_table, _MODELS,
+        "Where a decode step's time goes, by PyTorch's profiler. Kernels overlap: one that waits for its predecessor counts too.",
     ),
     "kernels": Block(
         tuple(
@@ -871,7 +935,8 @@ BLOCKS = {
         "(`bench/tools/startup.py`):",
     ),
     "loading": Block(
-        ("h200-loading-bf16", "h200-loading-fp8"), loading_table, _SYSTEM, "Loading a checkpoint (`bench/tools/loading.py`):"
+        tuple(f"h200-loading-{name}" for name in ("bf16", "fp8", "mixture-bf16", "mixture-fp8")), loading_table, _SYSTEM,
+        "Loading a checkpoint (`bench/tools/loading.py`):",
     ),
     "served": Block(
         ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,

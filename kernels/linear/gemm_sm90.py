@@ -68,7 +68,7 @@ def _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, inside):
 
 
 @gluon.jit
-def _halves(x):
+def halves(x):
     """The left and the right half of the columns. No data moves between threads."""
     HALF: gl.constexpr = x.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, x.type.layout.instr_shape[2]])
@@ -85,7 +85,7 @@ def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr, 
     COLUMNS: gl.constexpr = out.block_type.shape[1]
     BUFFERS: gl.constexpr = staging.shape[0] // GROUPS
     if value.shape[1] > COLUMNS:
-        left, right = _halves(value)
+        left, right = halves(value)
         _store(out, left, t, n, staging, PIECE, GROUP, GROUPS)
         _store(out, right, t, n + left.shape[1], staging, PIECE + left.shape[1] // COLUMNS, GROUP, GROUPS)
     else:
@@ -104,7 +104,7 @@ def _finish_pair(
 ):  # fmt: skip
     """Scale, activate (or add the residual), and store a pair of strips. The group's two buffers hold the residual."""
     STRIP: gl.constexpr = acc.shape[1] // 2
-    left, right = _halves(acc)
+    left, right = halves(acc)
     HALF: gl.constexpr = left.type.layout
     t = first_t + gl.arange(0, 64, gl.SliceLayout(1, HALF))
     n = first_n + gl.arange(0, STRIP, gl.SliceLayout(0, HALF))
@@ -148,7 +148,7 @@ def _better(top, column, other_top, other_column):
 def _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS: gl.constexpr):
     """The largest value of each of 64 rows and its column, in the layout ROWS. Halves the columns to save registers."""
     if acc.shape[1] > 64:
-        left, right = _halves(acc)
+        left, right = halves(acc)
         top, column = _row_maxima(left, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS)
         first_n += left.shape[1]
         other_top, other_column = _row_maxima(right, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS)

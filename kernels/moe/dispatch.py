@@ -2,7 +2,7 @@
 
 `REGIMES` says which kernels compute them. A single token: `one_token`, which also normalizes it. More tokens: they are sorted by
 expert (`route`), and each expert that a token uses is read once, or once for each tile of its tokens: by `experts_sm90` on
-Hopper, else by `products`.
+Hopper, else by `products`. `logits` is the router's product before that.
 """
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.checks import ACTIVATIONS, check_activations, check_tensor
-from minirt.kernels.launch import capability, require_fp8
-from minirt.kernels.moe import experts_sm90, one_token, products
+from minirt.kernels.launch import Workspace, capability, require_fp8
+from minirt.kernels.linear.dispatch import norm_linear
+from minirt.kernels.moe import experts_sm90, one_token, products, router
 from minirt.kernels.moe.route import gather, route
-from minirt.kernels.norm import rms_norm
+from minirt.kernels.moe.router import LogitParts
+from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Regime
 
@@ -23,10 +25,24 @@ REGIMES = (
     Regime("experts", "tokens", 2, variant=products.last_tokens),
 )
 
+ROUTER = (Regime("router", "tokens", 2, variant=router.last_tokens),)  # of one token: the linear layers' kernel
+
+
+def router_logits(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, workspace: Workspace | None = None, pdl: bool = False
+) -> Tensor | LogitParts:
+    """rms_norm(x) · weightᵀ, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
+
+    Of two or more tokens, they are still in parts. `workspace`, `pdl`: as for the linear layers.
+    """
+    if x.shape[0] > 1:
+        return router.router_logits(x, norm_weight, eps, weight, pdl=pdl)
+    return norm_linear(x, norm_weight, eps, weight, workspace=workspace, pdl=pdl, check=False)
+
 
 def mixture_residual(
     h: Tensor,
-    logits: Tensor,
+    logits: Tensor | LogitParts,
     gate_up: Tensor,
     down: Tensor,
     residual: Tensor,
@@ -50,7 +66,7 @@ def mixture_residual(
 
     Args:
         h: [T, H], the normalized activations; with `norm_weight`, they are normalized first. residual: [T, H].
-        logits: [T, E], of the router.
+        logits: [T, E], of the router, or their parts (`router_logits`).
         gate_up: [E, 2I, H], gate rows first. down: [E, H, I].
         norm_weight, eps: [H], of RMSNorm, or None.
         gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights.
@@ -67,39 +83,53 @@ def mixture_residual(
         return out
     pairs, inter, cc = T * top_k, down.shape[2], capability(h.device)
     inner = torch.empty(pairs, inter, dtype=h.dtype, device=h.device)
-    if T == 1:
+    if isinstance(logits, Tensor) and T == 1:
         one_token.gate_up(h, norm_weight, eps, logits, gate_up, activation, inner, gate_up_scale, pdl)
         return one_token.down(inner, logits, down, residual, out, normalize, down_scale, shared, shared_gate, pdl)
-    if norm_weight is not None:
-        h = rms_norm(h, norm_weight, eps, pdl=pdl, check=False)
     quantized = gate_up_scale is not None
     rows = torch.empty(pairs, H, dtype=h.dtype, device=h.device)
     if cc == 90 and experts_sm90.accepts(H, inter, h.dtype, gate_up, down):
         block_t = experts_sm90.block_t(T, max(H, inter), gate_up.element_size())
         routing = route(logits, top_k, normalize, block_t, pdl=pdl, check=False)
-        x, x_scale = gather(h, routing, quantized, pdl=pdl)
+        x, x_scale = gather(h, routing, quantized, norm_weight, eps, pdl=pdl)
         experts_sm90.launch(x, gate_up, inner, routing, None, activation, gate_up_scale, x_scale, pdl)
-        inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
+        # Early: the next kernel fetches weights, by lists that are complete, while this one waits.
+        inner, inner_scale = quantize(inner, early=True, pdl=pdl, check=False) if quantized else (inner, None)
         experts_sm90.launch(inner, down, rows, routing, None, None, down_scale, inner_scale, pdl)
     else:
         routing = route(logits, top_k, normalize, products.block_t(T), pdl=pdl, check=False)
-        x, x_scale = quantize(h, pdl=pdl, check=False) if quantized else (h, None)
+        x, x_scale = _normalized(h, norm_weight, eps, quantized, pdl)
         first = products.choose_config(T, x.element_size(), True, cc)
         products.gate_up(x, gate_up, routing, activation, inner, first, gate_up_scale, x_scale)
         inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
         second = products.choose_config(T, x.element_size(), False, cc)
         products.down(inner, down, routing, rows, second, down_scale, inner_scale)
-    return products.combine(residual, rows, out, shared, shared_gate, pdl=pdl)
+    return products.combine(residual, rows, routing.weights, out, shared, shared_gate, pdl=pdl)
+
+
+def _normalized(
+    h: Tensor, norm_weight: Tensor | None, eps: float, quantized: bool, pdl: bool
+) -> tuple[Tensor, Tensor | None]:
+    """h normalized and quantized, each if asked for, and its scales."""
+    if norm_weight is None:
+        return quantize(h, pdl=pdl, check=False) if quantized else (h, None)
+    if quantized:
+        return rms_norm_quantize(h, norm_weight, eps, pdl=pdl, check=False)
+    return rms_norm(h, norm_weight, eps, pdl=pdl, check=False), None
 
 
 def _check(
-    h: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, activation: str,
+    h: Tensor, logits: Tensor | LogitParts, gate_up: Tensor, down: Tensor, residual: Tensor, top_k: int, activation: str,
     gate_up_scale: Tensor | None, down_scale: Tensor | None, shared: Tensor | None, shared_gate: Tensor | None,
 ) -> None:  # fmt: skip
     check_activations("h", h)
     (T, H), dtype, device = h.shape, h.dtype, h.device
-    check_tensor("logits", logits, (T, None), dtype, device)
-    E = logits.shape[1]
+    if isinstance(logits, LogitParts):
+        check_tensor("logits.sums", logits.sums, (None, T, None), torch.float32, device)
+        E = logits.sums.shape[2]
+    else:
+        check_tensor("logits", logits, (T, None), dtype, device)
+        E = logits.shape[1]
     if not 1 <= top_k <= E:
         raise InputError("wrong number", where="top_k", expected=f"from 1 to {E}", found=top_k)
     if activation not in ACTIVATIONS:

@@ -5,6 +5,10 @@ few as 8 tokens, and an expert with few tokens costs little more than reading it
 two groups of four warps multiply, each for 64 rows of two strips of the weight: strips of gate and up, or two neighbouring
 strips. Fetching continues while the groups activate and store.
 
+A tile of many tokens has 128 or 64 rows of x and `more` of them, which a second MMA multiplies. With heights between the powers
+of two, nearly every expert of a long prompt has a single tile: with 2,048 tokens, 8 of 128 experts each, an expert has 128 ± 11
+tokens, and 160 rows hold them. So its weights pass from L2 to an SM once, and that takes longer than multiplying.
+
 The rows of x are in the order of `Routing.order`, so the tokens of an expert are contiguous. A tile that reaches past the end of
 an expert's tokens also multiplies rows of the next expert. MMA columns are independent, and those results are not stored.
 
@@ -28,13 +32,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.gluon_sm90 import tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
-from minirt.kernels.linear.gemm_sm90 import activate
+from minirt.kernels.linear.gemm_sm90 import activate, halves
 from minirt.kernels.moe.route import Routing
 from minirt.kernels.prepared import prepared
 
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
-_LAST = (16, 64, 128, 256, 512)  # tokens up to which steps launch the same kernels
+_LAST = (16, 64, 128, 256, 512, 1024)  # tokens up to which steps launch the same kernels
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,23 @@ class ExpertsSm90Config:
     """A launch configuration.
 
     Args:
-        block_t: rows of x in a tile, 8 to 128.
+        block_t: rows of x in a tile that one MMA multiplies, 8 to 128.
         strip: rows of one of the two strips of the weight in a tile: 64 for each group of warps, of which there are one or two.
         num_stages: tiles in flight.
         programs: programs that share an SM.
+        more: further rows of x in a tile, fewer than block_t.
     """
 
     block_t: int
     strip: int
     num_stages: int
     programs: int = 1
+    more: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of x in a tile."""
+        return self.block_t + self.more
 
 
 TUNABLE = Tunable("experts_sm90", ExpertsSm90Config, (__file__,))
@@ -78,14 +89,34 @@ def _fetch_strips(weight, expert, n, k, N, bar, tiles, GATED: gl.constexpr):
 
 
 @gluon.jit
+def _expect(bar, high, BYTES: gl.constexpr, MORE_BYTES: gl.constexpr):
+    """Announce the bytes of a step, of a high tile or of one whose `more` rows are left out."""
+    if MORE_BYTES == 0:
+        mbarrier.expect(bar, BYTES)
+    else:
+        mbarrier.expect(bar, BYTES + MORE_BYTES, pred=high)
+        mbarrier.expect(bar, BYTES, pred=high == 0)
+
+
+@gluon.jit
+def _fetch_rows(x, more_x, t, k, bar, ring, stage, high, MORE: gl.constexpr):
+    """Fetch a tile's rows of x from row t on."""
+    tma_load(x, [t, k], bar, ring[0].index(stage))
+    if MORE != 0:
+        tma_load(more_x, [t + x.block_type.shape[0], k], bar, ring[1].index(stage), pred=high)
+
+
+@gluon.jit
 def _fetch_tiles(
-    x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K: gl.constexpr, GATED: gl.constexpr, COLUMNS: gl.constexpr,
-    PDL: gl.constexpr,
+    x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K: gl.constexpr, GATED: gl.constexpr,
+    COLUMNS: gl.constexpr, MORE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    x_tiles, w_tiles, full, empty = ring
+    x_tiles, w_tiles, full, empty = ring[0], ring[2], ring[3], ring[4]
     STAGES: gl.constexpr = w_tiles.shape[0]
     BLOCK_K: gl.constexpr = w_tiles.shape[2]
-    BYTES: gl.constexpr = (x_tiles.shape[1] + w_tiles.shape[1]) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    BLOCK_T: gl.constexpr = x_tiles.shape[1]
+    ROW: gl.constexpr = BLOCK_K * x.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = (BLOCK_T + w_tiles.shape[1]) * ROW
     AHEAD: gl.constexpr = min(STAGES, (K + BLOCK_K - 1) // BLOCK_K)
     first_item = gl.program_id(0)
     items = gl.load(used_ptr, cache_modifier=".cg") * columns
@@ -93,24 +124,26 @@ def _fetch_tiles(
     ahead = 0
     if PDL:
         # The kernel before may still write x. The lists were written by an earlier one, which has ended.
-        expert, t, _, n = _tile(tiles_ptr, most, first_item, columns, COLUMNS)
+        expert, t, end, n = _tile(tiles_ptr, most, first_item, columns, COLUMNS)
+        high = end - t > BLOCK_T
         ahead += gl.where(first_item < items, AHEAD, 0)
         for i in range(ahead):
-            mbarrier.expect(full.index(i), BYTES)
+            _expect(full.index(i), high, BYTES, MORE * ROW)
             _fetch_strips(weight, expert, n, i * BLOCK_K, N, full.index(i), w_tiles.index(i), GATED)
         gdc_wait()
         for i in range(ahead):
-            tma_load(x, [t, i * BLOCK_K], full.index(i), x_tiles.index(i))
+            _fetch_rows(x, more_x, t, i * BLOCK_K, full.index(i), ring, i, high, MORE)
         step += ahead
     for item in range(first_item, items, gl.num_programs(0)):
-        expert, t, _, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        expert, t, end, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        high = end - t > BLOCK_T
         skipped = gl.where(item == first_item, ahead, 0)
         for k in range(skipped * BLOCK_K, K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, BYTES)
-            tma_load(x, [t, k], bar, x_tiles.index(stage))
+            _expect(bar, high, BYTES, MORE * ROW)
+            _fetch_rows(x, more_x, t, k, bar, ring, stage, high, MORE)
             _fetch_strips(weight, expert, n, k, N, bar, w_tiles.index(stage), GATED)
             step += 1
     if PDL:
@@ -118,24 +151,56 @@ def _fetch_tiles(
 
 
 @gluon.jit
-def _add_products(ring, left, right, step, first, last, GROUP: gl.constexpr):
+def _add_products(ring, left, right, more_left, more_right, step, first, last, MORE: gl.constexpr, GROUP: gl.constexpr):
     """Add the products of steps `first` … `last` - 1 of a tile, for the group's 64 rows of both strips."""
-    x_tiles, w_tiles, full, empty = ring
+    x_tiles, more_tiles, w_tiles, full, empty = ring
     STAGES: gl.constexpr = w_tiles.shape[0]
     STRIP: gl.constexpr = w_tiles.shape[1] // 2
     for i in range(first, last):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         x = x_tiles.index(stage).permute((1, 0))
-        w = w_tiles.index(stage)
-        left = warpgroup_mma(w.slice(64 * GROUP, 64), x, left, use_acc=i > first, is_async=True)
-        right = warpgroup_mma(w.slice(STRIP + 64 * GROUP, 64), x, right, use_acc=i > first, is_async=True)
-        left, right = warpgroup_mma_wait(2, deps=[left, right])
+        w_left = w_tiles.index(stage).slice(64 * GROUP, 64)
+        w_right = w_tiles.index(stage).slice(STRIP + 64 * GROUP, 64)
+        left = warpgroup_mma(w_left, x, left, use_acc=i > first, is_async=True)
+        right = warpgroup_mma(w_right, x, right, use_acc=i > first, is_async=True)
+        if MORE != 0:
+            more = more_tiles.index(stage).permute((1, 0))
+            more_left = warpgroup_mma(w_left, more, more_left, use_acc=i > first, is_async=True)
+            more_right = warpgroup_mma(w_right, more, more_right, use_acc=i > first, is_async=True)
+            left, right, more_left, more_right = warpgroup_mma_wait(4, deps=[left, right, more_left, more_right])
+        else:
+            left, right = warpgroup_mma_wait(2, deps=[left, right])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=i > first)  # the stage of the step before
         step += 1
-    left, right = warpgroup_mma_wait(0, deps=[left, right])
+    if MORE != 0:
+        left, right, more_left, more_right = warpgroup_mma_wait(0, deps=[left, right, more_left, more_right])
+    else:
+        left, right = warpgroup_mma_wait(0, deps=[left, right])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return left, right, step
+    return left, right, more_left, more_right, step
+
+
+@gluon.jit
+def _sum_products(
+    ring, left, right, more_left, more_right, step, STEPS: gl.constexpr, PROMOTE: gl.constexpr, MORE: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """The products of a tile, for the group's 64 rows of both strips. Sums start at zero, which is what they are given as."""
+    if STEPS > PROMOTE:
+        left_aside, right_aside, more_left_aside, more_right_aside = left, right, more_left, more_right
+        for k in range(0, STEPS, PROMOTE):
+            left, right, more_left, more_right, step = _add_products(
+                ring, left, right, more_left, more_right, step, k, min(k + PROMOTE, STEPS), MORE, GROUP
+            )
+            left_aside += left
+            right_aside += right
+            if MORE != 0:
+                more_left_aside += more_left
+                more_right_aside += more_right
+        return left_aside, right_aside, more_left_aside, more_right_aside, step
+    else:
+        return _add_products(ring, left, right, more_left, more_right, step, 0, STEPS, MORE, GROUP)
 
 
 @gluon.jit
@@ -156,42 +221,24 @@ def _store(value, out_ptr, rows, inside, n, N, STORED: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_tiles(
-    ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K: gl.constexpr, ACTIVATION: gl.constexpr,
-    COLUMNS: gl.constexpr, PROMOTE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+def _finish(
+    left, right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION: gl.constexpr,
+    STRIP: gl.constexpr,
 ):  # fmt: skip
-    """Task of one group of four warps."""
-    x_tiles, w_tiles, _, _ = ring
-    tiles_ptr, used_ptr, order_ptr, pair_weight_ptr = lists
-    BLOCK_T: gl.constexpr = x_tiles.shape[1]
-    STRIP: gl.constexpr = w_tiles.shape[1] // 2
-    STEPS: gl.constexpr = (K + w_tiles.shape[2] - 1) // w_tiles.shape[2]
-    DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, DEPTH])
-    WIDE: gl.constexpr = 8 if BLOCK_T >= 16 else 4
-    STORED: gl.constexpr = gl.BlockedLayout([WIDE, 1], [64 // WIDE, WIDE // 2], [1, 4], [0, 1])
-    step = 0
-    if PDL:
-        gdc_wait()  # these warps write the output
-    items = gl.load(used_ptr) * columns
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        expert, first, end, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
-        n += 64 * GROUP
-        left = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
-        right = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
-        if STEPS > PROMOTE:
-            left_aside = left
-            right_aside = right
-            for k in range(0, STEPS, PROMOTE):
-                left, right, step = _add_products(ring, left, right, step, k, min(k + PROMOTE, STEPS), GROUP)
-                left_aside += left
-                right_aside += right
-            left = left_aside
-            right = right_aside
-        else:
-            left, right, step = _add_products(ring, left, right, step, 0, STEPS, GROUP)
-        place = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, PRODUCTS))
-        stored_place = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, STORED))
+    """Scale, activate and store a group's 64 rows of both strips for the tokens from place `first` on."""
+    ROWS: gl.constexpr = left.shape[1]
+    if ROWS > 64:  # in halves, which take less shared memory for the exchange
+        lefts = halves(left)
+        rights = halves(right)
+        _finish(lefts[0], rights[0], lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
+        first += ROWS // 2
+        _finish(lefts[1], rights[1], lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
+    else:
+        PRODUCTS: gl.constexpr = left.type.layout
+        WIDE: gl.constexpr = 8 if ROWS >= 16 else 4
+        STORED: gl.constexpr = gl.BlockedLayout([WIDE, 1], [64 // WIDE, WIDE // 2], [1, 4], [0, 1])
+        place = first + gl.arange(0, ROWS, gl.SliceLayout(0, PRODUCTS))
+        stored_place = first + gl.arange(0, ROWS, gl.SliceLayout(0, STORED))
         row = n + gl.arange(0, 64, gl.SliceLayout(1, PRODUCTS))
         x_scale = 1.0
         if x_scale_ptr is not None:
@@ -203,29 +250,76 @@ def _multiply_tiles(
             _store(activate(left, ACTIVATION) * right, out_ptr, stored_place, stored_place < end, n, N, STORED)
         else:
             scales = expert * N + row
-            pair = gl.load(order_ptr + place, mask=place < end, other=0)
-            weight = gl.load(pair_weight_ptr + pair, mask=place < end, other=0.0).to(gl.float32)
-            stored_pair = gl.load(order_ptr + stored_place, mask=stored_place < end, other=0)
-            left = _scaled(left, scale_ptr, scales, row < N, x_scale) * weight[None, :]
-            right = _scaled(right, scale_ptr, scales + STRIP, row + STRIP < N, x_scale) * weight[None, :]
+            stored_pair = gl.load(lists[2] + stored_place, mask=stored_place < end, other=0)
+            left = _scaled(left, scale_ptr, scales, row < N, x_scale)
+            right = _scaled(right, scale_ptr, scales + STRIP, row + STRIP < N, x_scale)
             _store(left, out_ptr, stored_pair, stored_place < end, n, N, STORED)
             _store(right, out_ptr, stored_pair, stored_place < end, n + STRIP, N, STORED)
+
+
+@gluon.jit
+def _multiply_tiles(
+    ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K: gl.constexpr, ACTIVATION: gl.constexpr,
+    COLUMNS: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Task of one group of four warps."""
+    x_tiles, w_tiles = ring[0], ring[2]
+    tiles_ptr, used_ptr = lists[0], lists[1]
+    BLOCK_T: gl.constexpr = x_tiles.shape[1]
+    STRIP: gl.constexpr = w_tiles.shape[1] // 2
+    STEPS: gl.constexpr = (K + w_tiles.shape[2] - 1) // w_tiles.shape[2]
+    DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, DEPTH])
+    MORE_PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(MORE, 8), DEPTH])
+    step = 0
+    if PDL:
+        gdc_wait()  # these warps write the output
+    items = gl.load(used_ptr) * columns
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        expert, first, end, n = _tile(tiles_ptr, most, item, columns, COLUMNS)
+        n += 64 * GROUP
+        left = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
+        right = gl.zeros([64, BLOCK_T], gl.float32, PRODUCTS)
+        more_left = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
+        more_right = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
+        high = end - first > BLOCK_T
+        if MORE == 0:
+            left, right, _, _, step = _sum_products(
+                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, 0, GROUP
+            )
+        elif high:
+            left, right, more_left, more_right, step = _sum_products(
+                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, MORE, GROUP
+            )
+        else:
+            left, right, more_left, more_right, step = _sum_products(
+                ring, left, right, more_left, more_right, step, STEPS, PROMOTE, 0, GROUP
+            )
+        _finish(left, right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP)
+        if MORE != 0 and high:
+            first += BLOCK_T
+            _finish(
+                more_left, more_right, lists, out_ptr, x_scale_ptr, scale_ptr, expert, first, end, n, N, ACTIVATION, STRIP
+            )
 
 
 @prepared
 @gluon.jit(do_not_specialize=["most"])
 def _experts_sm90_kernel(
-    x, weight, out_ptr, order_ptr, tiles_ptr, used_ptr, pair_weight_ptr, x_scale_ptr, scale_ptr, most, columns, N,
-    K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, PDL: gl.constexpr,
+    x, more_x, weight, out_ptr, order_ptr, tiles_ptr, used_ptr, x_scale_ptr, scale_ptr, most, columns, N,
+    K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs, each
-    multiplied by its pair's weight."""
+    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs."""
     BLOCK_T: gl.constexpr = x.block_type.shape[0]
     STRIP: gl.constexpr = weight.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
     GATED: gl.constexpr = ACTIVATION is not None
     COLUMNS: gl.constexpr = STRIP if GATED else 2 * STRIP
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
+    more_tiles = x_tiles
+    if MORE != 0:
+        more_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, MORE, BLOCK_K], more_x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -233,14 +327,14 @@ def _experts_sm90_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=STRIP // 64)
     fence_async_shared()
-    ring = (x_tiles, w_tiles, full, empty)
-    lists = (tiles_ptr, used_ptr, order_ptr, pair_weight_ptr)
+    ring = (x_tiles, more_tiles, w_tiles, full, empty)
+    lists = (tiles_ptr, used_ptr, order_ptr)
     if STRIP == 64:
         gl.warp_specialize(
             [
                 (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 PROMOTE, PDL, 0)),
-                (_fetch_tiles, (x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, PDL)),
+                 MORE, PROMOTE, PDL, 0)),
+                (_fetch_tiles, (x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, MORE, PDL)),
             ],
             [1],
             [24],
@@ -249,32 +343,33 @@ def _experts_sm90_kernel(
         gl.warp_specialize(
             [
                 (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 PROMOTE, PDL, 0)),
+                 MORE, PROMOTE, PDL, 0)),
                 (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 PROMOTE, PDL, 1)),
-                (_fetch_tiles, (x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, PDL)),
+                 MORE, PROMOTE, PDL, 1)),
+                (_fetch_tiles, (x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, MORE, PDL)),
             ],
             [4, 1],
             [240, 24],
         )  # fmt: skip
 
 
-def derive_config(block_t: int, strip: int, programs: int = 1) -> ExpertsSm90Config:
+def derive_config(block_t: int, strip: int, programs: int = 1, more: int = 0) -> ExpertsSm90Config:
     """The configuration with as many tiles in flight as fit in shared memory."""
-    scratch = 64 * (block_t + 8) * 2 * (strip // 64)  # in which the groups turn results into rows
+    scratch = 64 * (min(block_t, 64) + 8) * 2 * (strip // 64)  # in which the groups turn results into rows
     budget = shared_limit(90) // programs - 1024 * programs - scratch
-    return ExpertsSm90Config(block_t, strip, min(8, budget // ((block_t + 2 * strip) * _ROW_BYTES)), programs)
+    stages = min(8, budget // ((block_t + more + 2 * strip) * _ROW_BYTES))
+    return ExpertsSm90Config(block_t, strip, stages, programs, more)
 
 
 def block_t(T: int, K: int, itemsize: int) -> int:
     """Rows of a tile for a step of T tokens: at least the tokens of most experts. K: the longest row, of `itemsize` bytes."""
-    rows = 8 if T <= 16 else 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 512 else 128
+    rows = 8 if T <= 16 else 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 512 else 96 if T <= 1024 else 160
     return min(rows, _highest(K, itemsize))
 
 
 def _highest(K: int, itemsize: int) -> int:
     """Rows of the highest tile: the sums of FP8 products that are set aside take registers."""
-    return 64 if itemsize == 1 and K > _PROMOTE else 128
+    return 64 if itemsize == 1 and K > _PROMOTE else 160
 
 
 def last_tokens(T: int) -> int | None:
@@ -289,7 +384,8 @@ def token_regime(T: int) -> int:
 
 def choose_config(rows: int, gated: bool) -> ExpertsSm90Config:
     """The configuration for tiles of so many rows."""
-    return derive_config(rows, 64, 2) if rows <= 32 else derive_config(rows, 128)
+    more = rows % 64 if rows > 64 else 0
+    return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - more, 128, more=more)
 
 
 def tuning_bucket(T: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
@@ -303,14 +399,15 @@ def lookup_config(
 ) -> ExpertsSm90Config:
     """The tuned configuration for tiles of `rows` rows, or else the rule's. T: a token regime."""
     tuned = TUNABLE.find(device, tuning_bucket(T, E, k, N, K, itemsize, gated))
-    return tuned if tuned is not None and tuned.block_t == rows else choose_config(rows, gated)
+    return tuned if tuned is not None and tuned.rows == rows else choose_config(rows, gated)
 
 
 def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
     """All configurations for rows of up to K values of `itemsize` bytes."""
-    heights = [t for t in (8, 16, 32, 64, 128) if t <= _highest(K, itemsize)]
+    every = ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32))  # block_t, more
+    heights = [(t, more) for t, more in every if t + more <= _highest(K, itemsize)]
     shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
-    return [derive_config(t, strip, n) for t in heights for strip, n in shapes if n == 1 or t <= 32]
+    return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t + more <= 64]
 
 
 def accepts(H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor) -> bool:
@@ -325,7 +422,7 @@ def launch(
     scale: Tensor | None = None, x_scale: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """With an activation: act(gate) · up of each place, x [pairs, H] → out [pairs, I], both in the order of `routing.order`.
-    Without: x [pairs, I] in that order times the pair's weight → out [pairs, H], rows in the order of pairs.
+    Without: x [pairs, I] in that order → out [pairs, H], rows in the order of pairs.
 
     A given configuration must have the height of the routing's tiles.
     """
@@ -336,9 +433,10 @@ def launch(
     block_k = _ROW_BYTES // x.element_size()
     registers = {"maxnreg": 65536 // (256 * c.programs) // 8 * 8} if c.programs > 1 else {}  # one group: 8 warps with the padding
     promote = _PROMOTE // block_k if x.dtype == torch.float8_e4m3fn else cdiv(K, block_k)
+    more_x = tma_descriptor(x, c.more, block_k) if c.more else None
     _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
-        tma_descriptor(x, c.block_t, block_k), tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out, routing.order,
-        routing.tiles, routing.used, routing.weights, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
-        STAGES=c.num_stages, PROMOTE=promote, **registers, **launch_options(4, 1, pdl),
+        tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out,
+        routing.order, routing.tiles, routing.used, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
+        STAGES=c.num_stages, MORE=c.more, PROMOTE=promote, **registers, **launch_options(4, 1, pdl),
     )  # fmt: skip
     return out

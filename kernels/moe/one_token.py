@@ -1,7 +1,8 @@
 """The experts of a single token, limited by the time to read their weights. Two kernels, with the FMAs and tiles of `gemv.py`.
 
-Which experts these are follows from the router's logits. Every program finds it out by itself: an expert's rank is the number of
-experts ahead of it. That takes less time than a kernel between the router and the experts.
+Which experts these are follows from the router's logits. Every program finds it out by itself, and so does each of its warps: the
+logits are loaded in pieces of 32, of which each warp has a copy, so no maximum over them needs another warp. That takes less time
+than a kernel between the router and the experts.
 
 `gate_up` cannot load weights before it has the logits. `down` can: `gate_up` triggers after its wait, so when programs of `down`
 start, the logits are complete. Both kernels may therefore follow the router's in a chain of PDL launches.
@@ -19,7 +20,6 @@ from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import launch_options, sm_count
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.linear.gemv import chunk_size
-from minirt.kernels.moe.route import shares_of
 from minirt.kernels.prepared import prepared
 
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
@@ -55,12 +55,49 @@ TUNABLE = Tunable("experts_one_token", OneTokenConfig, (__file__,))
 
 
 @triton.jit
-def _ranks(logits_ptr, E, BLOCK_E: tl.constexpr):
-    """Each expert's share, and the number of experts that come before it: those with a larger share, or equal and lower."""
-    e = tl.arange(0, BLOCK_E)
-    # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
-    shares, keys = shares_of(logits_ptr, e, E, ".cg")
-    return e, shares, tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
+def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The token's TOP_K experts and their shares, as `route` orders them: by share, equal ones by expert."""
+    PIECE: tl.constexpr = min(BLOCK_E, 32)
+    PIECES: tl.constexpr = BLOCK_E // PIECE
+    lane = tl.arange(0, PIECE)
+    logits = ()
+    for i in tl.static_range(PIECES):
+        e = i * PIECE + lane
+        # Past L1, which may hold an earlier layer's logits: `down` reads them before its PDL wait.
+        loaded = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
+        logits += (loaded.to(tl.float32),)
+    top = tl.full((PIECE,), float("-inf"), tl.float32)
+    for i in tl.static_range(PIECES):
+        top = tl.maximum(top, logits[i])
+    top = tl.max(top, 0)
+    sums = tl.zeros((PIECE,), tl.float32)
+    shares = ()
+    for i in tl.static_range(PIECES):
+        shares += (tl.exp(logits[i] - top),)
+        sums += shares[i]
+    total = tl.sum(sums, 0)
+    bits = ()  # of the shares, ordered like them; 0 if one is NaN
+    for i in tl.static_range(PIECES):
+        share = tl.div_rn(shares[i], tl.broadcast(total, shares[i])[0])
+        own = tl.where(total == total, share, 0.0).to(tl.int32, bitcast=True)
+        bits += (tl.where(i * PIECE + lane < E, own, -1),)
+    experts, weights = (), ()
+    for _ in tl.static_range(TOP_K):
+        best = tl.full((PIECE,), -1, tl.int32)
+        for i in tl.static_range(PIECES):
+            best = tl.maximum(best, bits[i])
+        best = tl.max(best, 0)
+        at = tl.full((PIECE,), BLOCK_E, tl.int32)
+        for i in tl.static_range(PIECES):
+            at = tl.minimum(at, tl.where(bits[i] == best, i * PIECE + lane, BLOCK_E))
+        expert = tl.min(at, 0)
+        left = ()
+        for i in tl.static_range(PIECES):
+            left += (tl.where(i * PIECE + lane == expert, -1, bits[i]),)
+        bits = left
+        experts += (expert,)
+        weights += (tl.where(total == total, best.to(tl.float32, bitcast=True), total),)
+    return experts, weights
 
 
 @triton.jit
@@ -88,7 +125,8 @@ def _rows(expert, n, N, block: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.con
 @prepared
 @triton.jit
 def _one_gate_up_kernel(
-    x_ptr, norm_ptr, logits_ptr, weight_ptr, scale_ptr, out_ptr, E, N, eps, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    x_ptr, norm_ptr, logits_ptr, weight_ptr, scale_ptr, out_ptr, E, N, eps, K: tl.constexpr, TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
     TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,8 +142,10 @@ def _one_gate_up_kernel(
     raw = ()  # loaded while the program looks for its expert
     for i in tl.static_range(COUNT):
         raw += (_load(x_ptr + k, k, i, K, BLOCK_K, ""),)
-    e, _, rank = _ranks(logits_ptr, E, BLOCK_E)
-    expert = tl.sum(tl.where(rank == j, e, 0), 0)
+    experts, _ = _chosen(logits_ptr, E, TOP_K, BLOCK_E)
+    expert = experts[0]
+    for i in tl.static_range(1, TOP_K):
+        expert = tl.where(j == i, experts[i], expert)
     gate, up = (), ()
     for i in tl.static_range(TILES):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
@@ -125,6 +165,9 @@ def _one_gate_up_kernel(
     gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(BLOCKS * COUNT):
+        if scale_ptr is not None and i % COUNT == 0:  # of this block: used after its products
+            scales = scale_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
+            gate_scale, up_scale = tl.load(scales), tl.load(scales + N)
         gate_sums += _products(gate[i], xs[i % COUNT], CHUNK)
         up_sums += _products(up[i], xs[i % COUNT], CHUNK)
         if i + TILES < BLOCKS * COUNT:
@@ -134,9 +177,8 @@ def _one_gate_up_kernel(
         if i % COUNT == COUNT - 1:
             gate_value, up_value = tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms
             if scale_ptr is not None:
-                row = _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
-                gate_value *= tl.load(scale_ptr + row)
-                up_value *= tl.load(scale_ptr + N + row)
+                gate_value *= gate_scale
+                up_value *= up_scale
             out = activate(gate_value, ACTIVATION) * up_value
             column = n + i // COUNT * BLOCK_N
             tl.store(out_ptr + j * N + column, out.to(out_ptr.dtype.element_ty), mask=column < N)
@@ -158,11 +200,7 @@ def _one_down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
-    e, shares, rank = _ranks(logits_ptr, E, BLOCK_E)
-    experts, weights = (), ()
-    for j in tl.static_range(TOP_K):
-        experts += (tl.sum(tl.where(rank == j, e, 0), 0),)
-        weights += (tl.sum(tl.where(rank == j, shares, 0.0), 0),)
+    experts, weights = _chosen(logits_ptr, E, TOP_K, BLOCK_E)
     w = ()
     for i in tl.static_range(TILES):
         row = _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1)
@@ -172,45 +210,53 @@ def _one_down_kernel(
     total = 0.0
     for j in tl.static_range(TOP_K):
         total += weights[j]
-    out = tl.zeros((BLOCK_N,), tl.float32)
-    sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    shares = ()
+    for j in tl.static_range(TOP_K):
+        share = weights[j]
+        if NORMALIZE:
+            share = tl.div_rn(share, total)
+        shares += (share.to(logits_ptr.dtype.element_ty).to(tl.float32),)
+    out = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    sums = out
     for i in tl.static_range(BLOCKS * COUNT):
+        if scale_ptr is not None and i % COUNT == 0:  # of this block: all loads before the first use
+            scales = ()
+            for j in tl.static_range(TOP_K):
+                scales += (tl.load(scale_ptr + _rows(experts[j], n, N, i // COUNT, BLOCK_N, 1)),)
         x = _load(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
         sums += _products(w[i], x, CHUNK)
         if i + TILES < BLOCKS * COUNT:
             row = _rows(experts[(i + TILES) % COUNT // PARTS], n, N, (i + TILES) // COUNT, BLOCK_N, 1)
             ptrs = weight_ptr + row[:, None] * K + k[None, :]
             w += (_load(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
-        if i % PARTS == PARTS - 1:
-            share = weights[i % COUNT // PARTS]
-            if NORMALIZE:
-                share = tl.div_rn(share, total)
-            value = tl.sum(sums, 1) * share.to(logits_ptr.dtype.element_ty).to(tl.float32)
+        if i % PARTS == PARTS - 1:  # the last tile of an expert. Threads add their own sums; one reduction at the end is enough.
             if scale_ptr is not None:
-                value *= tl.load(scale_ptr + _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1))
-            out += value
+                sums *= scales[i % COUNT // PARTS][:, None]
+            out += sums * shares[i % COUNT // PARTS]
             sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
         if i % COUNT == COUNT - 1:
             column = n + i // COUNT * BLOCK_N
             valid = column < N
+            value = tl.sum(out, 1)
             if shared_ptr is not None:
                 shared = tl.load(shared_ptr + column, mask=valid, other=0.0).to(tl.float32)
-                out += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
-            out += tl.load(residual_ptr + column, mask=valid, other=0.0).to(tl.float32)
-            tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=valid)
-            out = tl.zeros((BLOCK_N,), tl.float32)
+                value += tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * shared
+            value += tl.load(residual_ptr + column, mask=valid, other=0.0).to(tl.float32)
+            tl.store(out_ptr + column, value.to(out_ptr.dtype.element_ty), mask=valid)
+            out = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
 
 
 def choose_config(k: int, N: int, K: int, itemsize: int, gated: bool, num_sms: int) -> OneTokenConfig:
     """The configuration for N outputs of each of k experts, and rows of K values of `itemsize` bytes.
 
-    A program of gate/up looks for its expert before it loads weights. So all programs run at once, four on each SM, and each
-    computes several blocks of outputs.
+    A program of gate/up looks for its expert before it loads weights. So all programs run at once, and each computes several
+    blocks of outputs. A program of down is one warp, so no sum needs a barrier: it keeps half of one output's weights in flight,
+    or with FP8 all of them.
     """
     if gated:
-        block_k, blocks = min(1024, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
-        return OneTokenConfig(4, 4, block_k, 2 if itemsize > 1 else 4, min(8, blocks))
-    return OneTokenConfig(4, 4, min(256, triton.next_power_of_2(K)), 12)
+        block_k, blocks = min(512, triton.next_power_of_2(K)), triton.cdiv(k * N, 4 * 4 * num_sms)
+        return OneTokenConfig(2, 2, block_k, 4, min(8, blocks))
+    return OneTokenConfig(1, 1, min(256, triton.next_power_of_2(K)), 24 // itemsize)
 
 
 def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfig]:
@@ -240,10 +286,20 @@ def lookup_config(device: torch.device, E: int, k: int, N: int, K: int, itemsize
     )
 
 
-def _chunk(weight: Tensor) -> int:
-    """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value."""
-    chunk = chunk_size(weight.element_size())
+def _chunk(weight: Tensor, c: OneTokenConfig) -> int:
+    """Values of the weight in one load of a thread. Rows that are not aligned are loaded value by value.
+
+    If a row's tile is one load of all threads, each thread needs only the values of x that it loads itself.
+    """
+    chunk, share = chunk_size(weight.element_size()), c.block_k // (32 * c.num_warps)
+    chunk = share if 8 <= share < chunk else min(chunk, c.block_k)
     return chunk if weight.shape[2] % chunk == 0 and weight.data_ptr() % 16 == 0 else 1
+
+
+def _registers(c: OneTokenConfig, device: torch.device, programs: int) -> int:
+    """The most registers of a thread. Programs of one warp get more, if all fit on the SMs at once."""
+    at_once = 65536 // (32 * triton.cdiv(programs, sm_count(device))) // 8 * 8
+    return _REGISTERS if c.num_warps > 1 else max(_REGISTERS, min(255, at_once))
 
 
 def gate_up(
@@ -253,10 +309,11 @@ def gate_up(
     """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I]."""
     (E, _, K), (top_k, N) = weight.shape, out.shape
     c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True)
-    _one_gate_up_kernel[(triton.cdiv(N, c.block_n * c.blocks), top_k)](
-        x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, ACTIVATION=activation, BLOCK_E=triton.next_power_of_2(E),
-        BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k), BLOCKS=c.blocks,
-        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
+    programs = triton.cdiv(N, c.block_n * c.blocks)
+    _one_gate_up_kernel[(programs, top_k)](
+        x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, TOP_K=top_k, ACTIVATION=activation,
+        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c), BLOCKS=c.blocks,
+        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), maxnreg=_registers(c, x.device, programs * top_k),
         **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
@@ -272,11 +329,12 @@ def down(
     """
     (E, N, K), top_k = weight.shape, x.shape[0]
     c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False)
-    _one_down_kernel[(triton.cdiv(N, c.block_n * c.blocks),)](
+    programs = triton.cdiv(N, c.block_n * c.blocks)
+    _one_down_kernel[(programs,)](
         x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
-        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=min(_chunk(weight), c.block_k),
-        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)), maxnreg=_REGISTERS,
-        **launch_options(c.num_warps, 1, pdl),
+        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c),
+        BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)),
+        maxnreg=_registers(c, x.device, programs), **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
 

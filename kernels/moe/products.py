@@ -1,7 +1,7 @@
 """The products of a mixture of experts: tiles of the tokens of one expert, gathered and scattered by the lists of `route`.
 
-`gate_up` writes act(gate) · up for each pair, in the order of the tiles; `down` multiplies by the pair's weight and writes each
-pair to its own row; `combine` adds a token's rows in a fixed order. So no result depends on the order of programs, and none needs
+`gate_up` writes act(gate) · up for each pair, in the order of the tiles; `down` writes each pair to its own row; `combine` adds a
+token's rows, each times its weight, in a fixed order. So no result depends on the order of programs, and none needs
 atomics. Experts that no token uses are not read.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minirt.kernels.launch import cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.activation import activate
-from minirt.kernels.moe.route import Routing
+from minirt.kernels.moe.route import FEW, Routing
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
 
@@ -47,7 +47,7 @@ def block_t(T: int) -> int:
 
 def last_tokens(T: int) -> int | None:
     """The largest step that launches the same compiled kernels as one of T tokens, those of `route` included; None: no limit."""
-    return next((last for last in (64, 128, 256, 1024) if last >= T), None)
+    return next((last for last in (16, 64, 128, 256, 512, 1024) if last >= T), None)
 
 
 def choose_config(T: int, itemsize: int, gated: bool, cc: int) -> ExpertsConfig:
@@ -89,12 +89,12 @@ def _accumulate(
 @prepared
 @triton.jit(do_not_specialize=["most"])
 def _experts_kernel(
-    x_ptr, weight_ptr, out_ptr, order_ptr, tiles_ptr, x_scale_ptr, scale_ptr, pair_weight_ptr, most, N, K: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, order_ptr, tiles_ptr, x_scale_ptr, scale_ptr, most, N, K: tl.constexpr,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile. With ACTIVATION: rows of x are tokens, of the output places; the weight [E, 2N, K] is gate and up.
-    Without: rows of x are places, of the output pairs, and each is multiplied by its pair's weight."""
+    Without: rows of x are places, of the output pairs."""
     GATED: tl.constexpr = ACTIVATION is not None
     columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // columns
@@ -136,7 +136,6 @@ def _experts_kernel(
         acc = activate(acc, ACTIVATION) * acc_up
         out_row = place.to(tl.int64)
     else:
-        acc *= tl.load(pair_weight_ptr + pair).to(tl.float32)[:, None]
         out_row = pair.to(tl.int64)
     at = out_row[:, None] * N + n[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < N)[None, :])
@@ -145,17 +144,19 @@ def _experts_kernel(
 @prepared
 @triton.jit
 def _sum_experts_kernel(
-    x_ptr, rows_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
-):
-    """out = x + the sum of a token's rows, in order, + sigmoid(gate) · shared, for a part of one token's channels."""
+    x_ptr, rows_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = x + the sum of a token's rows times their weights, in order, + sigmoid(gate) · shared, for some of its channels."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < H
     if PDL:
-        wait_for_input(False)
+        wait_for_input(EARLY)
     total = tl.zeros((BLOCK_H,), tl.float32)
     for j in tl.static_range(TOP_K):
-        total += tl.load(rows_ptr + (t * TOP_K + j) * H + h, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weights_ptr + t * TOP_K + j).to(tl.float32)
+        total += weight * tl.load(rows_ptr + (t * TOP_K + j) * H + h, mask=inside, other=0.0).to(tl.float32)
     if shared_ptr is not None:
         gate = tl.sigmoid(tl.load(gate_ptr + t).to(tl.float32))
         total += gate * tl.load(shared_ptr + t * H + h, mask=inside, other=0.0).to(tl.float32)
@@ -175,7 +176,7 @@ def down(
     h: Tensor, weight: Tensor, routing: Routing, out: Tensor, config: ExpertsConfig, scale: Tensor | None = None,
     h_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """h · weightᵀ times the pair's weight: h [T · k, I] in the order of `routing.order`, weight [E, H, I] → out [T · k, H]."""
+    """h · weightᵀ: h [T · k, I] in the order of `routing.order`, weight [E, H, I] → out [T · k, H]."""
     return _launch(h, weight, out, routing, config, None, scale, h_scale)
 
 
@@ -185,7 +186,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     N, c, most = out.shape[1], config, routing.tiles.shape[1]
     _experts_kernel[(most * cdiv(N, c.block_n),)](
-        x, weight, out, routing.order, routing.tiles, x_scale, scale, routing.weights, most, N, K=x.shape[1],
+        x, weight, out, routing.order, routing.tiles, x_scale, scale, most, N, K=x.shape[1],
         TOP_K=routing.weights.shape[1], ACTIVATION=activation, BLOCK_T=c.block_t, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
         PROMOTE=_PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn else 0, num_warps=c.num_warps,
         num_stages=c.num_stages,
@@ -194,13 +195,17 @@ def _launch(
 
 
 def combine(
-    x: Tensor, rows: Tensor, out: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, *, pdl: bool = False
-) -> Tensor:
-    """out = x + Σ_j rows[t, j] + sigmoid(gate) · shared: x, shared and out [T, H], rows [T · k, H], gate [T, 1]."""
+    x: Tensor, rows: Tensor, weights: Tensor, out: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, *,
+    pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """out = x + Σ_j weights[t, j] · rows[t, j] + sigmoid(gate) · shared.
+
+    x, shared, out: [T, H]. rows: [T · k, H]. weights: [T, k]. gate: [T, 1].
+    """
     T, H = x.shape
     block = min(1024, next_power_of_2(H))
     _sum_experts_kernel[(T, cdiv(H, block))](
-        x, rows, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block,
+        x, rows, weights, shared, gate, out, H, TOP_K=rows.shape[0] // T, BLOCK_H=block, EARLY=T <= FEW,
         **launch_options(max(1, block // 256), 1, pdl),
     )  # fmt: skip
     return out

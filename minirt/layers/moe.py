@@ -142,7 +142,7 @@ def eager(layer: MoE) -> Forward:
 def triton(layer: MoE) -> Forward:
     """Norm · router · the experts, with the residual. The shared expert and its gate are products like those of `MLP`."""
     from minirt.kernels.linear.dispatch import norm_gate_up, norm_linear
-    from minirt.kernels.moe.dispatch import mixture_residual
+    from minirt.kernels.moe.dispatch import mixture_residual, router_logits
     from minirt.kernels.norm import rms_norm
 
     eps, activation, moe = layer.config.rms_norm_eps, layer.config.hidden_act, layer.moe
@@ -151,10 +151,12 @@ def triton(layer: MoE) -> Forward:
     (gate_up, gate_up_scale), (down, down_scale) = layer.gate_up.stacked, layer.down.stacked
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
-        one = x.shape[0] == 1  # then the kernels normalize it
-        h = x if one else rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
-        norm_weight = norm.weight if one else None
-        logits = norm_linear(h, norm_weight, eps, router.weight, workspace=workspace, pdl=pdl, check=False)
+        h, norm_weight = x, None
+        if first is not None and x.shape[0] > 1:
+            h = rms_norm(x, norm.weight, eps, pdl=pdl, check=False)
+        else:  # each kernel that reads x normalizes it
+            norm_weight = norm.weight
+        logits = router_logits(h, norm_weight, eps, router.weight, workspace=workspace, pdl=pdl)
         shared = shared_gate = None
         if first is not None and last is not None and gate is not None:
             shared = norm_gate_up(h, norm_weight, eps, first.weight, activation, scale=first.scale, pdl=pdl, check=False)

@@ -25,7 +25,8 @@ REQUIRED = {
     "h200-tune-bf16", "h200-tune-fp8", "cpu-smollm2",
 }  # fmt: skip
 SCRIPTS = {
-    "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py", "memory": "memory_cases.py"
+    "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py", "memory": "memory_cases.py",
+    "mixture": "mixture.py",
 }  # fmt: skip
 UNCHECKED = ("trace", "startup", "power", "memory")  # they time what runs beside the kernels: nothing in them is right or wrong
 WITHOUT_CEILING = ("trace", "startup", "tune", "power", "memory")  # these have no limit that they are compared with

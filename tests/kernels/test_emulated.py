@@ -17,6 +17,8 @@ FP16 = "float16 and not bfloat16"
 # whose slots are overwritten. 16-bit pages: one tile of channels, and two.
 FUSED = f"{FP16} and fused and True"
 CASES = f"{FUSED} and ((fp8_pages and (130 or (513 and 255 and not 21) or (513 and 1300))) or (write and (1100 or 129)))"
+# 64 rows of the weight; FP8 whose sums are set aside; widths that no tile divides; a tile with more rows of x, and one without.
+EXPERTS = "(False and 64 and 136) or (True and (256 or 80 and 32))"
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +39,7 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
     [
         (DECODE, CASES, 8),
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
-        (["moe/test_experts_sm90.py"], "test_products and ((False and (64 and 136 or 150)) or (True and (256 or 80 and 32)))", 4),
+        (["moe/test_experts_sm90.py"], f"test_products and ({EXPERTS})", 4),
         (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
     ],
     ids=["decode", "prompts", "experts", "linear"],

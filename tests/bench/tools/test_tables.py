@@ -124,6 +124,31 @@ def test_about_tells_every_machine_and_the_range_of_ceilings():
     assert " TFLOP/s in fp8. " in text
 
 
+def test_mixture():
+    """Each format has its own columns, also where the other one has no such row."""
+
+    def record(form, batches, factor):
+        steps = [
+            {"batch_size": n, "step_s": {"median": n * factor * 1e-3}, "share_of_limit": 0.5, "experts": {"touched": 8.25 * n}}
+            for n in batches
+        ]
+        prompt = {"input_len": 2048, "time_to_first_token_s": {"median": 0.02}, "share_of_limit": 0.25, "experts": None}
+        trace = {"batch": 8, "step_ms": 1.25, "us_a_step_by_kernel": {f"{form}_kernel": 12.0, "other": 3.4}}
+        start = {"load_s": 1.0, "warm_up_s": 5.25}
+        return {"dtype": form, "results": steps, "prompts": [prompt], "traces": [trace], "start": start}
+
+    records = {"a": record("bfloat16", (1, 3), 1), "b": record("fp8", (1,), 2)}
+    assert rows(tables.mixture_table(records)) == [
+        ["decode step, batch 1", "1.00", "50%", "8.2", "4.27", "2.00", "50%", "8.2", "4.49"],
+        ["decode step, batch 3", "3.00", "50%", "24.8", "–", "–", "–", "–", "–"],
+        ["prompt of 2,048 tokens", "20.0", "25%", "–", "78.6", "20.0", "25%", "–", "92.5"],
+    ]
+    assert rows(tables.mixture_start_table(records)) == [["bf16", "1.0", "5.2"], ["`--fp8`", "1.0", "5.2"]]
+    assert rows(tables.mixture_kernels_table(records)) == [
+        ["the step", "1,250", "1,250"], ["`bfloat16_kernel`", "12", "–"], ["`other`", "3", "3"], ["`fp8_kernel`", "–", "12"],
+    ]  # fmt: skip
+
+
 def test_trace():
     def row(batch, temperature, ms, idle):
         return {"batch": batch, "context": 128, "temperature": temperature, "step_ms": ms, "idle": idle}

@@ -84,6 +84,7 @@ def compile_instead_of_launching(cc: int, results: list[dict]) -> None:
                 "roles_read_ahead": ["ld.global" in role or "cp.async" in role for role in roles],
                 "rows_before_loop": ("scale_ptr" in given and "SCALE_ROWS" not in given) or "bias_ptr" in given,
                 "bias": "bias_ptr" in given,
+                "norm": "norm_ptr" in given,
                 "flushes_denormals": bool(re.search(r"\b(fma|mul|add)(\.rn)?\.ftz", ptx)),
                 "options": {k: v for k, v in given.items() if isinstance(v, int | str)},
             }
@@ -214,11 +215,12 @@ def four_bits(
 def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
     """Mixtures of experts with the shapes of Qwen3-30B-A3B, for each height of tiles; some with a width that no tile divides."""
     pdl = cc >= 90
-    for many, hidden, inter, steps in ((128, 2048, 768, (1, 9, 40, 200, 400, 1100)), (60, 2052, 700, (1, 1000))):
+    for many, hidden, inter, steps in ((128, 2048, 768, (1, 9, 40, 200, 400, 800, 1100)), (60, 2052, 700, (1, 1000))):
         gate_up, down, norm_weight = empty(many, 2 * inter, hidden), empty(many, hidden, inter), empty(hidden)
         for T in steps:
             h, logits = empty(T, hidden), empty(T, many)
-            moe.mixture_residual(h, logits, gate_up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl)
+            parts = moe.router_logits(h, norm_weight, 1e-6, empty(many, hidden), pdl=pdl)
+            moe.mixture_residual(h, parts, gate_up, down, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl)
             if cc >= 89:
                 up8, down8 = (torch.empty_like(w, dtype=torch.float8_e4m3fn) for w in (gate_up, down))
                 scales = {"gate_up_scale": empty(many, 2 * inter, like=torch.float32)}
@@ -231,15 +233,17 @@ def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
 
 def other_tiles(empty: Callable[..., torch.Tensor]) -> None:
     """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside."""
-    for fp8, hidden, tiles in ((False, 2048, ((8, 128), (128, 64))), (True, 2048, ((8, 128),)), (True, 4096, ((64, 128),))):
+    sixteen, eight, aside = ((8, 128), (128, 64), (128, 128, 1, 32)), ((8, 128),), ((64, 128),)
+    for fp8, hidden, tiles in ((False, 2048, sixteen), (True, 2048, eight), (True, 4096, aside)):
         like, scales = (torch.float8_e4m3fn, empty(16, 1536, like=torch.float32)) if fp8 else (torch.bfloat16, None)
         x_scale = empty(64, like=torch.float32) if fp8 else None
         routing = route.route(empty(8, 16), 8, True, 8)
         for config in itertools.starmap(experts_sm90.derive_config, tiles):
             for K, N, activation in ((hidden, 768, "silu"), (768, hidden, None)):
                 weight = empty(16, N if activation is None else 2 * N, K, like=like)
-                rest = (routing, config, activation, scales, x_scale, True)
-                experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
+                for pdl in (True, False):
+                    rest = (routing, config, activation, scales, x_scale, pdl)
+                    experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
 
 
 def wide_items(empty: Callable[..., torch.Tensor], ints: Callable[..., torch.Tensor], workspace: launch.Workspace) -> None:

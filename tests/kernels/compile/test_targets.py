@@ -19,7 +19,7 @@ TARGETS = [(cc, "bfloat16") for cc in (90, 80, 89, 100, 120)] + [(80, "float32")
 MMA = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 DENSE = (
     "_gemm_small_kernel", "_gemm_kernel", "_gemm_int4_kernel", "_gemm_sm90_kernel", "_prefill_kernel", "_chunk_kernel",
-    "_prefill_sm90_kernel", "_decode_sm90_kernel", "_experts_sm90_kernel",
+    "_prefill_sm90_kernel", "_decode_sm90_kernel", "_experts_sm90_kernel", "_router_kernel",
 )  # fmt: skip
 # Kernels in which every lane that holds a sum over lanes stores it: all copies of a sum must be equal.
 COPIES = (
@@ -30,13 +30,14 @@ PDL = (
     "_gemv_int4_kernel", "_gemm_int4_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_quantize_groups_kernel", "_gemm_small_kernel", "_kv_write_kernel",
     "_decode_kernel", "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
-    "_choose_kernel", "_count_kernel", "_place_kernel", "_gather_kernel", "_sum_experts_kernel", "_one_gate_up_kernel",
+    "_router_kernel", "_choose_kernel", "_place_kernel", "_gather_kernel", "_quantize_rows_kernel",
+    "_sum_experts_kernel", "_one_gate_up_kernel",
     "_one_down_kernel", "_experts_sm90_kernel",
 )  # fmt: skip
 READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router
     "_gemv_int4_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel", "_decode_sm90_kernel",
-    "_decode_fp8_sm90_kernel", "_one_down_kernel",
+    "_decode_fp8_sm90_kernel", "_one_down_kernel", "_router_kernel",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def compile_all(cc: int, dtype: str) -> list[dict]:
 def test_compiles_as_meant(target):
     cc, dtype = target
     results = compile_all(*target)
-    assert len({r["kernel"] for r in results}) == (30 if cc == 90 else 23 if cc >= 89 else 21)
+    assert len({r["kernel"] for r in results}) == (31 if cc == 90 else 24 if cc >= 89 else 21)
     for r in results:
         name = r["kernel"]
         assert r["shared"] <= r["limit"], r
@@ -102,7 +103,7 @@ def test_compiles_as_meant(target):
             assert r["pdl"], r
             # Before the wait, a kernel may read only data that the preceding kernel does not write. If it has such data, it must.
             ahead = name in READ_AHEAD or (name == "_gemm_small_kernel" and r["rows_before_loop"])
-            ahead = ahead or (name == "_gemm_int4_kernel" and r["bias"])
+            ahead = ahead or (name == "_gemm_int4_kernel" and r["bias"]) or (name == "_gather_kernel" and r["norm"])
             assert r["loads_before_wait"] == ahead, r
             assert not (name == "_gemm_small_kernel" and r["tiles_before_wait"]), r
         else:

@@ -22,6 +22,8 @@ CASES = [
     {"T": 40, "E": 3, "k": 2, "H": 256, "I": 144, "block_t": 16, "strip": 128},
     {"T": 40, "E": 5, "k": 1, "H": 128, "I": 80, "block_t": 32, "strip": 64},
     {"T": 150, "E": 3, "k": 1, "H": 192, "I": 80, "block_t": 128, "strip": 128},
+    {"T": 190, "E": 2, "k": 1, "H": 144, "I": 80, "block_t": 128, "strip": 128, "more": 32},
+    {"T": 150, "E": 2, "k": 1, "H": 192, "I": 72, "block_t": 64, "strip": 128, "more": 32},
 ]
 
 
@@ -38,7 +40,9 @@ def lists(experts, weights, E, block_t):
     every = torch.full((3, most_tiles(order.numel(), E, block_t)), 1 << 20, dtype=torch.int32, device=order.device)
     every[:, : tiles.shape[1]] = tiles
     used = torch.tensor([tiles.shape[1]], dtype=torch.int32, device=order.device)
-    return Routing(weights, experts.int(), order, every, used, block_t)
+    places = torch.empty_like(order)
+    places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return Routing(weights, experts.int(), order, places, every, used, block_t)
 
 
 def wide(weight, scale):
@@ -49,7 +53,7 @@ def wide(weight, scale):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_products(case, fp8, make, nan, on_hopper, monkeypatch):
-    T, E, k, H, inter, block_t, strip = case.values()
+    T, E, k, H, inter, block_t, strip, *more = case.values()
     if fp8 and (H % 16 or inter % 16):
         pytest.skip("TMA cannot move such rows")
     monkeypatch.setattr(experts_sm90, "_PROMOTE", 128)  # so that sums are set aside, in every other case
@@ -59,7 +63,8 @@ def test_products(case, fp8, make, nan, on_hopper, monkeypatch):
     if T > 100:
         logits[:, 1] += 3
     weights, experts = reference.route(logits, k, True)
-    routing, config = lists(experts, weights, E, block_t), experts_sm90.derive_config(block_t, strip)
+    config = experts_sm90.derive_config(block_t, strip, 1, *more)
+    routing = lists(experts, weights, E, config.rows)
     tokens = routing.order // k
     x, x_scale, up_scale, down_scale = make(T, H, dtype=dtype)[tokens], None, None, None
     if fp8:
@@ -73,7 +78,7 @@ def test_products(case, fp8, make, nan, on_hopper, monkeypatch):
     rows = on_hopper(h, down, nan(T * k, H, dtype=dtype), routing, config, None, down_scale, h_scale, True)
     y = torch.einsum("phi,pi->ph", wide(down, down_scale)[place_experts], wide(h, h_scale))
     expected = torch.empty_like(y)
-    expected[routing.order.long()] = y * weights.flatten()[routing.order.long()].double()[:, None]
+    expected[routing.order.long()] = y
     close(rows, expected)
 
 
@@ -175,8 +180,8 @@ def test_the_kernel_says_what_it_accepts(make):
 def test_configurations_fit_on_an_sm(itemsize):
     for K in (256, 2048, 4096):
         found = experts_sm90.candidates(K, itemsize)
-        assert max(c.block_t for c in found) == (64 if itemsize == 1 and K > 2048 else 128)
+        assert max(c.rows for c in found) == (64 if itemsize == 1 and K > 2048 else 160)
         for c in found:
-            stage = (c.block_t + 2 * c.strip) * 128
+            stage = (c.rows + 2 * c.strip) * 128
             assert c.num_stages >= 3
             assert c.programs * (c.num_stages * stage + 2048) <= 227 * 1024

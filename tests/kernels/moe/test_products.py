@@ -67,7 +67,7 @@ def test_unused_experts_are_not_read_and_every_row_is_written(T, make, nan):
     config = products.choose_config(T, 4, True, 80)
     inner = products.gate_up(h, gate_up, routing, "silu", nan(2 * T, inter, dtype=torch.float32), config)
     rows = products.down(inner, down, routing, nan(2 * T, H, dtype=torch.float32), config)
-    out = products.combine(h, rows, nan(T, H, dtype=torch.float32))
+    out = products.combine(h, rows, routing.weights, nan(T, H, dtype=torch.float32))
     torch.testing.assert_close(out, expected(h, logits, gate_up, down, h, 2, True), rtol=1e-5, atol=1e-5)
     # Rows of `inner` stand in the order of experts: those of expert 2, each token's second, come first.
     gate, up = (h @ gate_up[2].T).chunk(2, -1)

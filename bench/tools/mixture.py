@@ -1,0 +1,79 @@
+"""A mixture of experts: start-up, decode steps, prompts and GPU time by kernel, measured in one process that loads once.
+
+python bench/tools/mixture.py MODEL [--fp8] [--no-warmup]     random weights, greedy; prints JSON
+
+Without warm-up, a step's first run compiles its kernels; it is not timed.
+
+Beside each time stands the number of distinct experts that a layer of the step uses, because that is what it reads.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from minirt import Generator
+from minirt.bench import decode, prefill
+from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
+from minirt.bench.experts import in_prompt
+from minirt.bench.report import context
+from minirt.device import pick_device
+
+BATCHES, PROMPTS, TRACED = (1, 3, 8, 24, 64, 100, 256), (512, 2048), (1, 8, 64)
+CONTEXT = 128
+_STEPS = 24  # of a timed run
+_GREEDY = {"temperature": 0.0}
+_WHY = "tests/kernels/moe compares the kernels of every regime with fp64, tests/test_parity.py the model with transformers"
+
+
+def measure(model: str, fp8: bool, **options: Any) -> dict[str, Any]:
+    """Load once and measure everything. options: further ones of the load."""
+    device, kind = pick_device(options.get("device", "auto")), "fp8" if fp8 else None
+    on_gpu = device.type == "cuda"
+    ceiling = read_ceiling(device)
+    products = matmul_ceiling(device, torch.float8_e4m3fn if fp8 and on_gpu else torch.bfloat16)
+    sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "prefix_cache": False}
+    with Generator.from_pretrained(model, random_weights=True, quantization=kind, **sizes | options) as generator:
+        start = {"load_s": generator.load_time_s, "warm_up_s": generator.warm_up_time_s or None}
+        steps = decode.run(
+            generator, BATCHES, (CONTEXT,), repeats=2, sampling=_GREEDY, seed=0, ceiling=ceiling, products=products,
+            datasheet=datasheet_bandwidth(device), progress=note, count=_STEPS,
+        )  # fmt: skip
+        prompts = prefill.run(generator, PROMPTS, repeats=5, sampling=_GREEDY, seed=0, ceiling=products, progress=note)
+        for row in prompts:
+            use = in_prompt(generator, row["input_len"], 0)
+            read = generator.step_read_bytes(row["input_len"], None if use is None else use.touched())
+            row["limit_s"] = max(read / ceiling.bytes_per_s, row["flops"] / products.flops_per_s)
+            row["share_of_limit"] = row["limit_s"] / row["time_to_first_token_s"]["median"]
+        traces = [by_kernel(generator, batch) for batch in TRACED if on_gpu]
+        shared = context(
+            "mixture", generator, name=model, command=["python", "bench/tools/mixture.py", *sys.argv[1:]],
+            correctness={"checked": False, "why": f"not checked here: {_WHY}"}, ceiling=ceiling, products=products,
+        )  # fmt: skip
+    return shared | {"quantization": kind, "start": start, "results": steps, "prompts": prompts, "traces": traces}
+
+
+def by_kernel(generator: Generator, batch: int) -> dict[str, Any]:
+    """Microseconds of each kernel in a replay of a decode step's CUDA graph, by PyTorch's profiler."""
+    seconds = decode.replay_time(generator, batch, CONTEXT)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        generator.replay_times(batch, CONTEXT, 5)
+        torch.cuda.synchronize()
+    rows = [e for e in trace.key_averages() if e.self_device_time_total > 0]
+    replays = next(e.count for e in rows if "embedding" in e.key)  # once in a step
+    found = {e.key[:60]: round(e.self_device_time_total / replays, 1) for e in rows}
+    return {
+        "batch": batch, "context": CONTEXT, "step_ms": seconds and seconds * 1e3,
+        "us_a_step_by_kernel": dict(sorted(found.items(), key=lambda item: -item[1])[:16]),
+    }  # fmt: skip
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    warmup = "--no-warmup" not in sys.argv
+    print(json.dumps(measure(sys.argv[1], "--fp8" in sys.argv, warmup=warmup), indent=1, ensure_ascii=False))

@@ -1,0 +1,127 @@
+"""The router's logits of two or more tokens, as sums over parts of the hidden size, with the norm folded in.
+
+The router's weight is small: with 128 experts, one program for each tile of the output leaves most SMs idle. So the hidden size
+is split, and each program stores fp32 sums of one part. `route` adds the parts, in order, when it chooses the experts.
+
+The norm is folded in: its weight multiplies the router's weight, and the inverse of a token's root mean square multiplies its
+logits, once `route` has added the sums of squares as well. So no kernel stores the normalized tokens for the router.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
+from minirt.kernels.pdl import wait_for_input
+from minirt.kernels.prepared import prepared
+
+CASES = [
+    {"T": 2, "E": 5, "H": 40},
+    {"T": 17, "E": 60, "H": 97},
+    {"T": 33, "E": 130, "H": 528},
+    {"T": 70, "E": 128, "H": 264},
+]
+
+_EARLY = 128  # up to so many tokens, `route` may start before this kernel has its input
+
+
+@dataclass(eq=False)
+class LogitParts:
+    """The logits of T tokens, still in parts.
+
+    Args:
+        sums: [P, T, E] fp32. Their sum over P, times the inverse of the token's root mean square, are the logits.
+        counts: [E] int32, zeros, in which `route` counts the tokens of each expert. It takes them: they are used once.
+        squares: [P, T] fp32, a token's sum of squares of each part of the hidden size; None: there is no norm.
+        hidden, eps: the hidden size, and what is added to a mean square.
+        dtype: to which the logits are rounded.
+    """
+
+    sums: Tensor
+    counts: Tensor | None
+    squares: Tensor | None
+    hidden: int
+    eps: float
+    dtype: torch.dtype
+
+
+@prepared
+@triton.jit(do_not_specialize=["T"])
+def _router_kernel(
+    x_ptr, norm_ptr, weight_ptr, sums_ptr, counts_ptr, squares_ptr, T, E, H: tl.constexpr, PART: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A part of the logits of BLOCK_T tokens and BLOCK_E experts: over PART channels from part · PART on."""
+    part = tl.program_id(2)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = part * PART + tl.arange(0, BLOCK_K)
+    # Rows past the end repeat the last one; they are not stored.
+    w_ptrs = weight_ptr + tl.minimum(e, E - 1)[:, None] * H
+    x_ptrs = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[None, :] * H
+    acc = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    squares = tl.zeros((BLOCK_T,), tl.float32)
+    w = _weight(w_ptrs, norm_ptr, k, H)  # of the first step: read before the wait
+    if PDL:
+        wait_for_input(EARLY)
+    tl.store(counts_ptr + e, tl.zeros((BLOCK_E,), tl.int32), mask=e < E)  # every program of these experts writes the same
+    for i in tl.static_range(PART // BLOCK_K):
+        at = k + i * BLOCK_K
+        x = tl.load(x_ptrs + at[:, None], mask=at[:, None] < H, other=0.0)
+        if squares_ptr is not None:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if i + 1 < PART // BLOCK_K:
+            w = _weight(w_ptrs, norm_ptr, at + BLOCK_K, H)
+    stored = (e < E)[:, None] & (t < T)[None, :]
+    tl.store(sums_ptr + (part * T + t).to(tl.int64)[None, :] * E + e[:, None], acc, mask=stored)
+    if squares_ptr is not None:
+        tl.store(squares_ptr + part * T + t, squares, mask=t < tl.where(tl.program_id(1) == 0, T, 0))
+
+
+@triton.jit
+def _weight(ptrs, norm_ptr, k, H: tl.constexpr):
+    """Columns k of the router's weight, times the norm's weight."""
+    w = tl.load(ptrs + k[None, :], mask=k[None, :] < H, other=0.0)
+    if norm_ptr is not None:
+        w *= tl.load(norm_ptr + k, mask=k < H, other=0.0)[None, :]
+    return w
+
+
+def last_tokens(T: int) -> int | None:
+    """The largest step that launches the same compiled kernel as one of T tokens; None: no limit."""
+    return next((last for last in (64, _EARLY, 512) if last >= T), None)
+
+
+def _split(T: int) -> tuple[int, int]:
+    """(tokens of a program, parts of the hidden size)."""
+    return (16, 16) if T <= 64 else (64, 16) if T <= 512 else (64, 4)
+
+
+def router_logits(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, *, pdl: bool = False) -> LogitParts:
+    """Parts of rms_norm(x) · weightᵀ: x [T, H], norm_weight [H] or None (no norm), weight [E, H].
+
+    With `pdl`, the kernel overlaps with the kernel before it in the stream (see `minirt.kernels.pdl`).
+    """
+    (T, H), E = x.shape, weight.shape[0]
+    (block_t, parts), block_k = _split(T), 256 // x.element_size()
+    part = cdiv(cdiv(H, parts), block_k) * block_k
+    parts = cdiv(H, part)
+    sums = torch.empty(parts, T, E, dtype=torch.float32, device=x.device)
+    squares = None if norm_weight is None else torch.empty(parts, T, dtype=torch.float32, device=x.device)
+    counts = torch.empty(E, dtype=torch.int32, device=x.device)
+    block_e = min(128, max(16, next_power_of_2(E)))
+    _router_kernel[(cdiv(T, block_t), cdiv(E, block_e), parts)](
+        x, norm_weight, weight, sums, counts, squares, T, E, H=H, PART=part, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k,
+        EARLY=T <= _EARLY, **launch_options(4 if block_t == 16 else 8, 1, pdl),
+    )  # fmt: skip
+    return LogitParts(sums, counts, squares, H, eps, x.dtype)
+
+
+def cost(T: int, E: int, H: int, itemsize: int) -> tuple[int, int]:
+    """(bytes read and written, floating-point operations)."""
+    return (E + T) * H * itemsize + _split(T)[1] * T * E * 4, 2 * T * E * H

@@ -1,0 +1,100 @@
+"""The router's logits in parts, from there to the choice: against the norm and the product in fp64."""
+
+import pytest
+import torch
+
+from minirt.kernels import reference
+from minirt.kernels.moe import router
+from minirt.kernels.moe.dispatch import mixture_residual, router_logits
+from minirt.kernels.moe.route import gather, route
+from minirt.kernels.moe.router import CASES
+from minirt.kernels.norm import rms_norm
+
+EPS = 1e-5
+
+
+def operands(make, case, dtype):
+    T, E, H = case.values()
+    x, norm = make(T, H, dtype=dtype, scale=3.0), 1 + make(H, dtype=dtype, scale=0.3)
+    x[0] *= 30  # of another size than the others
+    return x, norm, make(E, H, dtype=dtype, scale=H**-0.5)
+
+
+def summed(parts):
+    """The logits that `route` makes of parts, before they are rounded."""
+    logits = parts.sums.double().sum(0)
+    if parts.squares is None:
+        return logits
+    return logits * (parts.squares.double().sum(0) / parts.hidden + parts.eps).rsqrt()[:, None]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_logits(case, normed, dtype, make):
+    x, norm, weight = operands(make, case, dtype)
+    parts = router_logits(x, norm if normed else None, EPS, weight)
+    wide = reference.rms_norm(x.double(), norm.double(), EPS) if normed else x.double()
+    truth = wide @ weight.double().T
+    error = (summed(parts) - truth).norm(dim=1) / truth.norm(dim=1)
+    assert error.max() < (4e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps if normed else 4e-6)
+    assert parts.counts.tolist() == [0] * case["E"]
+
+
+@pytest.mark.parametrize("T", [2, 21, 140])
+def test_choice_of_parts(T, make):
+    """The same lists as for the logits that the parts add up to, also when the counts were already taken."""
+    E, H, k = 11, 200, 3
+    x, norm, weight = operands(make, {"T": T, "E": E, "H": H}, torch.float32)
+    parts = router_logits(x, norm, EPS, weight)
+    expected = route(summed(parts).float(), k, True, 8)
+    for _ in range(2):
+        routing = route(parts, k, True, 8)
+        assert parts.counts is None
+        torch.testing.assert_close(routing.weights, expected.weights, rtol=1e-5, atol=1e-7)
+        for name in ("experts", "order", "places", "tiles", "used"):
+            assert torch.equal(getattr(routing, name), getattr(expected, name)), name
+
+
+def test_nan_stays_with_its_token(make):
+    x, norm, weight = operands(make, {"T": 20, "E": 7, "H": 136}, torch.float32)
+    x[3, 100] = torch.nan
+    routing = route(router_logits(x, norm, EPS, weight), 2, True, 8)
+    assert routing.experts[3].tolist() == [0, 1]
+    assert routing.weights.isnan().any(1).nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gather_normalizes(quantized, dtype, make):
+    """As the norm's kernel does, so that `gather` may take its place."""
+    T, E, k, H = 9, 5, 2, 72
+    x, norm, weight = operands(make, {"T": T, "E": E, "H": H}, dtype)
+    routing = route(router_logits(x, norm, EPS, weight), k, True, 8)
+    rows, scale = gather(x, routing, quantized, norm, EPS)
+    expected = rms_norm(x, norm, EPS)[routing.order.long() // k]
+    if not quantized:
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+        return
+    values, own = reference.quantize_fp8(expected)
+    assert torch.equal(scale, own)
+    assert torch.equal(rows.view(torch.uint8), values.view(torch.uint8))
+
+
+def test_one_token_and_several_agree(make):
+    """A token alone, whose logits the linear layers' kernel computes, and among others."""
+    E, H, inter, k = 9, 96, 40, 2
+    x, norm, weight = operands(make, {"T": 6, "E": E, "H": H}, torch.float32)
+    gate_up, down = make(E, 2 * inter, H, dtype=torch.float32, scale=H**-0.5), make(E, H, inter, dtype=torch.float32)
+
+    def run(x):
+        logits = router_logits(x, norm, EPS, weight)
+        return mixture_residual(x, logits, gate_up, down, x, k, True, "silu", norm_weight=norm, eps=EPS)
+
+    together = run(x)
+    for t in (0, 5):
+        torch.testing.assert_close(run(x[t : t + 1])[0], together[t], rtol=1e-4, atol=1e-4)
+
+
+def test_variants_follow_the_split():
+    ends = [router.last_tokens(T) for T in range(2, 3000)]
+    assert all(end is None or (end >= T and router._split(end) == router._split(T)) for T, end in enumerate(ends, 2))
+    assert router.cost(4, 8, 16, 2)[1] == 2 * 4 * 8 * 16
