@@ -54,7 +54,7 @@ TUNABLE = Tunable("gemm_int4_small", Int4SmallConfig, (__file__,))
 
 @gluon.jit
 def _unpack(w, zero):
-    """Words → the four tiles q − z of their nibbles, exact. `zero`: the zero point of each row, int32, which broadcasts to `w`."""
+    """Words → the four tiles q − z of their nibbles, exact. `zero`: −(128 + z) in bf16, −(1024 + z) in fp16."""
     if zero.dtype == gl.bfloat16:
         # 128 + q, then − (128 + z)
         return gl.inline_asm_elementwise(
@@ -276,8 +276,8 @@ def token_block(T: int) -> int:
 
 
 def accepts(product: Product) -> bool:
-    """Whether the kernel can compute this product: 4-bit weights and 16-bit activations, on a GPU."""
-    return product.weight.dtype == torch.int16 and product.x.element_size() == 2 and product.weight.is_cuda
+    """Whether the kernel can compute this product: 4-bit weights and 16-bit activations."""
+    return product.weight.dtype == torch.int16 and product.x.element_size() == 2
 
 
 def choose_int4_small_config(T: int, N: int, K: int, gated: bool, num_sms: int) -> Int4SmallConfig:

@@ -1,0 +1,55 @@
+"""The kernels for 4-bit weights that only Hopper has, on a GPU or emulated. Catches: nibbles or columns in another order than x's,
+zero points or scales of a neighbouring group or row, tiles of a warp that are skipped or added twice, gate and up swapped, tails
+of N, K and T, the residual read after it was overwritten, missing barriers around the sums over warps."""
+
+import os
+
+import pytest
+import torch
+
+from minirt.kernels import reference
+from minirt.kernels.linear.int4_small import Int4SmallConfig, choose_int4_small_config, gemm_int4_small, token_block
+from minirt.kernels.linear.product import Product
+
+from .test_int4 import EPS, expected, four_bits
+
+# (T, N, K, group, activation, norm, configuration): chunks that the warps do not divide, columns that no chunk fills, rows past
+# the last, more tiles in flight than there are.
+SMALL = [
+    (1, 24, 640, 128, None, True, Int4SmallConfig(16, 4, 2)),
+    (1, 19, 712, 32, "silu", True, Int4SmallConfig(16, 2, 1)),
+    (5, 40, 1000, 64, None, False, Int4SmallConfig(32, 4, 9)),
+    (8, 17, 328, 128, "gelu_tanh", False, Int4SmallConfig(16, 1, 2)),
+    (19, 33, 577, 32, None, False, Int4SmallConfig(16, 4, 1)),
+    (32, 16, 256, 128, None, False, Int4SmallConfig(16, 8, 4)),
+]
+
+
+@pytest.fixture
+def on_hopper():
+    if "MINIRT_EMULATE" not in os.environ and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
+    T, N, K, group, activation, normed, config = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
+    norm = make(K, dtype=half_dtype) if normed else None
+    residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
+    product = Product(x, words, out, bias, residual, activation, scale)
+    h, wide = x, x.double()
+    if norm is not None:
+        h = reference.rms_norm(x, norm, EPS)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
+    eager, _ = expected(h, words, scale, exact, bias, residual, activation)
+    truth = wide @ exact.T + bias.double()
+    truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
+    gemm_int4_small(product, norm, EPS, config)
+    agrees(out, eager, truth)
+    if residual is not None:  # in place
+        gemm_int4_small(product._replace(out=residual), norm, EPS, config)
+        assert torch.equal(residual, out)
