@@ -13,7 +13,7 @@ norm's kernel or, without a norm, by `quantize`. The activations of a single tok
 4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
 tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
-`int4_small` takes over for 1 to 32 tokens of 16 bits.
+`int4_small` takes over for 1 to 32 tokens of 16 bits, and `int4_sm90` for more.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
-from minirt.kernels.linear import gemv_int4, int4, int4_small
+from minirt.kernels.linear import gemv_int4, int4, int4_small, int4_sm90
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -76,6 +76,10 @@ REGIMES = (
     LinearRegime(
         "gemm_int4_small", "tokens", 1, int4_small.MAX_TOKENS, variant=int4_small.token_block, padded=int4_small.token_block,
         capability=90, launch=int4_small.gemm_int4_small, accepts=int4_small.accepts,
+    ),
+    LinearRegime(
+        "gemm_int4_sm90", "tokens", int4_small.MAX_TOKENS + 1, variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens,
+        capability=90, launch=int4_sm90.gemm_int4_sm90, accepts=int4_sm90.accepts, fetches_early=True,
     ),
     LinearRegime("gemv_int4", "tokens", 1, 1, launch=gemv_int4.gemv_int4, accepts=int4.accepts),
     LinearRegime(

@@ -53,7 +53,7 @@ TUNABLE = Tunable("gemm_int4_small", Int4SmallConfig, (__file__,))
 
 
 @gluon.jit
-def _unpack(w, zero):
+def unpack(w, zero):
     """Words → the four tiles q − z of their nibbles, exact. `zero`: −(128 + z) in bf16, −(1024 + z) in fp16."""
     if zero.dtype == gl.bfloat16:
         # 128 + q, then − (128 + z)
@@ -143,6 +143,7 @@ def _tile(weight, scales, stride, wide_chunk, chunk, i: gl.constexpr, K: gl.cons
 def _multiply(tile, x, acc, GROUP: gl.constexpr):
     """acc + a tile's products. x: the columns of the four nibbles of its words."""
     LEFT: gl.constexpr = tile[0].type.layout
+    SUMS: gl.constexpr = acc.type.layout
     for g in gl.static_range(4 // GROUP):
         words = tile[1 + g]
         scale = (words & -16).to(gl.float32, bitcast=True)
@@ -153,8 +154,8 @@ def _multiply(tile, x, acc, GROUP: gl.constexpr):
             zero = ((words & 15) | 0xE400).to(gl.int16).to(gl.float16, bitcast=True)
         zero = gl.convert_layout(zero, gl.SliceLayout(2, LEFT), assert_trivial=True)
         zero, _ = gl.broadcast(zero[:, :, None], tile[0])
-        q = _unpack(tile[0], zero)
-        part = gl.zeros(acc.shape, gl.float32, acc.type.layout)
+        q = unpack(tile[0], zero)
+        part = gl.zeros(acc.shape, gl.float32, SUMS)
         for j in gl.static_range(GROUP * g, GROUP * g + GROUP):
             part = mma_v2(q[j], x[j], part)
         acc += part * scale[:, :, None]

@@ -13,14 +13,14 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
-from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4, int4_small
+from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4, int4_small, int4_sm90
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import FP8_BLOCK
 
-TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE, int4_small.TUNABLE)
-_FOUR_BITS = (int4.accepts, int4_small.accepts)  # what regimes of 4-bit weights accept
+TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE, int4_small.TUNABLE, int4_sm90.TUNABLE)
+_FOUR_BITS = (int4.accepts, int4_small.accepts, int4_sm90.accepts)  # what regimes of 4-bit weights accept
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
 
@@ -104,6 +104,19 @@ def int4_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], devic
         yield _case(int4_small.TUNABLE, key, rule, around, shape, 1 if 1 in few and block_t == 8 else block_t, device)
 
 
+def int4_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of more tokens with 4-bit weights on Hopper, one case for each regime."""
+    many = [T for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4_sm90"]
+    regimes = sorted({int4_sm90.token_regime(T) for T in many})
+    for regime, shape in itertools.product(regimes, [s for s in shapes if s.int4 and s.dtype.itemsize == 2]):
+        key = bucket(T=regime, N=shape.N, K=shape.K, gated=shape.gated)
+        rule = int4_sm90.choose_int4_sm90_config(regime, shape.N, shape.K, shape.gated, _sm_count(device))
+        blocks = [block for block in (64, 128, 256) if rule.block_t // 2 <= block <= rule.block_t]
+        parts = (1,) if shape.gated or regime > 256 else (1, 2, 3, 4, 6, 8)
+        around = [int4_sm90.Int4Sm90Config(block, int4_sm90.stages(block), split) for block in blocks for split in parts]
+        yield _case(int4_sm90.TUNABLE, key, rule, around, shape, regime, device)
+
+
 def gemm_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of several tokens with 4-bit weights, one case for each power of two that they are padded to."""
     blocks = sorted({int4.token_block(T) for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4"})
@@ -172,7 +185,7 @@ def _prepare(
     kernels: dict[type, Callable[..., None]] = {
         gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
         gemm_sm90.gemm_sm90, gemv_int4.GemvInt4Config: gemv_int4.gemv_int4, int4.Int4Config: int4.gemm_int4,
-        int4_small.Int4SmallConfig: int4_small.gemm_int4_small,
+        int4_small.Int4SmallConfig: int4_small.gemm_int4_small, int4_sm90.Int4Sm90Config: int4_sm90.gemm_int4_sm90,
     }  # fmt: skip
     kernel = kernels[config_type]
 
@@ -217,6 +230,7 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 register("gemv", gemv_cases)
 register("gemv_int4", gemv_int4_cases)
 register("gemm_int4_small", int4_small_cases)
+register("gemm_int4_sm90", int4_sm90_cases)
 register("gemm_int4", gemm_int4_cases)
 register("gemm_small", gemm_small_cases)
 register("gemm_sm90", gemm_cases)

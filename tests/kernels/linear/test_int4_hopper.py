@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from minirt.kernels import reference
-from minirt.kernels.linear.int4_small import Int4SmallConfig, choose_int4_small_config, gemm_int4_small, token_block
+from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
+from minirt.kernels.launch import Workspace
+from minirt.kernels.linear.int4_sm90 import Int4Sm90Config, gemm_int4_sm90
 from minirt.kernels.linear.product import Product
 
 from .test_int4 import EPS, expected, four_bits
@@ -52,4 +54,32 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
     agrees(out, eager, truth)
     if residual is not None:  # in place
         gemm_int4_small(product._replace(out=residual), norm, EPS, config)
+        assert torch.equal(residual, out)
+
+
+# (T, N, K, group, activation, configuration): more chunks than stages, chunks that the parts do not divide, several tiles.
+LARGE = [
+    (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)),
+    (70, 88, 584, 64, "silu", Int4Sm90Config(64, 3)),
+    (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)),
+    (129, 35, 264, 128, "gelu", Int4Sm90Config(256, 2)),
+    (20, 150, 640, 64, None, Int4Sm90Config(128, 3)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large(case, half_dtype, make, nan, agrees, device, on_hopper):
+    T, N, K, group, activation, config = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
+    residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
+    workspace = Workspace(device)
+    product = Product(x, words, out, bias, residual, activation, scale, workspace=workspace)
+    gemm_int4_sm90(product, config)
+    agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
+    assert not workspace.counters(1).any()
+    if residual is not None:  # in place
+        gemm_int4_sm90(product._replace(out=residual), config)
         assert torch.equal(residual, out)
