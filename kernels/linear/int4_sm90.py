@@ -37,7 +37,8 @@ from minirt.kernels.reference import INT4_CHUNK, int4_group
 
 _ROWS = 128  # weight rows of a tile: 64 for each group of warps
 _WIDEST = 256  # tokens of a tile
-_SHARED = 227 * 1024 - 512
+_SHARED = 227 * 1024
+_REGISTERS = 65536  # of an SM
 _MOST_PARTS = 8
 _MOST_SUMS = 1 << 22  # of all parts, that a workspace holds
 
@@ -50,11 +51,13 @@ class Int4Sm90Config:
         block_t: tokens of a tile: 64, 128 or 256.
         num_stages: chunks of 128 columns in flight.
         split: number of parts of K.
+        programs: number of programs that share an SM: 1, or 2 with 64 tokens.
     """
 
     block_t: int
     num_stages: int
     split: int = 1
+    programs: int = 1
 
 
 TUNABLE = Tunable("gemm_int4_sm90", Int4Sm90Config, (__file__,))
@@ -322,7 +325,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["T"])
 def _gemm_int4_sm90_kernel(
     x, weight, scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, T, N, K: gl.constexpr, QUANTUM: gl.constexpr,
-    ACTIVATION: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    ACTIVATION: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of out [T, N]. Groups have 32 · QUANTUM columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
     x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, x.block_type.shape[0], 64], x.layout)
@@ -343,7 +346,7 @@ def _gemm_int4_sm90_kernel(
             (_fetch, (x, weight, x_tiles, w_tiles, full, empty, T, N, K, GATED, SPLIT, PDL)),
         ],
         [4, 1],
-        [240, 24],
+        [REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -363,9 +366,9 @@ def padded_tokens(T: int) -> int:
     return cdiv(T, token_block(T)) * token_block(T)
 
 
-def stages(block_t: int) -> int:
+def stages(block_t: int, programs: int = 1) -> int:
     """The chunks that fit in shared memory."""
-    return min(6, _SHARED // (block_t * 256 + _ROWS * 64))
+    return min(6, (_SHARED // programs - 1024) // (block_t * 256 + _ROWS * 64))
 
 
 def accepts(product: Product) -> bool:
@@ -408,5 +411,6 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
     _gemm_int4_sm90_kernel[(tiles * split,)](
         Tiled(x, tma_tile(c.block_t, 64, 2)), Tiled(weight, tma_tile(32 if gated else _ROWS, 32, 2)), scale, bias, residual, out,
         sums, counters, T, N, K=K, QUANTUM=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, SPLIT=split,
-        STAGES=c.num_stages, **launch_options(4, 1, pdl),
+        STAGES=c.num_stages, REGISTERS=240 if c.programs == 1 else 112,
+        maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, pdl),
     )  # fmt: skip

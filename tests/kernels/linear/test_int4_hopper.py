@@ -62,7 +62,7 @@ LARGE = [
     (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)),
     (70, 88, 584, 64, "silu", Int4Sm90Config(64, 3)),
     (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)),
-    (129, 35, 264, 128, "gelu", Int4Sm90Config(256, 2)),
+    (129, 35, 264, 128, "silu", Int4Sm90Config(256, 2)),
     (20, 150, 640, 64, None, Int4Sm90Config(128, 3)),
 ]
 
