@@ -288,7 +288,7 @@ def _multiply(
         else:
             parts = ()
             for j in gl.static_range(4):
-                if QUANTUM == 1 and j > 0 or QUANTUM == 2 and j == 2:
+                if (QUANTUM == 1 and j > 0) or (QUANTUM == 2 and j == 2):
                     q = _unpacked(w, words[j // QUANTUM], x_tiles.dtype)
                 parts += (_scaled(q[j], _factor(words[j // QUANTUM])[:, None]),)  # type: ignore[assignment]
             a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])

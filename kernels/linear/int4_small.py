@@ -1,7 +1,7 @@
-"""Linear layers of 1 to 32 tokens with 4-bit weights (layout: `int4`): words go from memory to the tensor cores through registers.
+"""Linear layers of 1 to 32 tokens with 4-bit weights (layout: `int4`): words go from memory to tensor cores through registers.
 
-A program computes a few rows for all tokens. Its warps divide K: warp w has the chunks w, w + warps, … of 128 columns, and nothing
-is shared until their sums are added at the end. So no warp waits for another, and each has several tiles in flight, the
+A program computes a few rows for all tokens. Its warps divide K: warp w has the chunks w, w + warps, … of 128 columns, and
+nothing is shared until their sums are added at the end. So no warp waits for another, and each has several tiles in flight, the
 first of them before it waits for the kernel that computes x. With one token the norm is fused, as in `gemv`.
 
 A thread loads 8 neighbouring words of a row at once, 16 bytes. The order of the columns in a product is free if x has the
@@ -15,6 +15,7 @@ of them for 8 weights (fp16: 5), where fp32 FMAs (`gemv_int4`) need 12.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -27,7 +28,6 @@ from minirt.kernels.linear.gemm_sm90 import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
-from torch import Tensor
 
 MAX_TOKENS = 32
 
@@ -308,5 +308,6 @@ def gemm_int4_small(
     _gemm_int4_small_kernel[(cdiv(N, c.rows),)](
         x, norm_weight, weight, scale, bias, residual, out, T, N, eps, K=K, SIZE=max(32 * c.num_warps, next_power_of_2(K)),
         GROUP=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, ROWS=c.rows, BLOCK_T=block_t, WARPS=c.num_warps,
-        TILES=min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), maxnreg=c.registers, **launch_options(c.num_warps, 1, product.pdl),
+        TILES=min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), maxnreg=c.registers,
+        **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

@@ -13,13 +13,15 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
-from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4, int4_small, int4_sm90
+from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4, int4_sm90, int4_small
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import FP8_BLOCK
 
-TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE, int4_small.TUNABLE, int4_sm90.TUNABLE)
+TUNABLES = (
+    gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE, int4_small.TUNABLE, int4_sm90.TUNABLE,
+)  # fmt: skip
 _FOUR_BITS = (int4.accepts, int4_small.accepts, int4_sm90.accepts)  # what regimes of 4-bit weights accept
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does

@@ -1,4 +1,4 @@
-"""The kernels for 4-bit weights that only Hopper has, on a GPU or emulated. Catches: nibbles or columns in another order than x's,
+"""The kernels for 4-bit weights that only Hopper has, on a GPU or emulated. Catches: nibbles in another order than x's columns,
 zero points or scales of a neighbouring group or row, tiles of a warp that are skipped or added twice, gate and up swapped, tails
 of N, K and T, the residual read after it was overwritten, missing barriers around the sums over warps."""
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from minirt.kernels import reference
-from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
 from minirt.kernels.launch import Workspace
 from minirt.kernels.linear.int4_sm90 import Int4Sm90Config, gemm_int4_sm90
+from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
 from minirt.kernels.linear.product import Product
 
 from .test_int4 import EPS, expected, four_bits
