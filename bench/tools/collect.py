@@ -23,6 +23,7 @@ _BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "
 _STEP_LIMITS = (8448, 2048, 512)
 # Models with other shapes than the one to which the kernels' rules were fitted.
 _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
+_FOUR_BITS = ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-4B")
 # Several runs, because torch.compile takes seconds for each shape.
 _KERNELS = {
     "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
@@ -47,6 +48,11 @@ def _runs() -> dict[str, list[str]]:
         for model in _OTHERS:
             own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
+    for model in _FOUR_BITS:
+        own = ["--model", model, "--random-weights", "--quantize", "int4", "--max-model-len", "4096", "--skip-check"]
+        steps = ["-b", "1,3,8,24,64,100,256", "-c", "128", "--max-num-seqs", "256"]
+        runs[f"decode-int4-{model.lower()}"] = ["bench", "decode", *own, *steps]
+        runs[f"prefill-int4-{model.lower()}"] = ["bench", "prefill", *own, "-p", "512,2048"]
     for limit in _STEP_LIMITS:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]

@@ -225,6 +225,20 @@ def others_table(records: Records) -> str:
     return table(["decode step, ms", *(text for form in FORMATS for text in (title_of(form), "% of memory bandwidth"))], rows)
 
 
+def int4_table(records: Records) -> str:
+    """Decode steps and prompts with 4-bit weights, a column for each model."""
+    found: dict[str, dict[str, str]] = {}
+    models = list(dict.fromkeys(record["model"] for record in records.values()))
+    for record in records.values():
+        for row in record["results"]:
+            prompt = record["benchmark"] == "prefill"
+            name = f"prompt of {row['input_len']:,} tokens" if prompt else f"decode step, batch {row['batch_size']}"
+            time, share = ("time_to_first_token_s", "share_of_matmul_ceiling") if prompt else ("step_s", "share_of_limit")
+            found.setdefault(name, {})[record["model"]] = f"{milliseconds(row[time]['median'] * 1e3)} ({row[share]:.0%})"
+    rows = [[name, *(cells.get(model, NONE) for model in models)] for name, cells in found.items()]
+    return table(["ms (% of limit)", *models], rows)
+
+
 # --- idle time, power, start-up, loading, techniques ---
 
 
@@ -719,6 +733,10 @@ BLOCKS = {
     "others": Block(
         tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table, _MODELS,
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
+    ),
+    "int4": Block(
+        tuple(f"h200-{kind}-int4-*" for kind in ("decode", "prefill")), int4_table, _MODELS,
+        "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits), context of 128 tokens:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
