@@ -291,7 +291,7 @@ def _multiply(
                 if (QUANTUM == 1 and j > 0) or (QUANTUM == 2 and j == 2):
                     q = _unpacked(w, words[j // QUANTUM], x_tiles.dtype)
                 parts += (_scaled(q[j], _factor(words[j // QUANTUM])[:, None]),)  # type: ignore[assignment]
-            a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])
+            a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)
             acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])

@@ -285,7 +285,7 @@ def choose_int4_small_config(T: int, N: int, K: int, gated: bool, num_sms: int) 
     """The configuration for a shape, by a rule. It depends on T only through `token_block`."""
     chunks = cdiv(K, INT4_CHUNK)
     num_warps = 8 if N * (2 if gated else 1) < 64 * num_sms or chunks >= 64 else 4
-    return Int4SmallConfig(16, min(num_warps, next_power_of_2(chunks)), 2 if gated else 4)
+    return Int4SmallConfig(16, min(num_warps, next_power_of_2(chunks)), 4 // (2 if gated else 1) // (2 if T > 16 else 1))
 
 
 @cached_lookup
