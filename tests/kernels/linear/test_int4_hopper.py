@@ -19,7 +19,7 @@ from .test_int4 import EPS, expected, four_bits
 # the last, more tiles in flight than there are.
 SMALL = [
     (1, 24, 640, 128, None, True, Int4SmallConfig(16, 4, 2)),
-    (1, 19, 712, 32, "silu", True, Int4SmallConfig(16, 2, 1)),
+    (1, 19, 456, 32, "silu", True, Int4SmallConfig(16, 2, 1)),
     (5, 40, 1000, 64, None, False, Int4SmallConfig(32, 4, 9)),
     (8, 17, 328, 128, "gelu_tanh", False, Int4SmallConfig(16, 1, 2)),
     (19, 33, 577, 32, None, False, Int4SmallConfig(16, 4, 1)),
