@@ -13,7 +13,7 @@ norm's kernel or, without a norm, by `quantize`. The activations of a single tok
 4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
 tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
-`int4_small` takes over for 1 to 32 tokens of 16 bits, and `int4_sm90` for more.
+`int4_small` takes over for 1 to 8 tokens of 16 bits, and `int4_sm90` for more.
 """
 
 from collections.abc import Callable
@@ -74,8 +74,8 @@ def _one_token_int4(product: Product) -> Callable[[Product, Tensor | None, float
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
     LinearRegime(
-        "gemm_int4_small", "tokens", 1, int4_small.MAX_TOKENS, variant=int4_small.token_block, padded=int4_small.token_block,
-        capability=90, launch=int4_small.gemm_int4_small, accepts=int4_small.accepts,
+        "gemm_int4_small", "tokens", 1, int4_small.MAX_TOKENS, capability=90, launch=int4_small.gemm_int4_small,
+        accepts=int4_small.accepts,
     ),
     LinearRegime(
         "gemm_int4_sm90", "tokens", int4_small.MAX_TOKENS + 1, variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens,
@@ -148,12 +148,14 @@ def norm_gate_up(
     bias: Tensor | None = None,
     *,
     scale: Tensor | None = None,
+    workspace: Workspace | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
     out = _output(x, weight, out, None, gated=True)
-    return _run(Product(x, weight, out, bias, activation=activation, scale=scale, pdl=pdl), norm_weight, eps, check)
+    product = Product(x, weight, out, bias, activation=activation, scale=scale, workspace=workspace, pdl=pdl)
+    return _run(product, norm_weight, eps, check)
 
 
 def linear_residual(

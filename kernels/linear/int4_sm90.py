@@ -6,6 +6,9 @@ One warp fetches words and x by TMA. Two groups of four warps unpack 64 rows eac
 Up to 128 tokens in a tile, a group's products are added first and then multiplied by the scale, in fp32. In wider tiles, and with
 groups of 32 columns, the scale multiplies the weights, which rounds them to 16 bits.
 
+Each program has a tile. In the last round there are fewer tiles than SMs, so several programs share each of them: they divide K,
+and the last one to arrive adds their sums in a fixed order.
+
 With a gated activation, the rows of gate and up alternate in eights, so that a thread has both sums of an output.
 
 ptxas before CUDA 13.3 may overwrite registers that `wgmma` still reads (triton#11781). So the left operand is also a result of
@@ -32,6 +35,7 @@ from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.linear.gemm_sm90 import activate
 from minirt.kernels.linear.int4_small import unpack
 from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.tile_order import place_tile
 from minirt.kernels.prepared import Tiled, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
@@ -41,6 +45,8 @@ _SHARED = 227 * 1024
 _REGISTERS = 65536  # of an SM
 _MOST_PARTS = 8
 _MOST_SUMS = 1 << 22  # of all parts, that a workspace holds
+_STEP = {32: 0.35, 64: 0.45, 128: 0.8, 256: 1.32}  # microseconds of a chunk, by the tokens of a tile
+_ROUND, _ROUND_OF_TOKEN = 2.0, 0.012  # microseconds of a tile besides its chunks, and for each of its tokens
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,10 @@ class Int4Sm90Config:
     """A launch configuration of `gemm_int4_sm90`.
 
     Args:
-        block_t: tokens of a tile: 64, 128 or 256.
+        block_t: tokens of a tile: 32, 64, 128 or 256.
         num_stages: chunks of 128 columns in flight.
-        split: number of parts of K.
-        programs: number of programs that share an SM: 1, or 2 with 64 tokens.
+        split: number of parts of K, for the tiles of the last round of programs, if that is not full.
+        programs: number of programs that share an SM: 1, or 2 with at most 64 tokens.
     """
 
     block_t: int
@@ -128,19 +134,40 @@ def _fetch_x(x, t, chunk, bar, x_tiles, stage):
 
 
 @gluon.jit
+def _touch_scales(scale_ptr, n, N, chunk, GATED: gl.constexpr, GROUPS: gl.constexpr, QUANTUM: gl.constexpr):
+    """Prefetch the scale words of a chunk into L2, so that no group of warps waits for memory. A lane has four rows."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    if GATED:
+        row = gl.minimum(n + lane % 16 * 4, N - 1) + gl.where(lane < 16, 0, N)
+        rows = 2 * N
+    else:
+        row = gl.minimum(n + lane * 4, N - 1)
+        rows = N
+    for j in gl.static_range(4 // QUANTUM):
+        group = gl.minimum(chunk * (4 // QUANTUM) + j, GROUPS - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(scale_ptr + (group.to(gl.int64) * rows + row)).to(gl.int64)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _fetch(
-    x, weight, x_tiles, w_tiles, full, empty, T, N, K: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr,
-    PDL: gl.constexpr,
+    x, weight, scale_ptr, x_tiles, w_tiles, full, empty, T, N, full_tiles, K: gl.constexpr, QUANTUM: gl.constexpr,
+    GATED: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Task of the fetching warp."""
+    GROUPS: gl.constexpr = (K + 32 * QUANTUM - 1) // (32 * QUANTUM)
     STAGES: gl.constexpr = w_tiles.shape[0]
     BLOCK_T: gl.constexpr = x.block_type.shape[0]
     BYTES: gl.constexpr = BLOCK_T * 128 * 2 + 128 * 64
-    t, n, first, last = _place(T, K, BLOCK_T, GATED, SPLIT)
+    t, n, first, last, _, _ = _place(T, N, full_tiles, K, BLOCK_T, GATED, SPLIT)
     ahead = min(STAGES, last - first)
     for i in range(ahead):
         mbarrier.expect(full.index(i), BYTES)
         _fetch_words(weight, n, N, first + i, full.index(i), w_tiles.index(i), GATED)
+    for i in range(ahead):
+        _touch_scales(scale_ptr, n, N, first + i, GATED, GROUPS, QUANTUM)
     if PDL:
         gdc_wait()  # the kernel before may still write x, but never weights
     for i in range(ahead):
@@ -151,19 +178,32 @@ def _fetch(
         mbarrier.expect(full.index(stage), BYTES)
         _fetch_words(weight, n, N, first + i, full.index(stage), w_tiles.index(stage), GATED)
         _fetch_x(x, t, first + i, full.index(stage), x_tiles, stage)
+        _touch_scales(scale_ptr, n, N, first + i, GATED, GROUPS, QUANTUM)
     if PDL:
         gdc_launch_dependents()
 
 
 @gluon.jit
-def _place(T, K: gl.constexpr, BLOCK_T: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr):
-    """The first token, output column and chunk of this program, and the chunk after its last."""
+def _place(T, N, full, K: gl.constexpr, BLOCK_T: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr):
+    """This program's first token, output column, chunk, and the chunk after its last; its tile and part of those in parts.
+
+    The first `full` programs have whole tiles. The others share the remaining tiles, SPLIT of them each; else the part is -1.
+    """
     CHUNKS: gl.constexpr = (K + 127) // 128
     PART: gl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
-    columns = (T + BLOCK_T - 1) // BLOCK_T
-    tile = gl.program_id(0) // SPLIT
-    first = gl.program_id(0) % SPLIT * PART
-    return tile % columns * BLOCK_T, tile // columns * (64 if GATED else 128), first, min(first + PART, CHUNKS)
+    WIDTH: gl.constexpr = 64 if GATED else 128
+    tile = gl.program_id(0)
+    shared, part = tile - full, 0 * tile
+    if SPLIT > 1:
+        part = gl.where(shared >= 0, shared % SPLIT, -1)
+        shared = shared // SPLIT
+        tile = gl.where(part >= 0, full + shared, tile)
+    first = gl.maximum(part, 0) * PART
+    last = min(first + PART, CHUNKS)
+    if SPLIT > 1:
+        last = gl.where(part >= 0, last, CHUNKS)
+    t, n = place_tile(tile, T, (N + WIDTH - 1) // WIDTH, BLOCK_T, WIDTH)
+    return t, n, first, last, shared, part
 
 
 @gluon.jit
@@ -222,8 +262,17 @@ def _bias(ptr, n, N, first, acc):
 
 
 @gluon.jit
+def _outputs(t0, n0, T, N, acc):
+    """Offsets in the output for sums acc [columns, tokens], and which of them exist."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    n = n0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    t = t0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    return t.to(gl.int64) * N + n, (n < N) & (t < T)
+
+
+@gluon.jit
 def _multiply(
-    ring, pointers, T, N, K: gl.constexpr, QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr,
+    ring, pointers, T, N, full_tiles, K: gl.constexpr, QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr,
     PDL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Task of one group of four warps: 64 of the tile's weight rows."""
@@ -236,7 +285,7 @@ def _multiply(
     EXACT: gl.constexpr = BLOCK_T <= 128 and QUANTUM > 1
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
-    t0, n0, first, last = _place(T, K, BLOCK_T, GATED, SPLIT)
+    t0, n0, first, last, shared, own_part = _place(T, N, full_tiles, K, BLOCK_T, GATED, SPLIT)
     n0 += (32 if GATED else 64) * GROUP
     r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))
     if GATED:
@@ -246,11 +295,16 @@ def _multiply(
         row = gl.minimum(n0 + r, N - 1)
         all_rows = N
     scales = scale_ptr + row
-    acc = gl.zeros([64, BLOCK_T], gl.float32, WIDE)
     words = _scale_words(scales, all_rows, first, GROUPS, QUANTUM)
+    if PDL:
+        gdc_wait()  # these warps write the output, and the fetching warp's wait does not cover them
+    acc = gl.zeros([64, BLOCK_T], gl.float32, WIDE)
+    if residual_ptr is not None:  # here, where registers are free for all loads at once
+        place, inside = _outputs(t0, n0, T, N, acc)
+        if SPLIT > 1:
+            inside = inside & (own_part <= 0)
+        acc = gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)
     for i in range(last - first):
-        # Loaded a step before they are used. Past the end, the last ones again.
-        following = _scale_words(scales, all_rows, first + i + 1, GROUPS, QUANTUM)
         stage = i % STAGES
         mbarrier.wait(full.index(stage), i // STAGES & 1)
         own = w_tiles.index(stage).slice(64 * GROUP, 64)
@@ -262,6 +316,8 @@ def _multiply(
         else:
             w = own.load(LEFT)
         fence_async_shared()  # TMA overwrites words that threads have read
+        # Loaded a step before they are used (past the end, the last ones again), and after the fence, which waits for loads.
+        following = _scale_words(scales, all_rows, first + i + 1, GROUPS, QUANTUM)
         left_x, right_x = x_tiles.index(2 * stage).permute((1, 0)), x_tiles.index(2 * stage + 1).permute((1, 0))
         q = _unpacked(w, words[0], x_tiles.dtype)
         if EXACT:
@@ -297,14 +353,11 @@ def _multiply(
             acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])
             mbarrier.arrive(empty.index(stage))
         words = following
-    if PDL:
-        gdc_wait()  # these warps write the output, and the fetching warp's wait does not cover them
     mine = True
-    if SPLIT > 1:
-        tile = gl.program_id(0) // SPLIT * 2 + GROUP
-        acc, mine = _add_parts(
-            acc, sums_ptr + tile * (SPLIT * 64 * BLOCK_T), counters_ptr + tile, gl.program_id(0) % SPLIT, SPLIT
-        )
+    if SPLIT > 1:  # noqa: SIM102 (SPLIT is a constant)
+        if own_part >= 0:
+            pair = shared * 2 + GROUP
+            acc, mine = _add_parts(acc, sums_ptr + pair * (SPLIT * 64 * BLOCK_T), counters_ptr + pair, own_part, SPLIT)
     if mine:
         if GATED:
             result, up = _of_pairs(acc)
@@ -313,19 +366,16 @@ def _multiply(
         else:
             n = n0 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
             result = _bias(bias_ptr, n, N, 0, acc)
-        t = t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(0, result.type.layout))[None, :]
-        n = n[:, None]
-        at, stored = t.to(gl.int64) * N + n, (n < N) & (t < T)
-        if residual_ptr is not None:
-            result += gl.load(residual_ptr + at, mask=stored, other=0.0).to(gl.float32)
+        at, stored = _outputs(t0, n0, T, N, result)
         gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @prepared
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "full_tiles"])
 def _gemm_int4_sm90_kernel(
-    x, weight, scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, T, N, K: gl.constexpr, QUANTUM: gl.constexpr,
-    ACTIVATION: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    x, weight, scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, T, N, full_tiles, K: gl.constexpr,
+    QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of out [T, N]. Groups have 32 · QUANTUM columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
     x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, x.block_type.shape[0], 64], x.layout)
@@ -341,9 +391,10 @@ def _gemm_int4_sm90_kernel(
     GATED: gl.constexpr = ACTIVATION is not None
     gl.warp_specialize(
         [
-            (_multiply, (ring, pointers, T, N, K, QUANTUM, ACTIVATION, SPLIT, PDL, 0)),
-            (_multiply, (ring, pointers, T, N, K, QUANTUM, ACTIVATION, SPLIT, PDL, 1)),
-            (_fetch, (x, weight, x_tiles, w_tiles, full, empty, T, N, K, GATED, SPLIT, PDL)),
+            (_multiply, (ring, pointers, T, N, full_tiles, K, QUANTUM, ACTIVATION, SPLIT, PDL, 0)),
+            (_multiply, (ring, pointers, T, N, full_tiles, K, QUANTUM, ACTIVATION, SPLIT, PDL, 1)),
+            (_fetch, (x, weight, scale_ptr, x_tiles, w_tiles, full, empty, T, N, full_tiles, K, QUANTUM, GATED, SPLIT,
+             PDL)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -352,7 +403,7 @@ def _gemm_int4_sm90_kernel(
 
 def token_block(T: int) -> int:
     """The tokens of a tile, by the number of tokens."""
-    return 64 if T <= 64 else 128 if T <= 128 else _WIDEST
+    return 32 if T <= 32 else 64 if T <= 64 else 128 if T <= 128 else _WIDEST
 
 
 def token_regime(T: int) -> int:
@@ -379,13 +430,35 @@ def accepts(product: Product) -> bool:
     return (x.data_ptr() | weight.data_ptr() | x.shape[1] * 2) % 16 == 0
 
 
+def candidates(T: int, N: int, K: int, gated: bool, num_sms: int) -> list[Int4Sm90Config]:
+    """The configurations worth considering: tiles as wide as T, up to 256, or half as wide; each with the most parts of K."""
+    widest, chunks, found = token_block(T), cdiv(K, INT4_CHUNK), []
+    for block_t in (widest, widest // 2):
+        if block_t in _STEP:
+            shared = cdiv(T, block_t) * cdiv(N, _ROWS // (2 if gated else 1)) % num_sms
+            programs = min(num_sms, _MOST_SUMS // (_ROWS * block_t))
+            most = 1 if shared == 0 else max(1, min(programs // shared, _MOST_PARTS, chunks // 4))
+            splits = sorted({cdiv(chunks, cdiv(chunks, split)) for split in range(1, most + 1)})
+            found += [Int4Sm90Config(block_t, stages(block_t), split) for split in splits]
+    return found
+
+
+def predicted(c: Int4Sm90Config, T: int, N: int, K: int, gated: bool, num_sms: int) -> float:
+    """Predicted microseconds: full rounds of programs, then the last one, whose programs may share tiles."""
+    tiles, chunks = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), cdiv(K, INT4_CHUNK)
+    full, shared = divmod(tiles, num_sms)
+    ends = _ROUND + _ROUND_OF_TOKEN * c.block_t
+    time = full * (chunks * _STEP[c.block_t] + ends)
+    if shared:
+        time += cdiv(chunks, c.split) * _STEP[c.block_t] + ends
+        time += 0.0 if c.split == 1 else 2.0 + c.split * c.block_t / 128
+    return time
+
+
 def choose_int4_sm90_config(T: int, N: int, K: int, gated: bool, num_sms: int) -> Int4Sm90Config:
-    """The configuration for a shape, by a rule. It depends on T only through `token_regime`."""
-    block_t = token_block(T)
-    tiles, chunks = cdiv(T, block_t) * cdiv(N, _ROWS // (2 if gated else 1)), cdiv(K, INT4_CHUNK)
-    programs = min(num_sms, _MOST_SUMS // (_ROWS * block_t))
-    split = 1 if gated else max(1, min(programs // tiles, _MOST_PARTS, chunks // 4))
-    return Int4Sm90Config(block_t, stages(block_t), cdiv(chunks, cdiv(chunks, split)))
+    """The candidate with the least predicted time. It depends on T only through `token_regime`."""
+    found = candidates(T, N, K, gated, num_sms)
+    return min(found, key=lambda c: predicted(c, T, N, K, gated, num_sms))
 
 
 @cached_lookup
@@ -404,13 +477,15 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
     gated = activation is not None
     c = config or lookup_int4_sm90_config(x.device, token_regime(T), N, K, gated)
     tiles, chunks = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), cdiv(K, INT4_CHUNK)
-    split, sums, counters = 1, None, None
+    full, split, sums, counters = tiles, 1, None, None
     if workspace is not None and c.split > 1:
         split = cdiv(chunks, cdiv(chunks, c.split))  # no part is empty
-        sums, counters = workspace.sums(tiles * split * _ROWS * c.block_t), workspace.counters(2 * tiles)
-    _gemm_int4_sm90_kernel[(tiles * split,)](
+        shared = tiles % (sm_count(x.device) * c.programs)
+        full = tiles - shared
+        sums, counters = workspace.sums(shared * split * _ROWS * c.block_t), workspace.counters(2 * shared)
+    _gemm_int4_sm90_kernel[(full + (tiles - full) * split,)](
         Tiled(x, tma_tile(c.block_t, 64, 2)), Tiled(weight, tma_tile(32 if gated else _ROWS, 32, 2)), scale, bias, residual, out,
-        sums, counters, T, N, K=K, QUANTUM=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, SPLIT=split,
+        sums, counters, T, N, full, K=K, QUANTUM=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, SPLIT=split,
         STAGES=c.num_stages, REGISTERS=240 if c.programs == 1 else 112,
         maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, pdl),
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Linear layers of 1 to 32 tokens with 4-bit weights (layout: `int4`): words go from memory to tensor cores through registers.
+"""Linear layers of 1 to 8 tokens with 4-bit weights (layout: `int4`): words go from memory to tensor cores through registers.
 
-A program computes a few rows for all tokens. Its warps divide K: warp w has the chunks w, w + warps, … of 128 columns, and
+A program computes a few rows for all tokens. Its warps divide K, each has neighbouring chunks of 128 columns, and
 nothing is shared until their sums are added at the end. So no warp waits for another, and each has several tiles in flight, the
 first of them before it waits for the kernel that computes x. With one token the norm is fused, as in `gemv`.
 
@@ -29,7 +29,7 @@ from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
-MAX_TOKENS = 32
+MAX_TOKENS = 8  # the columns of the MMA
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Int4SmallConfig:
         rows: outputs of a program: 16 or 32. A gated program reads two weight rows for each.
         num_warps: warps of a program, each with its own part of K.
         tiles: tiles of each warp in flight.
+        chains: sums that the products of a group are added to in turn: 1 or 2.
         registers: the most registers of a thread; None for no limit.
     """
 
@@ -47,6 +48,7 @@ class Int4SmallConfig:
     num_warps: int
     tiles: int
     registers: int | None = None
+    chains: int = 1
 
 
 TUNABLE = Tunable("gemm_int4_small", Int4SmallConfig, (__file__,))
@@ -110,37 +112,48 @@ def _times(x, y):
 
 
 @gluon.jit
-def _columns(ptrs, k, i: gl.constexpr, j: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
-    """Columns of x, or of the norm's weight, for nibble j of tile i. Masked only if they may reach past K."""
-    if (i + 1) * WARPS * 128 <= K:
-        return gl.load(ptrs + (i * WARPS * 128 + 32 * j))
-    else:
-        return gl.load(ptrs + (i * WARPS * 128 + 32 * j), mask=k + (i * WARPS * 128 + 32 * j) < K, other=0.0)
+def _first_chunk(warp, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """The first chunk of a warp. The first warps have one chunk more than the others if WARPS does not divide the chunks."""
+    MOST: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
+    return warp * (MOST - 1) + gl.minimum(warp, CHUNKS - WARPS * (MOST - 1))
 
 
 @gluon.jit
-def _tile(weight, scales, stride, wide_chunk, chunk, i: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
-    """Tile i of each warp: (words, the scale words of each of its groups). Zero past the last chunk."""
+def _columns(ptrs, k, i: gl.constexpr, j: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
+    """Columns of x, or of the norm's weight, for nibble j of tile i. Masked only if they may reach past K."""
+    COUNT: gl.constexpr = (K + 128 * WARPS - 1) // (128 * WARPS)
+    if K % (128 * WARPS) == 0 or i < COUNT - 2:
+        return gl.load(ptrs + (128 * i + 32 * j))
+    else:
+        return gl.load(ptrs + (128 * i + 32 * j), mask=k + (128 * i + 32 * j) < K, other=0.0)
+
+
+@gluon.jit
+def _tile(weight, scales, stride, wide_warp, warp, i: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    """Tile i of each warp: (words, the scale words of each of its groups). Zero past the last one of a warp."""
     CHUNKS: gl.constexpr = (K + 127) // 128
+    COUNT: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
+    MORE: gl.constexpr = CHUNKS - WARPS * (COUNT - 1)  # warps that have COUNT tiles
     GROUPS: gl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
     MOST: gl.constexpr = 4 // GROUP  # groups of a chunk
-    words_ptrs = weight + i * WARPS * 32
-    if (i + 1) * WARPS <= CHUNKS:
-        words = gl.load(words_ptrs, eviction_policy="evict_first")
+    if i < COUNT - 1 or MORE == WARPS:
+        words = gl.load(weight + 32 * i, eviction_policy="evict_first")
     else:
-        words = gl.load(words_ptrs, mask=wide_chunk < CHUNKS - i * WARPS, other=0, eviction_policy="evict_first")
+        words = gl.load(weight + 32 * i, mask=wide_warp < MORE, other=0, eviction_policy="evict_first")
     tile = (words,)
     for g in gl.static_range(MOST):
-        scale_ptrs = scales + (i * WARPS * MOST + g) * stride
-        if (i + 1) * WARPS * MOST <= GROUPS:
+        scale_ptrs = scales + (i * MOST + g) * stride
+        if i < COUNT - 2 or (MORE == WARPS and GROUPS == CHUNKS * MOST):
             tile += (gl.load(scale_ptrs),)  # type: ignore[assignment]
         else:
-            tile += (gl.load(scale_ptrs, mask=chunk * MOST + g < GROUPS - i * WARPS * MOST, other=0),)  # type: ignore[assignment]
+            group = (_first_chunk(warp, CHUNKS, WARPS) + i) * MOST + g
+            valid = (group < GROUPS) & ((i < COUNT - 1) | (warp < MORE))
+            tile += (gl.load(scale_ptrs, mask=valid, other=0),)  # type: ignore[assignment]
     return tile
 
 
 @gluon.jit
-def _multiply(tile, x, acc, GROUP: gl.constexpr):
+def _multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
     """acc + a tile's products. x: the columns of the four nibbles of its words."""
     LEFT: gl.constexpr = tile[0].type.layout
     SUMS: gl.constexpr = acc.type.layout
@@ -155,9 +168,16 @@ def _multiply(tile, x, acc, GROUP: gl.constexpr):
         zero = gl.convert_layout(zero, gl.SliceLayout(2, LEFT), assert_trivial=True)
         zero, _ = gl.broadcast(zero[:, :, None], tile[0])
         q = unpack(tile[0], zero)
+        # Two chains of products, because each product waits for the one before it in its chain.
         part = gl.zeros(acc.shape, gl.float32, SUMS)
+        other = part
         for j in gl.static_range(GROUP * g, GROUP * g + GROUP):
-            part = mma_v2(q[j], x[j], part)
+            if CHAINS == 2 and j % 2 == 1:
+                other = mma_v2(q[j], x[j], other)
+            else:
+                part = mma_v2(q[j], x[j], part)
+        if CHAINS == 2 and GROUP > 1:
+            part += other
         acc += part * scale[:, :, None]
     return acc
 
@@ -202,6 +222,7 @@ def _gemm_int4_small_kernel(
     BLOCK_T: gl.constexpr,
     WARPS: gl.constexpr,
     TILES: gl.constexpr,
+    CHAINS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """ROWS columns of out [T, N]. Groups have 32 · GROUP columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
@@ -216,27 +237,24 @@ def _gemm_int4_small_kernel(
     all_rows = (2 * N if GATED else N).to(gl.int64)
     n0 = gl.program_id(0) * ROWS
     # Rows past the end, and tokens past T, repeat the last one instead of being masked. They are not stored.
-    wide_chunk = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+    wide_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
     row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT))), N - 1)[None, :, None]
     word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
-    weight = weight_ptr + (row.to(gl.int64) * (CHUNKS * 32) + (wide_chunk * 32 + word))
-    chunk = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
+    weight = weight_ptr + (row.to(gl.int64) * (CHUNKS * 32) + (_first_chunk(wide_warp, CHUNKS, WARPS) * 32 + word))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
     scale_row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS))), N - 1)[None, :]
-    scales = scale_ptr + (scale_row + chunk * (4 // GROUP) * all_rows)
+    scales = scale_ptr + (scale_row + _first_chunk(warp, CHUNKS, WARPS) * (4 // GROUP) * all_rows)
     up = N.to(gl.int64) * (CHUNKS * 32)
     gate_tiles, up_tiles = (), ()
     for i in gl.static_range(TILES):
-        gate_tiles += (_tile(weight, scales, all_rows, wide_chunk, chunk, i, K, GROUP, WARPS),)  # type: ignore[assignment]
+        gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i, K, GROUP, WARPS),)  # type: ignore[assignment]
         if GATED:
-            up_tiles += (_tile(weight + up, scales + N, all_rows, wide_chunk, chunk, i, K, GROUP, WARPS),)  # type: ignore[assignment]
+            up_tiles += (_tile(weight + up, scales + N, all_rows, wide_warp, warp, i, K, GROUP, WARPS),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
-    inverse_rms = 1.0
-    if norm_ptr is not None:
-        # The root mean square divides the finished sums.
-        inverse_rms = gl.rsqrt(_square_sum(x_ptr, K, SIZE) / K + eps)
     t = gl.minimum(gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))), T - 1)[None, None, :]
-    k = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None] * 128
+    right_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
+    k = _first_chunk(right_warp, CHUNKS, WARPS) * 128
     k += gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
     x_ptrs = x_ptr + (t.to(gl.int64) * K + k)
     acc = gl.zeros([WARPS, ROWS, BLOCK_T], gl.float32, SUMS)
@@ -249,15 +267,19 @@ def _gemm_int4_small_kernel(
                 weights, _ = gl.broadcast(_columns(norm_ptr + k, k, i, j, K, WARPS), columns)
                 columns = _times(columns, weights)
             x += (columns,)  # type: ignore[assignment]
-        acc = _multiply(gate_tiles[i], x, acc, GROUP)
+        acc = _multiply(gate_tiles[i], x, acc, GROUP, CHAINS)
         if i + TILES < COUNT:
-            gate_tiles += (_tile(weight, scales, all_rows, wide_chunk, chunk, i + TILES, K, GROUP, WARPS),)  # type: ignore[assignment]
+            gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),)  # type: ignore[assignment]
         if GATED:
-            acc_up = _multiply(up_tiles[i], x, acc_up, GROUP)
+            acc_up = _multiply(up_tiles[i], x, acc_up, GROUP, CHAINS)
             if i + TILES < COUNT:
                 up_tiles += (  # type: ignore[assignment]
-                    _tile(weight + up, scales + N, all_rows, wide_chunk, chunk, i + TILES, K, GROUP, WARPS),
+                    _tile(weight + up, scales + N, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),
                 )
+    inverse_rms = 1.0
+    if norm_ptr is not None:
+        # The root mean square divides the finished sums. x is in L1 by now.
+        inverse_rms = gl.rsqrt(_square_sum(x_ptr, K, SIZE) / K + eps)
     ENDS: gl.constexpr = gl.SliceLayout(0, SUMS)
     n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, ENDS))
     result = _finished(acc, inverse_rms, bias_ptr, n, N, 0)
@@ -271,43 +293,38 @@ def _gemm_int4_small_kernel(
     gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-def token_block(T: int) -> int:
-    """T padded to the power of two, at least 8, that the kernel computes."""
-    return max(8, next_power_of_2(T))
-
-
 def accepts(product: Product) -> bool:
     """Whether the kernel can compute this product: 4-bit weights and 16-bit activations."""
     return product.weight.dtype == torch.int16 and product.x.element_size() == 2
 
 
-def choose_int4_small_config(T: int, N: int, K: int, gated: bool, num_sms: int) -> Int4SmallConfig:
-    """The configuration for a shape, by a rule. It depends on T only through `token_block`."""
+def choose_int4_small_config(N: int, K: int, gated: bool, num_sms: int) -> Int4SmallConfig:
+    """The configuration for a shape, by a rule from sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
     chunks = cdiv(K, INT4_CHUNK)
-    num_warps = 8 if N * (2 if gated else 1) < 64 * num_sms or chunks >= 64 else 4
-    return Int4SmallConfig(16, min(num_warps, next_power_of_2(chunks)), 4 // (2 if gated else 1) // (2 if T > 16 else 1))
+    if chunks >= 64:
+        return Int4SmallConfig(16, 8, 4, 128)
+    return Int4SmallConfig(16, min(4, next_power_of_2(chunks)), 4 if gated else 7)
 
 
 @cached_lookup
-def lookup_int4_small_config(device: torch.device, block_t: int, N: int, K: int, gated: bool) -> Int4SmallConfig:
+def lookup_int4_small_config(device: torch.device, N: int, K: int, gated: bool) -> Int4SmallConfig:
     """The tuned configuration for a shape, or else the rule's."""
-    tuned = TUNABLE.find(device, bucket(T=block_t, N=N, K=K, gated=gated))
-    return tuned or choose_int4_small_config(block_t, N, K, gated, sm_count(device))
+    tuned = TUNABLE.find(device, bucket(N=N, K=K, gated=gated))
+    return tuned or choose_int4_small_config(N, K, gated, sm_count(device))
 
 
 def gemm_int4_small(
     product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: Int4SmallConfig | None = None
 ) -> None:
-    """Write the output of a product of 1 to 32 tokens. With one token, x is normalized first if `norm_weight` [K] is given."""
+    """Write the output of a product of 1 to 8 tokens. With one token, x is normalized first if `norm_weight` [K] is given."""
     x, weight, out, bias, residual, activation, scale, *_ = product
     T, N, K = product.shape
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    block_t = token_block(T)
-    c = config or lookup_int4_small_config(x.device, block_t, N, K, activation is not None)
+    c = config or lookup_int4_small_config(x.device, N, K, activation is not None)
     _gemm_int4_small_kernel[(cdiv(N, c.rows),)](
         x, norm_weight, weight, scale, bias, residual, out, T, N, eps, K=K, SIZE=max(32 * c.num_warps, next_power_of_2(K)),
-        GROUP=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, ROWS=c.rows, BLOCK_T=block_t, WARPS=c.num_warps,
-        TILES=min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), maxnreg=c.registers,
+        GROUP=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, ROWS=c.rows, BLOCK_T=MAX_TOKENS, WARPS=c.num_warps,
+        TILES=min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), CHAINS=c.chains, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

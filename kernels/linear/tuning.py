@@ -92,18 +92,18 @@ def gemv_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
 
 
 def int4_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Steps of few tokens with 4-bit weights on Hopper, one case for each power of two that they are padded to."""
+    """Steps of few tokens with 4-bit weights on Hopper."""
     few = [T for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4_small"]
-    blocks = sorted({int4_small.token_block(T) for T in few})
-    for block_t, shape in itertools.product(blocks, [s for s in shapes if s.int4 and s.dtype.itemsize == 2]):
-        key = bucket(T=block_t, N=shape.N, K=shape.K, gated=shape.gated)
-        rule = int4_small.choose_int4_small_config(block_t, shape.N, shape.K, shape.gated, _sm_count(device))
-        around = [
-            int4_small.Int4SmallConfig(rows, warps, tiles, registers)
-            for rows in (16, 32) for warps in _around(rule.num_warps, 8) for tiles in _around(rule.tiles, 8)
-            for registers in {None, 128, rule.registers}
-        ]  # fmt: skip
-        yield _case(int4_small.TUNABLE, key, rule, around, shape, 1 if 1 in few and block_t == 8 else block_t, device)
+    for shape in shapes if few else ():
+        if shape.int4 and shape.dtype.itemsize == 2:
+            key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
+            rule = int4_small.choose_int4_small_config(shape.N, shape.K, shape.gated, _sm_count(device))
+            around = [
+                int4_small.Int4SmallConfig(16, warps, tiles, registers, chains)
+                for warps in _around(rule.num_warps, 8) for tiles in (2, 4, 7) for registers in {None, 128, rule.registers}
+                for chains in (1, 2)
+            ]  # fmt: skip
+            yield _case(int4_small.TUNABLE, key, rule, around, shape, min(few), device)
 
 
 def int4_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
@@ -113,9 +113,7 @@ def int4_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
     for regime, shape in itertools.product(regimes, [s for s in shapes if s.int4 and s.dtype.itemsize == 2]):
         key = bucket(T=regime, N=shape.N, K=shape.K, gated=shape.gated)
         rule = int4_sm90.choose_int4_sm90_config(regime, shape.N, shape.K, shape.gated, _sm_count(device))
-        blocks = [block for block in (64, 128, 256) if rule.block_t // 2 <= block <= rule.block_t]
-        parts = (1,) if shape.gated or regime > 256 else (1, 2, 3, 4, 6, 8)
-        around = [int4_sm90.Int4Sm90Config(block, int4_sm90.stages(block), split) for block in blocks for split in parts]
+        around = int4_sm90.candidates(regime, shape.N, shape.K, shape.gated, _sm_count(device))
         yield _case(int4_sm90.TUNABLE, key, rule, around, shape, regime, device)
 
 

@@ -20,7 +20,7 @@ OPERATIONS = {  # on operands of the instruction's type
     "popc": "__builtin_popcount({0})",
 }  # fmt: skip
 NOTHING = ("setmaxnreg", "griddepcontrol", "wgmma.fence", "mbarrier.inval", "cp.async.commit_group", "cp.async.bulk.commit_group",
-           "cp.async.bulk.wait_group", "createpolicy", ".pragma")  # fmt: skip
+           "cp.async.bulk.wait_group", "createpolicy", "prefetch", ".pragma")  # fmt: skip
 SPECIAL = {"%tid.x": "thread(l)", "%laneid": "l", "%warpid": "warp->id", "%tid.y": "0", "%tid.z": "0"}
 for _i, _axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{_axis}": f"block[{_i}]", f"%nctaid.{_axis}": f"blocks[{_i}]"}

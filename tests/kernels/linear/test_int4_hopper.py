@@ -22,8 +22,8 @@ SMALL = [
     (1, 19, 456, 32, "silu", True, Int4SmallConfig(16, 2, 1)),
     (5, 40, 1000, 64, None, False, Int4SmallConfig(32, 4, 9)),
     (8, 17, 328, 128, "gelu_tanh", False, Int4SmallConfig(16, 1, 2)),
-    (19, 33, 577, 32, None, False, Int4SmallConfig(16, 4, 1)),
-    (32, 16, 256, 128, None, False, Int4SmallConfig(16, 8, 4)),
+    (7, 33, 577, 32, None, False, Int4SmallConfig(16, 4, 1, None, 2)),
+    (2, 16, 256, 128, None, False, Int4SmallConfig(16, 8, 4)),
 ]
 
 
@@ -60,7 +60,7 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
 # (T, N, K, group, activation, configuration): more chunks than stages, chunks that the parts do not divide, several tiles.
 LARGE = [
     (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)),
-    (70, 88, 584, 64, "silu", Int4Sm90Config(64, 3)),
+    (100, 88, 584, 64, "silu", Int4Sm90Config(32, 3, 2)),
     (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)),
     (129, 35, 264, 128, "silu", Int4Sm90Config(256, 2)),
     (20, 150, 640, 64, None, Int4Sm90Config(128, 3)),
