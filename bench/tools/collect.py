@@ -49,10 +49,7 @@ def _runs() -> dict[str, list[str]]:
             own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
     for model in _FOUR_BITS:
-        own = ["--model", model, "--random-weights", "--quantize", "int4", "--max-model-len", "4096", "--skip-check"]
-        steps = ["-b", "1,3,8,24,64,100,256", "-c", "128", "--max-num-seqs", "256"]
-        runs[f"decode-int4-{model.lower()}"] = ["bench", "decode", *own, *steps]
-        runs[f"prefill-int4-{model.lower()}"] = ["bench", "prefill", *own, "-p", "512,2048"]
+        runs[f"steps-int4-{model.lower()}"] = ["steps.py", model, "int4"]
     for limit in _STEP_LIMITS:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]

@@ -227,16 +227,17 @@ def others_table(records: Records) -> str:
 
 def int4_table(records: Records) -> str:
     """Decode steps and prompts with 4-bit weights, a column for each model."""
-    found: dict[str, dict[str, str]] = {}
-    models = list(dict.fromkeys(record["model"] for record in records.values()))
+    found: dict[str, list[str]] = {}
     for record in records.values():
         for row in record["results"]:
-            prompt = record["benchmark"] == "prefill"
-            name = f"prompt of {row['input_len']:,} tokens" if prompt else f"decode step, batch {row['batch_size']}"
-            time, share = ("time_to_first_token_s", "share_of_matmul_ceiling") if prompt else ("step_s", "share_of_limit")
-            found.setdefault(name, {})[record["model"]] = f"{milliseconds(row[time]['median'] * 1e3)} ({row[share]:.0%})"
-    rows = [[name, *(cells.get(model, NONE) for model in models)] for name, cells in found.items()]
-    return table(["ms (% of limit)", *models], rows)
+            if "input_len" in row:
+                name, cell = f"prompt of {row['input_len']:,} tokens", milliseconds(row["time_to_first_token_s"]["median"] * 1e3)
+            else:
+                name = f"decode step, batch {row['batch_size']}"
+                cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})"
+            found.setdefault(name, []).append(cell)
+    rows = [[name, *cells] for name, cells in found.items()]
+    return table(["ms (% of memory bandwidth)", *(record["model"] for record in records.values())], rows)
 
 
 # --- idle time, power, start-up, loading, techniques ---
@@ -735,8 +736,9 @@ BLOCKS = {
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
     ),
     "int4": Block(
-        tuple(f"h200-{kind}-int4-*" for kind in ("decode", "prefill")), int4_table, _MODELS,
-        "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits), context of 128 tokens:",
+        tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), int4_table, _MODELS,
+        "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits). A decode step is its CUDA graph alone, at a "
+        "context of 128 tokens:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,

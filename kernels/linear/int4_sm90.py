@@ -451,7 +451,7 @@ def predicted(c: Int4Sm90Config, T: int, N: int, K: int, gated: bool, num_sms: i
     time = full * (chunks * _STEP[c.block_t] + ends)
     if shared:
         time += cdiv(chunks, c.split) * _STEP[c.block_t] + ends
-        time += 0.0 if c.split == 1 else 2.0 + c.split * c.block_t / 128
+        time += 0.0 if c.split == 1 else 2.0 + c.split * c.block_t / 64
     return time
 
 
