@@ -461,6 +461,18 @@ def choose_int4_sm90_config(T: int, N: int, K: int, gated: bool, num_sms: int) -
     return min(found, key=lambda c: predicted(c, T, N, K, gated, num_sms))
 
 
+def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) -> tuple[int, int]:
+    """(tiles of one program each, tiles that several programs share).
+
+    A configuration is for the most tokens of its regime. With fewer, more tiles may be left over than can be shared.
+    """
+    tiles, programs = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), num_sms * c.programs
+    shared = tiles % programs
+    if shared * c.split > min(programs, _MOST_SUMS // (_ROWS * c.block_t)):
+        shared = 0
+    return tiles - shared, shared
+
+
 @cached_lookup
 def lookup_int4_sm90_config(device: torch.device, tokens: int, N: int, K: int, gated: bool) -> Int4Sm90Config:
     """The tuned configuration for a shape, or else the rule's. `tokens`: a token regime."""
@@ -476,14 +488,15 @@ def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> No
         raise InputError("missing", where="scale", expected="scale words")
     gated = activation is not None
     c = config or lookup_int4_sm90_config(x.device, token_regime(T), N, K, gated)
-    tiles, chunks = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), cdiv(K, INT4_CHUNK)
-    full, split, sums, counters = tiles, 1, None, None
+    full, shared = share_tiles(c, T, N, gated, sm_count(x.device))
+    split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
+        chunks = cdiv(K, INT4_CHUNK)
         split = cdiv(chunks, cdiv(chunks, c.split))  # no part is empty
-        shared = tiles % (sm_count(x.device) * c.programs)
-        full = tiles - shared
         sums, counters = workspace.sums(shared * split * _ROWS * c.block_t), workspace.counters(2 * shared)
-    _gemm_int4_sm90_kernel[(full + (tiles - full) * split,)](
+    else:
+        full, shared = full + shared, 0
+    _gemm_int4_sm90_kernel[(full + shared * split,)](
         Tiled(x, tma_tile(c.block_t, 64, 2)), Tiled(weight, tma_tile(32 if gated else _ROWS, 32, 2)), scale, bias, residual, out,
         sums, counters, T, N, full, K=K, QUANTUM=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, SPLIT=split,
         STAGES=c.num_stages, REGISTERS=240 if c.programs == 1 else 112,
