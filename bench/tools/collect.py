@@ -24,6 +24,14 @@ _STEP_LIMITS = (8448, 2048, 512)
 # Models with other shapes than the one to which the kernels' rules were fitted.
 _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
 _FOUR_BITS = ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-4B")
+# Formats that only a checkpoint has.
+_STORED_FORMATS = {
+    "fp8-blocks": ["fp8-blocks", "Qwen2.5-7B"],
+    "fp8-channels": ["fp8-channels", "Qwen2.5-7B"],
+    "fp8-odd-widths": [
+        *("--set", "hidden_size=3472", "--set", "intermediate_size=18720", "--set", "head_dim=128"), "fp8-blocks", "Qwen2.5-7B",
+    ],
+}  # fmt: skip
 # Several runs, because torch.compile takes seconds for each shape.
 _KERNELS = {
     "rows": ("embedding", "*norm", "rms_norm_quantize", "quantize", "*rope_kv_write*", "sample_*"),
@@ -44,12 +52,19 @@ def _runs() -> dict[str, list[str]]:
         runs[f"compare-7b-{kind}"] = ["compare", *_MODEL, *flags]
         runs[f"tune-{kind}"] = ["tune", "--model", "Qwen2.5-7B", *flags]
         runs[f"startup-{kind}"] = ["startup.py", "Qwen2.5-7B", *flags]
+        runs[f"served-{kind}"] = ["served.py", "Qwen2.5-7B", *flags]
         runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
         for model in _OTHERS:
             own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
     for model in _FOUR_BITS:
         runs[f"steps-int4-{model.lower()}"] = ["steps.py", model, "int4"]
+    wide = ["--max-num-seqs", "256", "--max-model-len", "4096", "--skip-check"]
+    steps = ["decode", *wide, "-b", "1,3,8,24,64,100,256", "-c", "128"]
+    prompts = ["prefill", *wide, "-p", "512,2048", "--repeats", "7"]
+    for name, words in _STORED_FORMATS.items():
+        runs[f"decode-{name}"] = ["stored_format.py", *words, *steps]
+        runs[f"prefill-{name}"] = ["stored_format.py", *words, *prompts]
     for limit in _STEP_LIMITS:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]

@@ -240,6 +240,23 @@ def int4_table(records: Records) -> str:
     return table(["ms (% of memory bandwidth)", *(record["model"] for record in records.values())], rows)
 
 
+def formats_table(records: Records) -> str:
+    """Steps and prompts of one model with each stored format of its weights."""
+    columns = list(dict.fromkeys(name.split("-", 2)[2] for name in records))  # h200-decode-fp8-blocks
+    found: dict[str, list[list[str]]] = {}
+    for name, record in records.items():
+        column = columns.index(name.split("-", 2)[2])
+        for row in record["results"]:
+            if record["benchmark"] == "decode":
+                line, time, share = f"decode step, batch {row['batch_size']}", row["step_s"], row["share_of_limit"]
+            else:
+                line, time, share = f"prompt of {row['input_len']}", row["time_to_first_token_s"], row["share_of_matmul_ceiling"]
+            cells = found.setdefault(line, [[NONE, NONE] for _ in columns])
+            cells[column] = [milliseconds(time["median"] * 1e3), f"{share:.0%}"]
+    heads = [head for column in columns for head in (column, "% of limit")]
+    return table(["ms", *heads], [[line, *(cell for pair in cells for cell in pair)] for line, cells in found.items()])
+
+
 # --- idle time, power, start-up, loading, techniques ---
 
 
@@ -325,6 +342,32 @@ def loading_table(records: Records) -> str:
         ])  # fmt: skip
     names = ["checkpoint, in the page cache", "GB/s", "peak host memory, GB", "weights, GB"]
     return table([*names, "GPU memory after loading, GB", "peak GPU memory to first tokens, GB"], rows)
+
+
+def served_table(records: Records) -> str:
+    """The server beside the engine alone."""
+    columns: list[str] = []
+    lines: dict[str, list[str]] = {}
+    for record in records.values():
+        (row,) = record["results"]
+        columns.append(title_of(format_of(record)))
+        busy, offline = row["busy"]["output_throughput"], row["offline"]["output_tokens_per_s"]
+        own = {
+            "offline, output tokens/s": f"{offline:,.0f}",
+            "served with 256 in flight, output tokens/s": f"{busy:,.0f} ({busy / offline:.1%})",
+            "left of a CPU in the busiest client process": f"{row['busy']['client']['headroom']:.0%}",
+            "between tokens, `Generator.stream`, ms": milliseconds(row["stream"]["median_itl_ms"]),
+            "between tokens, one served stream, ms": milliseconds(row["one"]["median_itl_ms"]),
+            "first token, one request at a time: median · p99, ms": _median_and_p99(row["unloaded"]),
+            "first token at half the rate: median · p99, ms": _median_and_p99(row["half"]),
+        }
+        for name, cell in own.items():
+            lines.setdefault(name, []).append(cell)
+    return table(["Qwen2.5-7B, random weights", *columns], [[name, *cells] for name, cells in lines.items()])
+
+
+def _median_and_p99(row: Result) -> str:
+    return f"{milliseconds(row['median_ttft_ms'])} · {milliseconds(row['p99_ttft_ms'])}"
 
 
 def memory_table(records: Records) -> str:
@@ -723,6 +766,7 @@ class Block(NamedTuple):
 _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-decode-fp8-8000")
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
+_STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
     "vllm": Block(_STEPS + _PROMPTS, vllm_table, README, names=False),
@@ -739,6 +783,12 @@ BLOCKS = {
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), int4_table, _MODELS,
         "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits). A decode step is its CUDA graph alone, at a "
         "context of 128 tokens:",
+    ),
+    "formats": Block(
+        tuple(f"h200-{kind}-{name}" for kind in ("decode", "prefill") for name in _STORED_FORMATS), formats_table, _MODELS,
+        "Qwen2.5-7B with quantized weights, random values. `fp8-blocks` has a scale for each 128 × 128 weights, `fp8-channels` "
+        "(compressed-tensors) one for each output channel, and `fp8-odd-widths` is `fp8-blocks` with widths that are no "
+        "multiples of a tile (`bench/tools/stored_format.py`); the LM head is in bf16:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
@@ -796,6 +846,11 @@ BLOCKS = {
     ),
     "loading": Block(
         ("h200-loading-bf16", "h200-loading-fp8"), loading_table, _SYSTEM, "Loading a checkpoint (`bench/tools/loading.py`):"
+    ),
+    "served": Block(
+        ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,
+        "`minirt serve` beside the engine without a server (`bench/tools/served.py`): 1,000 requests of 32 to 512 prompt tokens "
+        "and 32 to 256 new tokens, streamed:",
     ),
     "memory": Block(
         ("h200-memory",), memory_table, _SYSTEM,

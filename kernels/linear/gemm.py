@@ -117,9 +117,9 @@ def _accumulate_part(
             if TMA:
                 b = weight.load([N + first_n, start]).T
             elif K % BLOCK_K == 0:
-                b = tl.load(w_ptrs + N.to(tl.int64) * K + start)
+                b = tl.load(w_ptrs + tl.cast(N, tl.int64) * K + start)
             else:
-                b = tl.load(w_ptrs + N.to(tl.int64) * K + start, mask=start + k[:, None] < K, other=0.0)
+                b = tl.load(w_ptrs + tl.cast(N, tl.int64) * K + start, mask=start + k[:, None] < K, other=0.0)
             acc_up = tl.dot(a, b, acc_up, input_precision="ieee")
     return acc, acc_up
 
@@ -141,7 +141,7 @@ def _accumulate_blocks(
     k = tl.arange(0, BLOCK_K)
     t = first_t + tl.arange(0, BLOCK_T)
     n = first_n + tl.arange(0, BLOCK_N)
-    up = N.to(tl.int64) * K
+    up = tl.cast(N, tl.int64) * K
     x_scales = x_scale_ptr + tl.minimum(t, T - 1) * ((K + 127) // 128)
     if not TMA:
         x_ptrs = x + tl.minimum(t, T - 1).to(tl.int64)[:, None] * K + k[None, :]

@@ -179,7 +179,7 @@ def _gemm_small_kernel(
     last = tl.minimum(first + PART, K)
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
     rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
-    up = N.to(tl.int64) * K
+    up = tl.cast(N, tl.int64) * K  # an N of 1 is a constant
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
     # Loaded before the loop, so that nothing waits for them after it.
@@ -287,7 +287,7 @@ def choose_gemm_small_config(
         block_n, step, programs = _tile(block_t, tiles, gated, itemsize, num_sms)
     else:
         block_n, step, programs = 64, 128, 2
-    if gated and block_t <= 32 and 4 * tiles < 3 * num_sms:
+    if gated and itemsize > 1 and block_t <= 16 and 4 * tiles < 3 * num_sms:
         block_n = 32
     block_k = step // itemsize
     if blocks:

@@ -83,7 +83,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 @quiet_option
 @debug_option
 def serve(quiet: bool, **options: Any) -> None:
-    """Serve the model over HTTP with OpenAI's API, on /v1/chat/completions and /v1/completions.
+    """Serve the model over HTTP with OpenAI's APIs: /v1/chat/completions, /v1/responses and /v1/completions.
 
     SIGTERM or Ctrl-C lets running requests end; a second one ends at once.
     """
@@ -99,10 +99,10 @@ def serve(quiet: bool, **options: Any) -> None:
     if any(not key for key in keys):
         raise InputError("is empty", where="--api-key")
     server = ServerOptions(
-        model=name, host=options["host"], port=options["port"], served_model_names=options["served_model_name"], api_keys=keys,
+        model=name, served_model_names=options["served_model_name"], api_keys=keys,
         metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"],
         request_timeout=options["request_timeout"], drain_timeout=options["drain_timeout"],
         stream_interval=options["stream_interval"], max_body_size=options["max_body_size"],
         log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], quiet=quiet,
     )  # fmt: skip
-    run(server, load_arguments(options, name))
+    run(server, load_arguments(options, name), options["host"], options["port"])

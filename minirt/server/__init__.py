@@ -1,4 +1,4 @@
 """`minirt serve`: an OpenAI-compatible server in two processes.
 
-Needs the extra `minirt[serve]`. Only `minirt serve` imports this package.
+Needs the extra `minirt[serve]`. Inside minirt, only `minirt serve` imports this package.
 """

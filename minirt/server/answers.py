@@ -1,9 +1,11 @@
-"""Answers with completions, streamed or whole: what /v1/chat/completions and /v1/completions share.
+"""Answers, streamed or whole: what the APIs share.
 
-For each token of each stream, an event is three joined parts: a constant head, the new text as JSON, and a constant tail.
+`stream` is for the APIs whose answers have choices: an event is three joined parts, which are a constant head, the new text as
+JSON, and a constant tail. `stream_reply` is for those that tell one reply in events of several types.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
@@ -13,6 +15,8 @@ from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice, Generation
 from minirt.server.protocol import Sampling, usage
+from minirt.server.replies import ReplyPlan
+from minirt.text.reply import Event
 from minirt.text.tokenizer import Tokenizer
 
 _DONE = b"data: [DONE]\n\n"
@@ -77,6 +81,7 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
     num_sent = [0] * len(parts)  # tokens whose log-probabilities were sent
     events: list[bytes] = []
     while True:
+        await generation.wait()
         for choice in generation.take():
             index, text = choice.index, choice.text
             if not choice.begun:
@@ -110,11 +115,49 @@ async def _send_all(exchange: Exchange, request: Sampling, call: Call, form: For
         if events:
             await exchange.send_events(b"".join(events))
             events = []
-        await generation.wait()
     if request.include_usage:
         events += form.start, b'],"usage":', encode_json(usage_of(call)), b"}\n\n"
     events.append(_DONE)
     await exchange.send_events(b"".join(events))
+
+
+class ReplyEvents:
+    """The events of a stream that tells one reply. Subclasses make them, as bytes in the form of server-sent events."""
+
+    def begin(self, call: Call) -> bytes:
+        """The events before the first text."""
+        raise NotImplementedError
+
+    def more(self, events: Sequence[Event]) -> bytes:
+        """What `events` add. They may be none."""
+        raise NotImplementedError
+
+    def end(self, call: Call) -> bytes:
+        """The last events, after the whole reply."""
+        raise NotImplementedError
+
+
+async def stream_reply(front: Front, exchange: Exchange, call: Call, plan: ReplyPlan, form: ReplyEvents) -> None:
+    """Answer with the server-sent events of one reply. `exchange.error_event` says how an error after the first one looks."""
+    with front.start(call, front.options.stream_interval, exchange.drop) as generation:
+        try:
+            await generation.wait()  # an error before the first token has a status of its own
+            await exchange.begin_events()
+            reader, data = plan.reader(), [form.begin(call)]
+            while True:
+                await generation.wait()
+                for choice in generation.take():
+                    data.append(form.more(reader.read(choice.text, choice.finish_reason is not None)))
+                    generation.sent(choice)
+                if generation.done:
+                    break
+                if sent := b"".join(data):
+                    await exchange.send_events(sent)
+                data = []
+            await exchange.send_events(b"".join([*data, form.end(call)]))
+        finally:
+            exchange.log |= log_fields(call, generation)
+    await exchange.end_events()
 
 
 async def collect(front: Front, exchange: Exchange, call: Call) -> list[Completion]:

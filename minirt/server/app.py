@@ -11,15 +11,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from minirt.errors import MinirtError
-from minirt.server import admin, chat, completions, tokenization
+from minirt.server import admin, chat, completions, messages, page, responses, tokenization
 from minirt.server.errors import HTTPError, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
-# "METHOD path" → handler. Each module of an API has its own.
-ROUTES: Mapping[str, Handler] = chat.ROUTES | completions.ROUTES | tokenization.ROUTES | admin.ROUTES
-_PUBLIC = ("/health", "/ping")  # paths that need no API key
+# "METHOD path" → handler. Each module of an API has its own. Those that generate have a time limit.
+_GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **messages.ROUTES}
+ROUTES: Mapping[str, Handler] = {**_GENERATE, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
+_PUBLIC = ("/", "/health", "/ping")  # paths that need no API key
 _QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, which are asked all the time
 
 
@@ -42,6 +43,7 @@ class App:
         origin = self._allowed_origin(scope)
         cors = [] if origin is None else [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
         exchange = Exchange(scope, receive, send, uuid.uuid4().hex, cors)
+        messages.adopt(exchange)
         self._front.exchanges.add(exchange)
         error: MinirtError | None = None
         try:
@@ -81,12 +83,13 @@ class App:
             self._check_key(exchange)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         handler = self._routes.get((method, exchange.path)) or admin.model_route(method, exchange.path)
+        handler = handler or responses.stored_route(exchange.path)
         if handler is None:
             methods = self._methods.get(exchange.path)
             if methods is None:
                 raise HTTPError(404, "there is no such path", found=exchange.path[:200])
             raise HTTPError(405, "the path does not have this method", expected=" or ".join(methods), found=exchange.method)
-        timeout = self._options.request_timeout if handler in _LIMITED else None
+        timeout = self._options.request_timeout if handler in _GENERATE.values() else None
         async with asyncio.timeout(timeout):
             await handler(self._front, exchange)
 
@@ -94,11 +97,13 @@ class App:
         """Compare the key with every accepted one, in a time that does not depend on its value."""
         if not self._keys:
             return
-        given = exchange.header(b"authorization") or b""
-        scheme, _, key = given.partition(b" ")
-        found = [hmac.compare_digest(own, key.strip()) for own in self._keys]
-        if scheme.lower() != b"bearer" or not any(found):
-            raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key", hint="send Authorization: Bearer KEY")
+        scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
+        given = [key.strip()] if scheme.lower() == b"bearer" else []
+        given += [key] if (key := exchange.header(b"x-api-key") or b"") else []
+        found = [hmac.compare_digest(own, key) for own in self._keys for key in given]
+        if not any(found):
+            hint = "send Authorization: Bearer KEY, or x-api-key: KEY"
+            raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key", hint=hint)
 
     def _allowed_origin(self, scope: Any) -> bytes | None:
         if not self._options.allowed_origins:
@@ -123,6 +128,3 @@ class App:
             "ms": round((time.perf_counter() - exchange.started) * 1e3, 1),
         }  # fmt: skip
         sys.stderr.write(encode_json(line | exchange.log).decode() + "\n")
-
-
-_LIMITED = {handler for routes in (chat.ROUTES, completions.ROUTES) for handler in routes.values()}

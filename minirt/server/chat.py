@@ -2,20 +2,22 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
+from minirt.server.conversation import Conversation, prepare, template_variables
 from minirt.server.errors import bad_field
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
-from minirt.server.protocol import Int, Sampling, check_nesting, decode, sampling_params, structured_outputs
-from minirt.server.replies import ReplyPlan, ReplyReader, check_tools, finish_reason
-from minirt.text.messages import MESSAGE_FIELDS, checked_messages
+from minirt.server.protocol import Int, Sampling, check_nesting, decode, structured_outputs
+from minirt.server.replies import ReplyPlan, ReplyReader
+from minirt.text.messages import MESSAGE_FIELDS
+from minirt.text.reply import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, Reply, ToolCall
 from minirt.text.tokenizer import Tokenizer
 from minirt.text.tools import Tool, read_tools
 
@@ -39,21 +41,6 @@ class ChatRequest(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation as the model gets it.
-
-    Attributes:
-        tokens: of `prompt`.
-        prompt: the rendered text.
-        last: content of the last message.
-    """
-
-    tokens: list[int]
-    prompt: str
-    last: str
-
-
 async def chat_completions(front: Front, exchange: Exchange) -> None:
     front.check_ready()
     request = decode(front, await exchange.body(front.options.max_body_size), ChatRequest)
@@ -64,44 +51,26 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     if front.options.log_prompts:
         exchange.log["messages"] = request.messages
     tools = read_tools(request.tools or [])
-    tokenizer = front.check_ready()[0].text()
-    check_tools(front.reply_format, tokenizer, tools, request.tool_choice)
-    conversation = await encode_chat(front, request, tools)
-    plan = ReplyPlan.of(
-        front.reply_format, tools, request.tool_choice, conversation.prompt,
-        conversation.last if request.continue_final_message else "", request.parallel_tool_calls is not False,
-        structured_outputs(request).get("structured_outputs"),
+    parallel = request.parallel_tool_calls is not False
+    conversation = replace(conversation_of(front, request, tools), tool_choice=request.tool_choice, parallel=parallel)
+    newer = request.max_completion_tokens
+    ready = await prepare(
+        front, conversation, request, {"max_tokens": "max_tokens" if newer is None else "max_completion_tokens"},
+        max_tokens=newer or request.max_tokens, grammar=structured_outputs(request),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None, n=request.n or 1,
+        prompt_logprobs=request.prompt_logprobs,
     )  # fmt: skip
-    if plan.forces and request.structured_outputs:
-        raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=repr(request.tool_choice)[:80])
-    limit = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
-    params = sampling_params(
-        request, {"max_tokens": limit} | ({"structured_outputs": "tools"} if plan.forces else {}),
-        max_tokens=max_tokens(front, request, len(conversation.tokens)),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None, **plan.sampling(tokenizer),
-    )  # fmt: skip
-    call = await front.prepare([conversation.tokens], params, request.priority or 0, request.cache_salt)
     fields = {
         "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()), "model": front.options.names[0]
     }  # fmt: skip
-    prefix = conversation.last if request.echo else ""
+    prefix = ready.prompt.last if request.echo else ""
     if request.stream:
-        form = _Events(fields | {"object": "chat.completion.chunk"}, tokenizer, request, plan, prefix)
-        await stream(front, exchange, request, call, form)
+        form = _Events(fields | {"object": "chat.completion.chunk"}, ready.tokenizer, request, ready.plan, prefix)
+        await stream(front, exchange, request, ready.call, form)
         return
-    choices = [_choice(tokenizer, i, own, request, plan, prefix) for i, own in enumerate(await collect(front, exchange, call))]
-    await exchange.answer(fields | {"choices": choices, "usage": usage_of(call)})
-
-
-def max_tokens(front: Front, request: ChatRequest, prompt_tokens: int) -> int:
-    """The most tokens of an answer: those asked for, else all that fit, up to those of generation_config.json."""
-    _, info = front.check_ready()
-    if (asked := request.max_completion_tokens or request.max_tokens) is not None:
-        return asked
-    if (kept := request.truncate_prompt_tokens) is not None:
-        prompt_tokens = min(prompt_tokens, kept if kept > 0 else info.max_len - 1)
-    room, stated = max(1, info.max_len - prompt_tokens), (info.generation_config or {}).get("max_new_tokens")
-    return min(room, stated) if type(stated) is int and stated > 0 else room
+    done = await collect(front, exchange, ready.call)
+    choices = [_choice(ready.tokenizer, i, own, request, ready.plan, prefix) for i, own in enumerate(done)]
+    await exchange.answer(fields | {"choices": choices, "usage": usage_of(ready.call)})
 
 
 def _check(request: ChatRequest) -> None:
@@ -125,31 +94,18 @@ def _check(request: ChatRequest) -> None:
         raise bad_field("prompt_logprobs", "is not for streams", expected="stream: false")
 
 
-async def encode_chat(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
+def conversation_of(front: Front, request: Any, tools: Sequence[Tool]) -> Conversation:
     """A request's conversation. `request` has the fields of the chat template, as `ChatRequest` has."""
-    processor, _ = front.check_ready()
-    tokenizer = processor.text()
     messages = known_messages(request.messages, front)
-    variables = dict(request.chat_template_kwargs or {})
-    front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
-    if request.reasoning_effort is not None:
-        if not tokenizer.template_uses("reasoning_effort"):
-            raise bad_field("reasoning_effort", "the model's chat template does not use it")
-        variables["reasoning_effort"] = request.reasoning_effort
+    variables = template_variables(front, request.chat_template_kwargs, request.reasoning_effort)
     continues = bool(request.continue_final_message)
     if continues and messages[-1]["role"] != "assistant":
         raise bad_field("continue_final_message", "needs a last message of the assistant", found=messages[-1]["role"])
-    adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    limit = processor.limit(None) if request.truncate_prompt_tokens is None else None
-
-    def work() -> Conversation:
-        prompt = tokenizer.render_chat(
-            messages, tools=[tool.value for tool in tools] or None, add_generation_prompt=adds,
-            continue_final_message=continues, variables=variables,
-        )  # fmt: skip
-        return Conversation(tokenizer.encode_plain(prompt, limit), prompt, checked_messages(messages[-1:])[0]["content"])
-
-    return await front.in_thread(work)
+    opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    return Conversation(
+        messages, tools, variables=variables, opens_answer=opens, continues=continues,
+        truncates=request.truncate_prompt_tokens is not None,
+    )  # fmt: skip
 
 
 def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dict[str, Any]]:
@@ -173,14 +129,48 @@ def _choice(
 ) -> dict[str, Any]:
     count = request.top_logprobs or 0
     logprobs = None if done.logprobs is None else {"content": _rows(tokenizer, done.logprobs, count), "refusal": None}
-    message = {"role": "assistant", "refusal": None} | plan.message(done.text, prefix)
+    message = {"role": "assistant", "refusal": None} | _message(plan.read(done.text), prefix)
     choice = {
         "index": index, "message": message, "logprobs": logprobs,
-        "finish_reason": finish_reason(done.finish_reason, "tool_calls" in message),
+        "finish_reason": _finish_reason(done.finish_reason, "tool_calls" in message),
     }  # fmt: skip
     if done.prompt_logprobs is not None:
         choice["prompt_logprobs"] = [None if row is None else row_by_id(tokenizer, row) for row in done.prompt_logprobs]
     return choice
+
+
+def _message(reply: Reply, prefix: str) -> dict[str, Any]:
+    """The fields of a message with a whole reply. `prefix`: stands before its content."""
+    calls, content = reply.tool_calls, prefix + reply.content
+    found: dict[str, Any] = {"content": content or (None if calls or reply.reasoning else "")}
+    if reply.reasoning:
+        found |= _reasoning(reply.reasoning)
+    return found | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    """What an event adds to a streamed message."""
+    if isinstance(event, ContentDelta):
+        return {"content": event.text}
+    if isinstance(event, ReasoningDelta):
+        return _reasoning(event.text)
+    if isinstance(event, ArgumentsDelta):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {"tool_calls": [{"index": event.index} | _call(ToolCall(event.id, event.name, ""))]}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Clients differ in the name that they read."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _finish_reason(reason: str | None, calls: bool) -> str | None:
+    """OpenAI's reason for the end of an answer, with or without tool calls."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def row_by_id(tokenizer: Tokenizer | None, row: TokenLogprobs) -> dict[str, Any]:
@@ -225,11 +215,11 @@ class _Events(Format):
         reader = self._readers.get(choice.index)
         if reader is None:
             reader = self._readers[choice.index] = self._plan.reader()
-        return [encode_json(delta) for delta in reader.read(choice.text, choice.finish_reason is not None)]
+        return [encode_json(_delta(event)) for event in reader.read(choice.text, choice.finish_reason is not None)]
 
     def finish_reason(self, choice: Choice) -> str | None:
         reader = self._readers.get(choice.index)
-        return finish_reason(choice.finish_reason, reader is not None and reader.calls)
+        return _finish_reason(choice.finish_reason, reader is not None and reader.calls)
 
     def logprobs(self, choice: Choice, start: int, stop: int) -> Any:
         rows = choice.stream.completion.logprobs or []

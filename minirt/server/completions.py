@@ -14,7 +14,7 @@ from minirt.server.errors import bad_field
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
-from minirt.server.protocol import MAX_CHOICES, Int, Sampling, decode, sampling_params
+from minirt.server.protocol import MAX_CHOICES, Int, Sampling, decode, sampling_params, structured_outputs
 from minirt.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -50,6 +50,7 @@ async def completions(front: Front, exchange: Exchange) -> None:
         max_tokens=1 if only_echo else DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        n=request.n or 1, structured_outputs=structured_outputs(request),
     )  # fmt: skip
     call = await front.prepare(prompts, params, request.priority or 0, request.cache_salt)
     fields = {

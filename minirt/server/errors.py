@@ -91,16 +91,20 @@ def retry_after(error: MinirtError) -> int | None:
     return 1 if isinstance(error, QueueFullError) else None
 
 
-def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:
-    """The body of an error's answer: {"error": {"message", "type", "param", "code"}}."""
+def error_fields(error: MinirtError, prompt_field: str | None = None) -> dict[str, Any]:
+    """What an answer says about an error: message, type, param and code, as OpenAI does."""
     status = status_of(error)
     code: str | None = None
     if isinstance(error, HTTPError):
         code = error.code
     elif isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
-    content = {
+    return {
         "message": str(error), "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
         "param": param_of(error, prompt_field), "code": code,
     }  # fmt: skip
-    return msgspec.json.encode({"error": content})
+
+
+def error_body(error: MinirtError, prompt_field: str | None = None) -> bytes:
+    """The body of an error's answer: {"error": {"message", "type", "param", "code"}}."""
+    return msgspec.json.encode({"error": error_fields(error, prompt_field)})

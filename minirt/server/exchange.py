@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -48,10 +48,15 @@ class Exchange:
         log: more fields of the line in the log.
         streaming: whether the answer is a stream of events.
         prompt_field: the field that errors of the prompt are about.
+        headers: more headers of the answer.
+        error_body: the body of an error; `prompt_field` is its second argument.
+        error_event: the events of an error in a stream. None: an event with its body.
     """
 
-    def __init__(self, scope: Any, receive: Any, send: Any, exchange_id: str, cors: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self._scope, self._receive, self._send, self._cors = scope, receive, send, cors
+    def __init__(
+        self, scope: Any, receive: Any, send: Any, exchange_id: str, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self._scope, self._receive, self._send, self.headers = scope, receive, send, list(headers)
         self.id = exchange_id
         self.method, self.path = scope["method"], scope["path"]
         self.client = scope["client"][0] if scope.get("client") else ""
@@ -59,6 +64,8 @@ class Exchange:
         self.log: dict[str, Any] = {}
         self.streaming = self.disconnected = False
         self.prompt_field: str | None = None
+        self.error_body: Callable[[MinirtError, str | None], bytes] = error_body
+        self.error_event: Callable[[MinirtError], bytes] | None = None
         self._watch: asyncio.Task | None = None
 
     def header(self, name: bytes) -> bytes | None:
@@ -124,11 +131,12 @@ class Exchange:
 
     async def answer_error(self, error: MinirtError) -> None:
         """Send an error: as the answer, or as the last event of a stream."""
-        body = error_body(error, self.prompt_field)
+        body = self.error_body(error, self.prompt_field)
         if self.streaming:
+            event = b"data: " + body + b"\n\n" if self.error_event is None else self.error_event(error)
             try:
                 async with asyncio.timeout(ERROR_SECONDS):
-                    await self.send_events(b"data: " + body + b"\n\n")
+                    await self.send_events(event)
                     await self.end_events()
             except TimeoutError:  # the client does not read
                 self.drop()
@@ -161,5 +169,5 @@ class Exchange:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        headers += [(b"x-request-id", self.id.encode()), *self._cors]
+        headers += [(b"x-request-id", self.id.encode()), *self.headers]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -24,15 +24,14 @@ T = TypeVar("T")
 _LONG = 2000  # characters or tokens of a prompt: from here on, encoding takes longer than a change of threads
 _THREADS = 4  # that encode long texts and render chat templates
 _MAX_NOTED = 1000  # names of unknown fields that are remembered
+_MAX_NAME = 80  # characters of each
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of `minirt serve` that are not about loading; docs/serving.md describes them."""
+    """The options of `minirt serve` that are about neither loading nor the address; docs/serving.md describes them."""
 
     model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     metrics_need_key: bool = False
@@ -151,13 +150,14 @@ class Front:
         """The running requests of a call; see `Generation`."""
         return Generation(self.engine, call, self.metrics, self.generations, interval, on_slow)
 
-    def note_unknown(self, names: Sequence[str]) -> None:
-        """Write the names of unknown fields to the log, each once."""
-        new = [name for name in names if name not in self._noted][: _MAX_NOTED - len(self._noted)]
+    def note_unknown(self, names: Sequence[str], what: str = "unknown fields of requests") -> None:
+        """Write to the log that something is ignored, each name once."""
+        short = dict.fromkeys(name[:_MAX_NAME] for name in names)
+        new = [name for name in short if name not in self._noted][: _MAX_NOTED - len(self._noted)]
         if new:
             self._noted.update(new)
-            shown = ", ".join(printable(name[:80]) for name in new)
-            sys.stderr.write(f"minirt: unknown fields of requests are ignored: {shown}\n")
+            shown = ", ".join(map(printable, new))
+            sys.stderr.write(f"minirt: {what} are ignored: {shown}\n")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

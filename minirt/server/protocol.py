@@ -5,7 +5,7 @@ value means "off"; or unknown, which is ignored and named once in the log, becau
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -23,7 +23,7 @@ MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
 MAX_NESTING = 64  # of values that have no fixed form
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
-Body = TypeVar("Body", bound="Sampling")
+Body = TypeVar("Body", bound="Common")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -32,18 +32,15 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # OpenAI's padding of chunks; there is none
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """The fields that every request for a completion has."""
+class Common(msgspec.Struct, kw_only=True):
+    """The fields that mean the same in every API that generates."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
-    n: Int | None = None
     seed: int | None = None  # up to 2**64 - 1, which `SamplingParams` checks
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
@@ -58,10 +55,8 @@ class Sampling(msgspec.Struct, kw_only=True):
     bad_words: str | list[str] | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
-    prompt_logprobs: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
-    response_format: Any = None
     structured_outputs: Any = None
     # Without effect here.
     user: str | None = None
@@ -69,6 +64,16 @@ class Sampling(msgspec.Struct, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class Sampling(Common, kw_only=True):
+    """The fields of both APIs whose answers have choices."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    n: Int | None = None
+    prompt_logprobs: Int | None = None
+    response_format: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -82,8 +87,9 @@ class Sampling(msgspec.Struct, kw_only=True):
 
 _NO_TEMPLATE = "a request cannot bring its own chat template"
 _GUIDED = "is not supported under this name: use response_format or structured_outputs"
+Refused = Mapping[str, tuple[str, tuple[Any, ...]]]
 # Known fields that are not supported: why, and which values mean "off" (null does, too).
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+REFUSED: Refused = {
     "chat_template": (_NO_TEMPLATE, ()),
     "documents": ("documents are not supported", ([],)),
     "suffix": ("text between two texts is not supported", ("",)),
@@ -126,16 +132,16 @@ def decode_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def decode(front: Front, body: bytes, kind: type[Body]) -> Body:
-    """A body as a request of this kind, with checked types and limits."""
+def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
+    """A body as a request of this kind, with checked types and limits. `refused`: the fields that are refused."""
     value = decode_json(body)
     known = _fields(kind)
     unknown = []
     for name in value.keys() - known.keys():
-        if name not in REFUSED:
+        if name not in refused:
             unknown.append(name)
-        elif (found := value[name]) is not None and found not in REFUSED[name][1]:
-            raise bad_field(name, REFUSED[name][0], found=repr(found)[:80])
+        elif (found := value[name]) is not None and found not in refused[name][1]:
+            raise bad_field(name, refused[name][0], found=repr(found)[:80])
     front.note_unknown(unknown)
     request = convert(value, kind)
     _check_limits(request)
@@ -181,19 +187,32 @@ def _takes(hint: Any, wanted: type) -> bool:
     return wanted is list and any(get_origin(option) is list and get_args(option)[0] is int for option in (hint, *options))
 
 
-def _check_limits(request: Sampling) -> None:
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    words = [request.bad_words] if isinstance(request.bad_words, str) else request.bad_words or []
-    for name, found, limit in (
-        ("stop", stops, MAX_STOPS), ("bad_words", words, MAX_IDS), ("stop_token_ids", request.stop_token_ids or (), MAX_IDS),
-        ("logit_bias", request.logit_bias or (), MAX_IDS),
-    ):  # fmt: skip
-        if len(found) > limit:
-            raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(found))
-    for name, texts in (("stop", stops), ("bad_words", words)):
-        longest = max(map(len, texts), default=0)
-        if longest > MAX_STOP_LENGTH:
-            raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
+def _check_limits(request: Common) -> None:
+    check_texts("stop", request.stop, MAX_STOPS)
+    check_texts("bad_words", request.bad_words, MAX_IDS)
+    _check_count("stop_token_ids", request.stop_token_ids or (), MAX_IDS)
+    _check_count("logit_bias", request.logit_bias or (), MAX_IDS)
+    check_nesting("metadata", request.metadata)
+    check_nesting("structured_outputs", request.structured_outputs)
+    if isinstance(request, Sampling):
+        _check_choices(request)
+
+
+def check_texts(name: str, texts: str | Sequence[str] | None, limit: int) -> None:
+    """Raise 400 if a field has more texts than `limit`, or one that is too long."""
+    own = [texts] if isinstance(texts, str) else texts or []
+    _check_count(name, own, limit)
+    longest = max(map(len, own), default=0)
+    if longest > MAX_STOP_LENGTH:
+        raise bad_field(name, "has too long a text", expected=f"at most {MAX_STOP_LENGTH} characters", found=longest)
+
+
+def _check_count(name: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(values))
+
+
+def _check_choices(request: Sampling) -> None:
     if request.n is not None and not 1 <= request.n <= MAX_N:
         raise bad_field("n", "not an acceptable value", expected=f"an integer from 1 to {MAX_N}", found=request.n)
     if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
@@ -201,9 +220,7 @@ def _check_limits(request: Sampling) -> None:
         raise bad_field("prompt_logprobs", "not an acceptable value", expected=expected, found=request.prompt_logprobs)
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "is for streams only", expected="stream: true")
-    check_nesting("metadata", request.metadata)
     check_nesting("response_format", request.response_format)
-    check_nesting("structured_outputs", request.structured_outputs)
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
@@ -225,27 +242,28 @@ _SAME = (
 _SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 
-def sampling_params(request: Sampling, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:
+def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes: Any) -> SamplingParams:
     """The sampling parameters of a request.
 
     Args:
         renamed: names of parameters → names of the fields that they come from, for messages.
-        changes: more parameters, or other values.
+        changes: more parameters, which replace those of the request.
     """
     given = {name: getattr(request, name) for name in _SAME}
     given |= {name: own for name in _SWITCHES if (own := getattr(request, name)) is not None}
-    given |= {"n": request.n or 1, "prompt_logprobs": request.prompt_logprobs} | structured_outputs(request) | changes
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**given | changes)
     except InputError as error:
         name = str(error.where).removeprefix("SamplingParams.")
-        if name.startswith("structured_outputs") and not request.structured_outputs:
+        if not name.startswith("structured_outputs"):
+            name = renamed.get(name, name)
+        elif not request.structured_outputs:
             name = renamed.get("structured_outputs", "response_format")
-        raise error.at(renamed.get(name, name)) from error
+        raise error.at(name) from error
 
 
-def structured_outputs(request: Sampling) -> dict[str, Any]:
-    """`response_format` and `structured_outputs` as parameters of `SamplingParams`.
+def structured_outputs(request: Sampling) -> Any:
+    """`response_format` or `structured_outputs` as a parameter of `SamplingParams`; None: any text.
 
     `response_format` is OpenAI's: text, json_object or json_schema. `structured_outputs` is vLLM's: json, regex, choice, grammar.
     """
@@ -268,7 +286,7 @@ def structured_outputs(request: Sampling) -> dict[str, Any]:
             raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=repr(kind)[:80])
     elif kind != "text":
         raise bad_field("structured_outputs", "excludes response_format", found=repr(own)[:80])
-    return {} if own is None else {"structured_outputs": own}
+    return own
 
 
 def usage(prompt_tokens: Sequence[int], completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -1,21 +1,12 @@
-"""How the answers of a chat request are read: `ReplyPlan`; and their content, reasoning and tool calls as OpenAI's fields."""
+"""How the answers to a conversation are read: `ReplyPlan`, and `ReplyReader` for streams."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minirt.server.errors import bad_field
 from minirt.text.reasoning import CLOSE, opens_reasoning
-from minirt.text.reply import (
-    ArgumentsDelta,
-    ContentDelta,
-    Event,
-    Parser,
-    ReasoningDelta,
-    ReplyParser,
-    ToolCall,
-    parse,
-)
+from minirt.text.reply import ContentDelta, Event, Parser, ReasoningDelta, Reply, ReplyParser, parse
 from minirt.text.reply_format import ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 from minirt.text.tools import Tool, call_schema, chosen
@@ -100,16 +91,12 @@ class ReplyPlan:
             found["skip_special_tokens"] = False
         return found
 
-    def message(self, text: str, prefix: str) -> dict[str, Any]:
-        """The fields of a message with a whole answer. `prefix`: stands before its content."""
+    def read(self, text: str) -> Reply:
+        """A whole answer."""
         if (parser := self.parser()) is None:
-            return {"content": prefix + text}
+            return Reply(text, "", ())
         reply = parse(parser, text)
-        calls, content = reply.tool_calls if self.parallel else reply.tool_calls[:1], prefix + reply.content
-        found: dict[str, Any] = {"content": content or (None if calls or reply.reasoning else "")}
-        if reply.reasoning:
-            found |= _reasoning(reply.reasoning)
-        return found | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+        return reply if self.parallel else replace(reply, tool_calls=reply.tool_calls[:1])
 
 
 class ReplyReader:
@@ -119,33 +106,13 @@ class ReplyReader:
         self._parser, self._parallel = parser, parallel
         self.calls = False  # whether there was a tool call
 
-    def read(self, text: str, ended: bool) -> list[dict[str, Any]]:
-        """The deltas of more text. `ended`: it is the last."""
+    def read(self, text: str, ended: bool) -> list[Event]:
+        """What more text adds to the answer. `ended`: it is the last."""
         events = self._parser.feed(text) + (self._parser.finish() if ended else [])
-        return [delta for event in events if (delta := self._delta(event)) is not None]
+        return [event for event in events if self._counts(event)]
 
-    def _delta(self, event: Event) -> dict[str, Any] | None:
-        if isinstance(event, ContentDelta):
-            return {"content": event.text}
-        if isinstance(event, ReasoningDelta):
-            return _reasoning(event.text)
-        if event.index > 0 and not self._parallel:
-            return None
+    def _counts(self, event: Event) -> bool:
+        if isinstance(event, ContentDelta | ReasoningDelta):
+            return True
         self.calls = True
-        if isinstance(event, ArgumentsDelta):
-            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-        return {"tool_calls": [{"index": event.index} | _call(ToolCall(event.id, event.name, ""))]}
-
-
-def finish_reason(reason: str | None, calls: bool) -> str | None:
-    """OpenAI's reason for the end of an answer, with or without tool calls."""
-    return "tool_calls" if calls and reason == "stop" else reason
-
-
-def _reasoning(text: str) -> dict[str, str]:
-    """Clients differ in the name that they read."""
-    return {"reasoning": text, "reasoning_content": text}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        return event.index == 0 or self._parallel

@@ -24,15 +24,16 @@ _CLOSE_SECONDS = 5  # how long connections may take to close at the end
 _KEEP_ALIVE_SECONDS = 75
 
 
-def serve(options: ServerOptions, load_options: dict[str, Any]) -> None:
+def serve(options: ServerOptions, load_options: dict[str, Any], host: str, port: int) -> None:
     """Run the server until a signal ends it.
 
     Args:
         load_options: the fields of `LoadOptions`.
+        host, port: the address to listen on. Port 0 takes a free one.
     Raises:
         MinirtError: the address cannot be used, the model cannot be loaded, or the engine has failed.
     """
-    listening = _listen(options.host, options.port)
+    listening = _listen(host, port)
     try:
         asyncio.run(_serve(options, load_options, listening))
     finally:
@@ -111,13 +112,13 @@ async def _until_end(front: Front, signals: _Signals, listening: socket.socket) 
         sys.stderr.write(f"minirt: serving {front.options.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}\n")
     await asyncio.wait((front.engine.ended, asked), return_when=asyncio.FIRST_COMPLETED)
     if not front.engine.ended.done():
-        await _drain(front)
+        await drain(front)
     if front.engine.ended.done():
         await _wait_for_exchanges(front, _CLOSE_SECONDS)  # each answers with the error
         raise front.engine.ended.result()
 
 
-async def _drain(front: Front) -> None:
+async def drain(front: Front) -> None:
     """Refuse new requests, and wait for the running ones. After the time limit, these end with an error."""
     front.draining = True
     running = len(front.exchanges)

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from minirt.errors import InputError
-from minirt.server.chat import encode_chat
+from minirt.server.chat import conversation_of
+from minirt.server.conversation import render
 from minirt.server.errors import bad_field
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
@@ -47,7 +48,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "either prompt or messages must be given")
     if request.prompt is None:
-        tokens = (await encode_chat(front, request, read_tools(request.tools or []))).tokens
+        tokens = (await render(front, conversation_of(front, request, read_tools(request.tools or [])))).tokens
     elif request.add_special_tokens is False:
         tokens = await front.in_thread(tokenizer.encode_plain, request.prompt, info.max_len)
     else:

@@ -37,6 +37,16 @@ class JsonChecker:
         return not self._open and self._state == _AFTER
 
     @property
+    def closing(self) -> str:
+        """The brackets that close those that are open."""
+        return "".join("}" if own == "{" else "]" for own in reversed(self._open))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far and `closing` are a value."""
+        return not self.in_string and not self.scalar and self._state in (_AFTER, _VALUE_OR_END, _KEY_OR_END)
+
+    @property
     def expects_value(self) -> bool:
         return not self.in_string and not self.scalar and self._state in (_VALUE, _VALUE_OR_END)
 
@@ -124,5 +134,30 @@ def escaped(text: str) -> str | None:
     for character in text.strip():
         if checker.done or not checker.push(character):
             return None
-        shown.append(f"\\u{ord(character):04x}" if character < " " and checker.in_string else character)
+        shown.append(_shown(character, checker))
     return "".join(shown) if checker.done else None
+
+
+def completed(text: str) -> str:
+    """A JSON object as far as it has come, with the control characters in its strings escaped.
+
+    A value that is not complete is left out, with its key. So is a number, true, false or null at the end of the text, since it
+    could go on. A text that does not begin like an object becomes {}.
+    """
+    checker, shown, end, closing = JsonChecker(), list[str](), 0, ""
+    for character in text.lstrip():
+        separates = character == "," and not checker.in_string  # a number before it is complete now
+        if checker.done or not checker.push(character):
+            break
+        if separates:
+            end, closing = len(shown), checker.closing
+        shown.append(_shown(character, checker))
+        if checker.complete:
+            end, closing = len(shown), checker.closing
+    found = "".join(shown[:end]) + closing
+    return found if found.startswith("{") else "{}"
+
+
+def _shown(character: str, checker: JsonChecker) -> str:
+    """A character that `checker` has just accepted, escaped if it must not stand in a string as it is."""
+    return f"\\u{ord(character):04x}" if character < " " and checker.in_string else character

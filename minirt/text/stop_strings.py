@@ -10,6 +10,9 @@ class StopStrings:
 
     The first stop string is the one that is complete first; if several end at the same character, the longest one.
     So the result does not depend on how the text is cut into pieces, and a complete match never waits for a longer one.
+
+    Attributes:
+        found: the stop string that has ended the text; None before.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -17,7 +20,8 @@ class StopStrings:
             raise InputError("not a list of non-empty strings", where="stop", found=repr(stops)[:80])
         self._stops = tuple(stops)
         self._longest_tail = max(map(len, stops), default=1) - 1
-        self._held, self._found, self._include = "", False, include
+        self.found: str | None = None
+        self._held, self._include = "", include
         self._passed = 0  # characters of the held text in which no stop string may end
 
     def push(self, text_piece: str, check: bool = True) -> tuple[str, bool]:
@@ -27,14 +31,14 @@ class StopStrings:
         """
         if not self._stops:
             return text_piece, False
-        if self._found:
+        if self.found is not None:
             return "", True
         text = self._held + text_piece
         passed = self._passed if check else len(text)
         starts = [(text.find(stop, max(0, passed - len(stop) + 1)), len(stop)) for stop in self._stops]
         if matches := [(start + length, start) for start, length in starts if start >= 0 and start + length > passed]:
-            self._found, self._held = True, ""
             end, start = min(matches)
+            self.found, self._held = text[start:end], ""
             return text[: end if self._include else start], True
         tails = (text[-n:] for n in range(min(self._longest_tail, len(text)), 0, -1))
         self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")

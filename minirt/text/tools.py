@@ -41,15 +41,25 @@ def read_tools(values: object) -> list[Tool]:
     Raises:
         InputError: names the value that is wrong.
     """
+    tools = [_read_tool(value, f"tools[{i}]") for i, value in enumerate(checked_list(values))]
+    check_names(tools, [f"tools[{i}].function.name" for i in range(len(tools))])
+    return tools
+
+
+def checked_list(values: object) -> list[Any]:
+    """A request's `tools`, if they are a list that is not too long."""
     if not isinstance(values, list) or len(values) > MAX_TOOLS:
         found = type(values).__name__ if not isinstance(values, list) else len(values)
         raise InputError("not a list of tools", where="tools", expected=f"a list of at most {MAX_TOOLS}", found=found)
-    tools = [_read_tool(value, f"tools[{i}]") for i, value in enumerate(values)]
+    return values
+
+
+def check_names(tools: Sequence[Tool], where: Sequence[str]) -> None:
+    """Check that no two tools have the same name. `where`: the place of each name in the request."""
     names = [tool.name for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:
-            raise InputError("two tools have the same name", where=f"tools[{i}].function.name", found=name)
-    return tools
+            raise InputError("two tools have the same name", where=where[i], found=name)
 
 
 def _read_tool(value: object, where: str) -> Tool:
@@ -60,15 +70,20 @@ def _read_tool(value: object, where: str) -> Tool:
     function = value.get("function")
     if not isinstance(function, dict):
         raise InputError("not an object", where=f"{where}.function", found=type(function).__name__)
-    name, parameters = function.get("name"), function.get("parameters")
+    return checked_tool(value, f"{where}.function.name", f"{where}.function.parameters")
+
+
+def checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> Tool:
+    """A tool in the form that chat templates get. `name_at`, `parameters_at`: the places of the two in the request."""
+    name, parameters = value["function"].get("name"), value["function"].get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         expected, found = "1 to 128 letters, digits and _ . : / -", shortened(repr(name), 80)
-        raise InputError("not the name of a function", where=f"{where}.function.name", expected=expected, found=found)
+        raise InputError("not the name of a function", where=name_at, expected=expected, found=found)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         found = type(parameters).__name__
-        raise InputError("not a JSON schema", where=f"{where}.function.parameters", expected="an object", found=found)
+        raise InputError("not a JSON schema", where=parameters_at, expected="an object", found=found)
     if not parameters.keys() & _SAY_TYPE:  # arguments are an object, also where the schema does not say so
         parameters = {"type": "object"} | parameters
     return Tool(name, parameters, value)

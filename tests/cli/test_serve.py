@@ -14,7 +14,7 @@ def call(capfd, monkeypatch):
     """Call `minirt serve …` without serving → (exit code, stdout, stderr), and the options of the last call."""
     monkeypatch.delenv("MINIRT_API_KEY", raising=False)
     seen = []
-    monkeypatch.setattr(run, "serve", lambda server, load: seen.append((server, load)))
+    monkeypatch.setattr(run, "serve", lambda *given: seen.append(given))
     invoke = caller(capfd, monkeypatch)
 
     def call(*arguments):
@@ -27,9 +27,9 @@ def call(capfd, monkeypatch):
 def test_the_options_of_the_command_line(call):
     words = "-q --model m --port 0 --host ::1 --served-model-name a --served-model-name b --api-key k --fp8 --max-num-seqs 9"
     words += " --no-prefix-cache --drain-timeout 3 --request-timeout 1.5 --allow-origin *"
-    (code, out, err), (server, load) = call(*words.split())
+    (code, out, err), (server, load, host, port) = call(*words.split())
     assert (code, out, err) == (0, "", "")
-    assert (server.model, server.port, server.host, server.names, server.api_keys) == ("m", 0, "::1", ("a", "b"), ("k",))
+    assert (server.model, port, host, server.names, server.api_keys) == ("m", 0, "::1", ("a", "b"), ("k",))
     assert (server.drain_timeout, server.request_timeout, server.allowed_origins, server.quiet) == (3, 1.5, ("*",), True)
     assert load.items() >= {"model": "m", "quantization": "fp8", "max_num_seqs": 9, "prefix_cache": False, "warmup": True}.items()
 
@@ -40,8 +40,8 @@ def test_a_file_of_options(call, tmp_path):
         "model: m\nport: 1234\nmax_num_seqs: 5\nfp8: true\nno-fp8-head: true\napi-key: [a, b]\nimpl: eager\nquiet: true\n"
         "kv-cache-memory: 2GiB\nrequest-timeout: 2\n"
     )
-    _, (server, load) = call("--config", file, "--port", 99)
-    assert (server.model, server.port, server.api_keys, server.request_timeout) == ("m", 99, ("a", "b"), 2)
+    _, (server, load, _, port) = call("--config", file, "--port", 99)
+    assert (server.model, port, server.api_keys, server.request_timeout) == ("m", 99, ("a", "b"), 2)
     expected = {"max_num_seqs": 5, "quantization": "fp8", "quantize_head": False, "impl": ["eager"], "kv_cache_memory": 2 << 30}
     assert load.items() >= expected.items()
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from support.chats import model_folders
 from support.server import Server
 
 from minirt import models
@@ -52,3 +53,9 @@ def smol(smollm2, tmp_path_factory):
     server.process.kill()  # the engine's process must not stay behind
     server.process.wait(30)
     engine.wait(30)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Template's name → the embedded model with this template; see `model_folders`."""
+    return model_folders(tmp_path_factory.mktemp("models"))

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from support.server import events, message
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 DEEP = "[" * 10_000 + "]" * 10_000
 
@@ -26,6 +26,131 @@ def completions(**fields):
 
 def chats(**fields):
     return CHAT, {"messages": USER, "max_tokens": 1} | fields
+
+
+def responses(**fields):
+    return RESPONSES, {"input": "a", "max_output_tokens": 1} | fields
+
+
+def response_cases():
+    """Those of /v1/responses."""
+    for name, wrongs in {
+        "max_output_tokens": (0, -1, 1.5, "1", [], 2**60), "temperature": ("1", -0.1, []), "top_p": (0, 1.5, "x"), "n": (2, 0),
+        "instructions": (5, [], {}), "stream": ("true", 1), "tools": (5, {}, [{}] * 600, [nested(100)]), "text": (5, "text", []),
+        "tool_choice": ("any", 5, "required", {"type": "function"}, {"type": "function", "name": "f"}, {"type": "web_search"}),
+        "parallel_tool_calls": (1, "true"), "reasoning": ("high", 5, []), "include": (5, "a", [5]), "metadata": (5, "a", [1]),
+        "store": ("yes", 1), "stream_options": ({"include_obfuscation": True}, 5), "previous_response_id": ("resp_1", 5),
+        "conversation": ("conv_1", {"id": "conv_1"}), "background": (True,), "prompt": ({"id": "pmpt_1"}, "a"),
+        "truncation": ("auto", 5), "context_management": ([{}],), "moderation": ({"model": "m"},), "top_logprobs": (1, -1),
+        "messages": (USER,), "max_tokens": (5,), "max_completion_tokens": (5,), "response_format": ({"type": "text"},),
+        "reasoning_effort": ("high",), "chat_template_kwargs": (5, {"messages": []}, nested(100)), "model": (5,),
+        "max_tool_calls": ("a", 1.5), "chat_template": ("{{ 1 }}",), "seed": (-1,), "stop": ("", 5), "user": (5,),
+        "logit_bias": ({"a": 1}, {str(i): 1 for i in range(5000)}), "structured_outputs": (5, {"nothing": 1}),
+        "input": (None, 5, [], {}, True, [5], ["a"], [None], [{}], [{"type": "message"}], nested(3), "word " * 600),
+    }.items():  # fmt: skip
+        for wrong in wrongs:
+            yield *responses(**{name: wrong}), name
+    yield RESPONSES, {}, "input"
+    yield RESPONSES, {"model": "tiny"}, "input"
+    yield *responses(include=["message.output_text.logprobs"]), "include"
+    call, output = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, {"type": "function_call_output"}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    for wrong, name in (
+        ({"role": "king", "content": "a"}, "role"), ({"role": "tool", "content": "a"}, "role"), ({"content": "a"}, "type"),
+        ({"role": "user"}, "content"), ({"role": "user", "content": 5}, "content"), ({"role": "user", "content": {}}, "content"),
+        ({"role": "user", "content": ["a"]}, "content[0]"), ({"role": "user", "content": [{}]}, "content[0].type"),
+        ({"role": "user", "content": [image]}, "content[0].type"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_file"}]}, "content[1].type"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0].type"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
+        ({"role": "user", "content": [{"type": ["input_text"], "text": "a"}]}, "content[0].type"),
+        (call | {"name": None}, "name"), (call | {"call_id": 5}, "call_id"), (call | {"arguments": {}}, "arguments"),
+        (call | {"arguments": "{"}, "arguments"), (call | {"arguments": "[]"}, "arguments"),
+        (call | {"arguments": "[" * 100_000}, "arguments"), (output | {"output": "a"}, "call_id"),
+        (output | {"call_id": "c"}, "output"), (output | {"call_id": "c", "output": [image]}, "output[0].type"),
+        ({"type": "reasoning", "content": [{"type": "x"}]}, "content[0].type"),
+        ({"type": "reasoning", "summary": 5}, "summary"), ({"type": "reasoning", "summary": [5]}, "summary[0]"),
+        ({"type": "item_reference", "id": "msg_1"}, "type"), ({"type": "web_search_call"}, "type"), ({"type": 5}, "type"),
+        ({"type": {"a": 1}}, "type"), ({"type": "local_shell_call_output", "output": "a"}, "type"),
+    ):  # fmt: skip
+        yield *responses(input=[{"role": "user", "content": "a"}, wrong]), f"input[1].{name}"
+    tool = {"type": "function", "name": "f"}
+    for wrong, name in (
+        (5, ""), ({}, ""), ({"name": "f"}, ""), (tool | {"name": "a b"}, ".name"), ({"type": "function"}, ".name"),
+        (tool | {"parameters": 5}, ".parameters"), (tool | {"description": 5}, ".description"), (tool | {"type": 5}, ""),
+        ({"type": "function", "function": {"name": "f"}}, ".name"), (tool, ".name"),
+    ):  # fmt: skip
+        yield *responses(tools=[{"type": "web_search"}, tool, wrong]), f"tools[2]{name}"
+    yield *responses(tools=[tool]), "tools"  # the model's template does not use them
+    for wrong, name in (
+        ({"format": 5}, "format"), ({"format": {"type": "xml"}}, "format.type"), ({"format": {"schema": {}}}, "format.type"),
+        ({"format": {"type": "json_schema"}}, "format.schema"),
+        ({"format": {"type": "json_schema", "schema": 5}}, "format.schema"),
+        ({"format": {"type": "json_schema", "schema": {"type": 5}}}, None), ({"format": nested(100)}, None),
+        ({"verbosity": "low"}, "verbosity"), ({"verbosity": 5}, "verbosity"),
+    ):  # fmt: skip
+        yield *responses(text=wrong), f"text.{name}" if name else ("text", "structured_outputs")
+    for wrong in ("high", 5, ["low"]):
+        yield *responses(reasoning={"effort": wrong}), "reasoning.effort"
+
+
+def messages(**fields):
+    return MESSAGES, {"messages": USER, "max_tokens": 1} | fields
+
+
+def messages_cases():
+    """Of Anthropic's API; see `cases`."""
+    for name in ("temperature", "top_p", "max_tokens", "top_k", "stream", "seed"):
+        for wrong in ("1", [1], {}):
+            yield *messages(**{name: wrong}), name
+    deep = nested(100)
+    for name, wrongs in {
+        "max_tokens": (None, 0, -1, 1.5, 2**60), "temperature": (-1,), "top_p": (0, 2), "top_k": (-2, 2.5), "model": (5, []),
+        "stop_sequences": ("a", [""], [5], ["a"] * 17, ["x" * 5000]), "metadata": (deep,), "service_tier": (5,),
+        "system": (5, {}, [5], [{}], [{"type": "text"}], [{"type": "image", "source": {}}], deep, [{"type": "text", "text": 5}]),
+        "tools": (5, {}, [5], [{}], [{"name": "f"}], [{"name": "f", "input_schema": 5}], [{"input_schema": {}}],
+                  [{"name": "a b", "input_schema": {}}], [{"name": 5, "input_schema": {}}], [{"type": 5}],
+                  [{"name": "f", "input_schema": {}, "description": 5}], [{"name": "f", "input_schema": deep}],
+                  [{"name": "f", "input_schema": {}}] * 2, [{"name": "f", "input_schema": {}}] * 600),
+        "tool_choice": (5, "auto", {"type": 5}, {"type": "some"}, {"type": "tool"}, {"type": "any"},
+                        {"type": "tool", "name": "f"}, {"type": "auto", "disable_parallel_tool_use": 1}, {"name": "f"}),
+        "thinking": (5, True, {"type": 5}, {"type": "often"}, {"budget_tokens": 5}, {"type": "enabled", "budget_tokens": "5"},
+                     {"type": "enabled", "budget_tokens": 0}, {"type": "enabled", "budget_tokens": True}),
+        "output_config": (5, {"format": 5}, {"format": {"type": "xml"}}, {"format": {"type": "json_schema"}}, {"effort": 5}),
+        "chat_template_kwargs": (5, deep, {"messages": []}), "structured_outputs": (5, {"nothing": 1}), "documents": ([{}],),
+        "messages": (None, [], {}, "hi", 5, [5], [None], [{"role": "user", "content": deep}]),
+    }.items():  # fmt: skip
+        for wrong in wrongs:
+            yield *messages(**{name: wrong}), name
+    yield *messages(stop=["a"], stop_sequences=["b"]), "stop_sequences"
+    yield *messages(structured_outputs={"regex": "a"}, output_config={"format": {"type": "json_schema", "schema": {}}}), (
+        "structured_outputs"
+    )
+    yield MESSAGES, {"messages": USER}, "max_tokens"
+    yield MESSAGES, {"max_tokens": 1}, "messages"
+    call = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
+    for wrong in ({}, {"role": "king", "content": "a"}, {"role": 5, "content": "a"}, {"role": "tool", "content": "a"},
+                  {"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 5},
+                  {"role": "user", "content": []}, {"role": "user", "content": ["a"]}, {"role": "system", "content": [call]},
+                  {"role": "assistant", "content": []}, {"role": "user", "content": {"type": "text", "text": "a"}},
+                  {"role": "user", "content": "word " * 600}):  # fmt: skip
+        yield *messages(messages=[wrong]), "messages"
+    for role, block in (
+        ("user", {}), ("user", {"type": 5}), ("user", {"type": "text"}), ("user", {"type": "text", "text": 5}), ("user", call),
+        ("user", {"type": "image", "source": {}}), ("user", {"type": "document", "source": {}}), ("user", {"type": []}),
+        ("user", {"type": "thinking", "thinking": "x"}), ("user", {"type": "tool_result"}), ("user", {"type": "server_tool_use"}),
+        ("user", {"type": "tool_result", "tool_use_id": 5}), ("user", {"type": "tool_result", "tool_use_id": "x", "content": 5}),
+        ("user", {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image", "source": {}}]}),
+        ("user", {"type": "tool_result", "tool_use_id": "x", "is_error": "no"}), ("assistant", {"type": "thinking"}),
+        ("assistant", {"type": "tool_result", "tool_use_id": "x"}), ("assistant", {"type": "tool_use"}), ("assistant", call),
+        ("assistant", call | {"input": "{}"}), ("assistant", call | {"name": 5}), ("assistant", call | {"id": None}),
+    ):  # fmt: skip
+        yield *messages(messages=[*USER, {"role": role, "content": [block]}]), "messages"
+    for levels in range(880, 1000, 30):  # just readable, or just not
+        deep = b"[" * levels + b"]" * levels
+        for name in ("messages", "tools", "system", "metadata", "max_tokens"):
+            start = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, '
+            yield MESSAGES, start + b'"%b": %b}' % (name.encode(), deep), ("body", name)
 
 
 def cases():
@@ -94,19 +219,23 @@ def cases():
         for wrong in wrongs:
             yield *chats(**{name: wrong}), name
     yield *chats(logprobs=True, top_logprobs=21), "top_logprobs"
-    for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+    yield from response_cases()
+    yield from messages_cases()
+    for path in (TEXT, CHAT, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize"):
         for wrong in (b"", b"{", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": "\xc3\x28"}', b"[]", b"null", b"5", b'"a"',
                       b"{'a': 1}",
                       b'{"a": 1} x', b'{"a": 01}', b'{"a": NaN}', b'{"prompt": ' + DEEP.encode() + b"}", DEEP.encode(),
                       b"\x00" * 100,
                       b'{"a": "\\ud800"}'):  # fmt: skip
-            yield path, wrong, ("body", "prompt", "messages", "tokens")
+            yield path, wrong, ("body", "prompt", "messages", "input", "tokens", "max_tokens")
     for levels in range(880, 1000, 7):  # just readable, or just not
         deep = b"[" * levels + b"]" * levels
         for name in ("prompt", "messages", "tools", "response_format", "stop", "metadata", "model", "n"):
             path = CHAT if name in ("messages", "tools", "response_format") else TEXT
             start = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, '
             yield path, start + b'"%b": %b}' % (name.encode(), deep), ("body", name)
+        for name in ("input", "tools", "text", "reasoning", "tool_choice", "metadata", "include"):
+            yield RESPONSES, b'{"input": "a", "%b": %b}' % (name.encode(), deep), ("body", name)
     for wrong in ({"prompt": 5}, {}, {"prompt": "a", "messages": USER}, {"prompt": ["a"]}):
         yield "/tokenize", wrong, "prompt"
     for wrong in ({"tokens": "a"}, {"tokens": [1.5]}, {"tokens": [-1]}, {"tokens": [10**9]}, {}):
@@ -130,9 +259,10 @@ def test_each_is_refused_with_the_name_of_its_field(tiny):
         try:
             error = json.loads(answer)["error"]
             wanted = (fields,) if isinstance(fields, str) else fields
-            named = str(error["param"]).split(".")[0].split("[")[0] in {own.split(".")[0] for own in wanted}
+            param = error["message"].partition(": ")[0] if path.startswith(MESSAGES) else str(error["param"])
+            named = param in wanted or param.split(".")[0].split("[")[0] in wanted
             good = response.status == 400 and named and error["type"] == "invalid_request_error" and error["message"]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             good = False
         if not good:
             failed.append((path, data[:80], fields, response.status, answer[:200]))

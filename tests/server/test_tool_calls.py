@@ -4,130 +4,41 @@ Catches calls and reasoning that streams and whole answers show differently, del
 does not reach the engine, and a template or a parser that does not see what the request says.
 """
 
-import asyncio
 import json
-import shutil
 
 import openai
 import pytest
-from support.server import answer, front, message
+from support.chats import Model
+from support.server import answer, message
 
-from minirt import models
-from minirt.engine.request import TokenLogprobs, TokenOutput
-from minirt.text.tokenizer import Tokenizer
-
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
-REASONS = "{% if add_generation_prompt %}bot:{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
-TEMPLATES = {
-    "plain": PLAIN,
-    "unknown": WITH_TOOLS,
-    "hermes": WITH_TOOLS + "{# <tool_call> #}",
-    "qwen3_coder": WITH_TOOLS + "{# <tool_call><function=f><parameter=p> #}",
-    "llama3_json": WITH_TOOLS + "{# <|python_tag|> #}",
-    "thinks": WITH_TOOLS + "{# <tool_call> <think></think> #}{% if add_generation_prompt %}bot:{% endif %}",
-    "opens": WITH_TOOLS + "{# <tool_call> #}" + REASONS,
-}
-RESPONSE_TEMPLATE = {
-    "start_anchor": "bot:",
-    "fields": {
-        "tool_calls": {"open": "CALL", "close": "END", "content": "json"},
-        "content": {},
-        "reasoning": {"open": "((", "close": "))"},
-    },
-}
-MARKERS = ("<tool_call>", "</tool_call>", "</think>")
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"], "additionalProperties": False}}}  # fmt: skip
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 USER = [{"role": "user", "content": "Weather?"}]
-PATH = "/v1/chat/completions"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>'
 NOW_CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 ZURICH = ("weather", '{"city": "Zürich", "days": 3}')
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Template's name → the embedded model with this template; "special" and "declared" have more than a template."""
-    root, found = tmp_path_factory.mktemp("models"), {}
-    for name in (*TEMPLATES, "special", "declared"):
-        found[name] = root / name
-        shutil.copytree(models.embedded(), found[name])
-        path = found[name] / "tokenizer_config.json"
-        config = json.loads(path.read_text()) | {"chat_template": TEMPLATES.get(name, TEMPLATES["opens"])}
-        if name == "declared":
-            config |= {"chat_template": WITH_TOOLS + "bot:", "response_template": RESPONSE_TEMPLATE}
-        path.write_text(json.dumps(config))
-    path = found["special"] / "tokenizer.json"
-    content, first = json.loads(path.read_text()), Tokenizer.load(models.embedded()).vocab_size
-    for i, marker in enumerate(MARKERS):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        content["added_tokens"].append({"id": first + i, "content": marker, "special": True} | flags)
-    path.write_text(json.dumps(content))
-    return found
-
-
-def run(folder, scenario, **options):
-    async def main():
-        async with front(folder, **options) as (this, engine, ask):
-            reader, writer = await ask(message(b"", "/health", "GET"))
-            await answer(reader)
-            host, port = writer.get_extra_info("peername")
-            async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
-                await scenario(Chats(this, engine, ask, client))
-
-    asyncio.run(main())
-
-
-class Chats:
-    """Asks the front, and answers in place of the engine."""
-
-    def __init__(self, this, engine, ask, client):
-        self.front, self.engine, self.ask, self.client = this, engine, ask, client
-        self.tokenizer = this.tokenizer
-
-    def tokens(self, text, reason):
-        """Each token alone, with its place as its log-probability. An answer that has stopped ends with one more token."""
-        ids = self.tokenizer.encode_plain(text) + ([0] if reason == "stop" else [])
-        reasons = [None] * (len(ids) - 1) + [reason]
-        rows = [TokenLogprobs(token, -float(i), 1, ()) for i, token in enumerate(ids)]
-        return list(zip(ids, rows, reasons, strict=True))
-
+class Chats(Model):
     async def complete(self, *texts, reason="stop", together=1, streams=False, **fields):
         """What the client reads, if the model answers with these texts, one for each choice."""
-        before = len(self.engine.requests)
         body = {"model": "fake", "messages": USER, "n": len(texts), "seed": 1, "stream": streams, "timeout": 20} | fields
-        asked = asyncio.create_task(self._read(body, streams))
-        await self.engine.until(lambda e: asked.done() or len(e.requests) == before + len(texts))
-        for request, text in zip(self.engine.requests[before:], texts, strict=True):
-            rows = self.tokens(text, reason)
-            for i in range(0, len(rows), together):
-                ids, scores, reasons = zip(*rows[i : i + together], strict=True)
-                wanted = scores if request.sampling.logprobs is not None else ()
-                self.engine.send(TokenOutput(request.id, ids, reasons[-1], logprobs=wanted))
-                await asyncio.sleep(0)
-        return await asked
+        return await self.answered(self._read(body, streams), *texts, reason=reason, together=together)
 
     async def _read(self, body, streams):
         found = await self.client.chat.completions.create(**body)
         return [chunk async for chunk in found] if streams else found
-
-    @property
-    def last(self):
-        """The last request that reached the engine."""
-        return self.engine.requests[-1]
-
-    @property
-    def prompt(self):
-        return self.tokenizer.decode(self.last.prompt_token_ids, skip_special_tokens=False)
 
     async def refused(self, **fields):
         """The `param` of the error of a request."""
         with pytest.raises(openai.BadRequestError) as error:
             await self.client.chat.completions.create(**({"model": "fake", "messages": USER, "tools": TOOLS} | fields))
         return error.value.param
+
+
+run = Chats.run
 
 
 def whole(choice):

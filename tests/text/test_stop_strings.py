@@ -14,22 +14,24 @@ from minirt.errors import InputError
 from minirt.text.stop_strings import StopStrings
 
 
-def stop_at_once(stops: list[str], text: str, passed: int = 0, include: bool = False) -> tuple[str, bool]:
-    """The specification: the shortest prefix of the text that ends with a stop string, without the longest such stop string.
+def stop_at_once(stops: list[str], text: str, passed: int = 0, include: bool = False) -> tuple[str, str | None]:
+    """The specification: the shortest prefix of the text that ends with a stop string, without the longest such; and that.
 
     A stop string that ends within the first `passed` characters does not count.
     """
     for end in range(passed + 1, len(text) + 1):
-        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
-        if lengths:
-            return text[: end if include else end - max(lengths)], True
-    return text, False
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
 
 
-def run_stops(stops: list[str], pieces: Iterable[str]) -> tuple[str, bool]:
+def run_stops(stops: list[str], pieces: Iterable[str]) -> tuple[str, str | None]:
     matcher = StopStrings(stops)
     results = [matcher.push(piece) for piece in pieces]
-    return "".join(text for text, _ in results) + matcher.flush(), any(found for _, found in results)
+    assert any(found for _, found in results) == (matcher.found is not None)
+    return "".join(text for text, _ in results) + matcher.flush(), matcher.found
 
 
 @settings(max_examples=500, deadline=None)
@@ -59,7 +61,8 @@ def test_the_first_pieces_may_be_unchecked_and_the_stop_included(
         new, found = matcher.push(piece, i >= unchecked)
         text += new
     text += matcher.flush()
-    assert (text, found) == stop_at_once(stops, "".join(pieces), len("".join(pieces[:unchecked])), include)
+    assert found == (matcher.found is not None)
+    assert (text, matcher.found) == stop_at_once(stops, "".join(pieces), len("".join(pieces[:unchecked])), include)
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 
 from minirt import models
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import collect, startup
+from minirt.bench.tools import collect, startup, stored_format
 from minirt.cli import app as cli
 from minirt.errors import InputError, MinirtError
 
@@ -29,7 +29,10 @@ def test_every_run_is_a_command(name):
     words = collect.RUNS[name]
     if words[0].endswith(".py"):
         assert collect.command(name)[-len(words)].endswith(f"bench/tools/{words[0]}")
-        assert models.preset(words[1]) is not None
+        preset = next(i for i, word in enumerate(words) if models.preset(word) is not None)
+        if words[0] == "stored_format.py":
+            assert words[preset - 1] in stored_format.FORMATS
+            parsed(["bench", *words[preset + 1 :]])
         return
     command, options = parsed(words)
     assert {"chunking": "prefill"}.get(kind := name.split("-")[0], kind) == command

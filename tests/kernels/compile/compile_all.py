@@ -111,6 +111,8 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
     embedding.embedding(ints(3, like=torch.int64), empty(1000, HIDDEN))
     norm.rms_norm(empty(300, HIDDEN), norm_weight, 1e-6)
     linear.norm_linear(empty(1, 577), empty(577), 1e-6, empty(13, 577))  # unaligned rows: a thread loads single values
+    for T in (1, 5, 100, 300):  # one output, as in the gate of shared experts: Triton makes its number a constant
+        linear.norm_linear(empty(T, 577), None, 1e-6, empty(1, 577))
     for T in (1, 5, 100):
         x = empty(T, HIDDEN)
         linear.norm_linear(x, norm_weight, 1e-6, qkv, bias, workspace=workspace, pdl=pdl)

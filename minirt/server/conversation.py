@@ -1,0 +1,140 @@
+"""`Conversation`: what a request of any chat API asks the model; its prompt, and the call that answers it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minirt.processor import Call
+from minirt.server.errors import bad_field
+from minirt.server.front import Front
+from minirt.server.protocol import Common, sampling_params
+from minirt.server.replies import ReplyPlan, check_tools
+from minirt.text.messages import checked_messages
+from minirt.text.tokenizer import Tokenizer
+from minirt.text.tools import Tool
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation that the model goes on with. The APIs differ in how they say it.
+
+    Attributes:
+        messages: as `checked_messages` takes them.
+        tools, tool_choice: as `ReplyFormat.parser` takes them.
+        parallel: whether an answer may have several calls.
+        variables: of the chat template; see `template_variables`.
+        opens_answer: whether the prompt ends with the assistant's header.
+        continues: whether the model continues the last message, which is the assistant's.
+        truncates: whether the prompt may be too long, because its beginning is cut off.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Sequence[Tool] = ()
+    tool_choice: object = None
+    parallel: bool = True
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    opens_answer: bool = True
+    continues: bool = False
+    truncates: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as the model gets it.
+
+    Attributes:
+        tokens: of `text`.
+        text: the rendered conversation.
+        last: content of the last message.
+    """
+
+    tokens: list[int]
+    text: str
+    last: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversation that is ready to be answered.
+
+    Attributes:
+        plan: how its answers are read.
+        call: its requests.
+    """
+
+    prompt: Prompt
+    plan: ReplyPlan
+    call: Call
+    tokenizer: Tokenizer
+
+
+def template_variables(
+    front: Front, given: Mapping[str, Any] | None, effort: str | None, effort_field: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """The variables of the chat template that a request sets.
+
+    Args:
+        given: `chat_template_kwargs`. Those that the template does not use are noted in the log.
+        effort: `reasoning_effort`, which is refused if the template does not use it. `effort_field`: its name in the request.
+    """
+    tokenizer, variables = front.check_ready()[0].text(), dict(given or {})
+    front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
+    if effort is not None:
+        if not tokenizer.template_uses("reasoning_effort"):
+            raise bad_field(effort_field, "the model's chat template does not use it")
+        variables["reasoning_effort"] = effort
+    return variables
+
+
+async def render(front: Front, conversation: Conversation) -> Prompt:
+    """The prompt of a conversation."""
+    processor, _ = front.check_ready()
+    tokenizer, own = processor.text(), conversation
+    limit = None if own.truncates else processor.limit(None)
+
+    def work() -> Prompt:
+        text = tokenizer.render_chat(
+            own.messages, tools=[tool.value for tool in own.tools] or None, add_generation_prompt=own.opens_answer,
+            continue_final_message=own.continues, variables=own.variables,
+        )  # fmt: skip
+        return Prompt(tokenizer.encode_plain(text, limit), text, checked_messages(own.messages[-1:])[0]["content"])
+
+    return await front.in_thread(work)
+
+
+async def prepare(
+    front: Front, conversation: Conversation, request: Common, renamed: Mapping[str, str], *, max_tokens: int | None,
+    grammar: Any = None, **params: Any,
+) -> Prepared:  # fmt: skip
+    """Render a conversation, plan its answers, and make its requests.
+
+    Args:
+        request: has the parameters that are the same in all APIs.
+        renamed: see `sampling_params`.
+        max_tokens: of an answer; None: all that fit, up to those of generation_config.json.
+        grammar: `structured_outputs` of the answer's content; None: any text.
+        params: more parameters of `SamplingParams`.
+    """
+    tokenizer, own = front.check_ready()[0].text(), conversation
+    check_tools(front.reply_format, tokenizer, own.tools, own.tool_choice)
+    prompt = await render(front, own)
+    continued = prompt.last if own.continues else ""
+    plan = ReplyPlan.of(front.reply_format, own.tools, own.tool_choice, prompt.text, continued, own.parallel, grammar)
+    if plan.forces:
+        if request.structured_outputs:
+            raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=repr(own.tool_choice)[:80])
+        renamed = {**renamed, "structured_outputs": "tools"}
+    if max_tokens is None:
+        max_tokens = _room(front, len(prompt.tokens), request.truncate_prompt_tokens)
+    sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params, **plan.sampling(tokenizer))
+    call = await front.prepare([prompt.tokens], sampling, request.priority or 0, request.cache_salt)
+    return Prepared(prompt, plan, call, tokenizer)
+
+
+def _room(front: Front, prompt_tokens: int, kept: int | None) -> int:
+    """The most tokens of an answer without a limit. `kept`: the prompt's tokens that are kept; -1: what fits."""
+    _, info = front.check_ready()
+    if kept is not None:
+        prompt_tokens = min(prompt_tokens, kept if kept > 0 else info.max_len - 1)
+    room, stated = max(1, info.max_len - prompt_tokens), (info.generation_config or {}).get("max_new_tokens")
+    return min(room, stated) if type(stated) is int and stated > 0 else room

@@ -1,0 +1,201 @@
+"""/v1/messages: Anthropic's Messages API, whole or streamed, and its count of tokens."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from minirt.errors import MinirtError
+from minirt.processor import Call
+from minirt.server.answers import ReplyEvents, collect, stream_reply, usage_of
+from minirt.server.conversation import prepare, render
+from minirt.server.errors import param_of, status_of
+from minirt.server.exchange import Exchange, encode_json
+from minirt.server.front import Front
+from minirt.server.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    check_request,
+    conversation_of,
+    grammar_of,
+)
+from minirt.server.protocol import decode
+from minirt.text.json_checker import completed
+from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
+
+_PATH = "/v1/messages"
+_ERROR_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+_SIGNATURE = "unsigned"  # of reasoning: clients send it back, and drop reasoning that has none
+
+Own = TypeVar("Own", bound=CountTokensRequest)
+
+
+async def messages(front: Front, exchange: Exchange) -> None:
+    request = await _read(front, exchange, MessagesRequest)
+    conversation = conversation_of(front, request)
+    names = {} if request.stop_sequences is None else {"stop": "stop_sequences"}
+    names |= {} if request.structured_outputs else {"structured_outputs": "output_config.format"}
+    ready = await prepare(front, conversation, request, names, max_tokens=request.max_tokens, grammar=grammar_of(request))
+    answer = _Answer(f"msg_{exchange.id}", front.options.names[0], request)
+    if request.stream:
+        await stream_reply(front, exchange, ready.call, ready.plan, _Events(answer))
+        return
+    (done,) = await collect(front, exchange, ready.call)
+    content = _content(ready.plan.reader().read(done.text, ended=True))
+    called = any(block["type"] == "tool_use" for block in content)
+    await exchange.answer(answer.message(ready.call, content) | answer.ending(ready.call, called))
+
+
+async def count_tokens(front: Front, exchange: Exchange) -> None:
+    """The number of tokens of a prompt, which may be longer than the model can take."""
+    request = await _read(front, exchange, CountTokensRequest)
+    prompt = await render(front, conversation_of(front, request, truncates=True))
+    await exchange.answer({"input_tokens": len(prompt.tokens)})
+
+
+def adopt(exchange: Exchange) -> None:
+    """Give the exchanges of this API its form of errors, also of those that come before a handler, and its header with the id."""
+    if exchange.path != _PATH and not exchange.path.startswith(f"{_PATH}/"):
+        return
+
+    def error_body(error: MinirtError, prompt_field: str | None) -> bytes:
+        param = param_of(error, prompt_field)
+        text = str(error) if param is None else f"{param}: {error.at(None)}"
+        status = status_of(error)
+        content = {"type": _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error"), "message": text}
+        return encode_json({"type": "error", "error": content, "request_id": exchange.id})
+
+    def error_event(error: MinirtError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % error_body(error, exchange.prompt_field)
+
+    exchange.error_body, exchange.error_event = error_body, error_event
+    exchange.headers.append((b"request-id", exchange.id.encode()))
+
+
+async def _read(front: Front, exchange: Exchange, kind: type[Own]) -> Own:
+    front.check_ready()
+    request = decode(front, await exchange.body(front.options.max_body_size), kind)
+    exchange.cancel_on_disconnect()
+    front.check_model(request.model)
+    exchange.prompt_field = "messages"
+    check_request(request)
+    if front.options.log_prompts:
+        exchange.log |= {"system": request.system, "messages": request.messages}
+    return request
+
+
+class _Answer:
+    """The parts of a message around its content."""
+
+    def __init__(self, message_id: str, model: str, request: MessagesRequest) -> None:
+        self._fields = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        self._max_tokens = request.max_tokens
+
+    def message(self, call: Call, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._fields | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": _usage(call)}
+
+    def ending(self, call: Call, called: bool) -> dict[str, str | None]:
+        """Why an answer has ended. `called`: it has calls of tools."""
+        (stream,) = call.streams
+        if stream.completion.finish_reason == "length":
+            full = len(stream.completion.token_ids) < self._max_tokens
+            return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
+        if stream.stops.found in self._stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stream.stops.found}
+        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+
+
+def _usage(call: Call) -> dict[str, int]:
+    """Tokens so far. Anthropic counts those of the prompt that were in the cache apart from the others."""
+    counts = usage_of(call)
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counts["prompt_tokens"] - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
+        "output_tokens": counts["completion_tokens"],
+    }  # fmt: skip
+
+
+class _Blocks:
+    """Turns a reply into the stream events of content blocks: each starts, gets deltas, and stops before the next one starts."""
+
+    def __init__(self) -> None:
+        self._index, self._kind = -1, ""
+        self.called = False  # whether there was a block of a tool's call
+
+    def add(self, event: Event) -> list[dict[str, Any]]:
+        if isinstance(event, ContentDelta):
+            start = self._need("text", {"text": ""})
+            return [*start, self._delta("text_delta", "text", event.text)]
+        if isinstance(event, ReasoningDelta):
+            start = self._need("thinking", {"thinking": "", "signature": ""})
+            return [*start, self._delta("thinking_delta", "thinking", event.text)]
+        if isinstance(event, ToolCallStart):
+            self.called = True
+            call_id = "toolu_" + event.id.removeprefix("call_")
+            return [*self.stop(), *self._need("tool_use", {"id": call_id, "name": event.name, "input": {}})]
+        return [self._delta("input_json_delta", "partial_json", event.text)]
+
+    def stop(self) -> list[dict[str, Any]]:
+        """The end of the block that is open, if any."""
+        kind, self._kind = self._kind, ""
+        if not kind:
+            return []
+        signed = [self._delta("signature_delta", "signature", _SIGNATURE)] if kind == "thinking" else []
+        return [*signed, {"type": "content_block_stop", "index": self._index}]
+
+    def _need(self, kind: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events after which a block of this kind is open."""
+        if self._kind == kind:
+            return []
+        stopped = self.stop()
+        self._index, self._kind = self._index + 1, kind
+        block = {"type": kind} | fields
+        return [*stopped, {"type": "content_block_start", "index": self._index, "content_block": block}]
+
+    def _delta(self, kind: str, name: str, text: str) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, name: text}}
+
+
+def _content(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The content blocks of a whole reply: those of its stream, added up."""
+    blocks, found, inputs = _Blocks(), list[dict[str, Any]](), dict[int, str]()
+    for own in [*(own for event in events for own in blocks.add(event)), *blocks.stop()]:
+        if own["type"] == "content_block_start":
+            found.append(own["content_block"])
+        elif own["type"] == "content_block_delta":
+            delta, index = own["delta"], own["index"]
+            if delta["type"] == "input_json_delta":
+                inputs[index] = inputs.get(index, "") + delta["partial_json"]
+            else:
+                name = delta["type"].removesuffix("_delta")
+                found[index][name] += delta[name]
+    for index, text in inputs.items():
+        found[index]["input"] = msgspec.Raw(completed(text).encode())
+    return found
+
+
+class _Events(ReplyEvents):
+    def __init__(self, answer: _Answer) -> None:
+        self._answer, self._blocks = answer, _Blocks()
+
+    def begin(self, call: Call) -> bytes:
+        return _events([{"type": "message_start", "message": self._answer.message(call, [])}])
+
+    def more(self, events: Sequence[Event]) -> bytes:
+        return _events([own for event in events for own in self._blocks.add(event)])
+
+    def end(self, call: Call) -> bytes:
+        ending = self._answer.ending(call, self._blocks.called)
+        last: list[dict[str, Any]] = [{"type": "message_delta", "delta": ending, "usage": _usage(call)}, {"type": "message_stop"}]
+        return _events(self._blocks.stop() + last)
+
+
+def _events(events: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(b"event: %b\ndata: %b\n\n" % (own["type"].encode(), encode_json(own)) for own in events)
+
+
+ROUTES = {"POST /v1/messages": messages, "POST /v1/messages/count_tokens": count_tokens}

@@ -1,0 +1,218 @@
+"""The items of /v1/responses: input items become messages, and the events of a reply become output items."""
+
+import json
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from minirt.errors import shortened
+from minirt.server.errors import bad_field
+from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # type of a part → its text
+_REASONING = {"reasoning_text": "text", "summary_text": "text"}
+_ITEMS = "message, function_call, function_call_output or reasoning"
+
+
+# --- input ---
+
+
+def read_input(value: Any, instructions: str | None) -> list[dict[str, Any]]:
+    """A request's `input` as messages that `checked_messages` takes.
+
+    `instructions` and the system messages at the beginning become one system message, because many chat templates take one only.
+    Consecutive items of the assistant (reasoning, a message, calls) become one message. The text of a reasoning item is its
+    content, or else its summary; an item with neither is left out.
+
+    Raises:
+        HTTPError: names the item and the field that is wrong.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        expected, found = "a text, or a non-empty list of items", shortened(repr(value), 80)
+        raise bad_field("input", "not an input", expected=expected, found=found)
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for i, item in enumerate(value):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise bad_field(where, "not an item", expected="an object", found=type(item).__name__)
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "message":
+            _add_message(messages, item, where)
+        elif kind == "function_call":
+            own = _assistant(messages, "tool_calls")
+            own["tool_calls"] = [*own.get("tool_calls", []), _call(item, where)]
+        elif kind == "function_call_output":
+            output = _text_of(item.get("output"), f"{where}.output", _TEXTS)
+            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+        elif kind == "reasoning":
+            texts = [_text_of(item.get(name) or [], f"{where}.{name}", _REASONING) for name in ("content", "summary")]
+            if reasoning := texts[0] or texts[1]:
+                own = _assistant(messages, "reasoning_content")
+                own["reasoning_content"] = "\n".join(filter(None, [own.get("reasoning_content"), reasoning]))
+        elif kind == "item_reference":
+            raise bad_field(f"{where}.type", "answers are not stored: send the item itself", expected=_ITEMS, found=kind)
+        else:
+            raise bad_field(f"{where}.type", "not an acceptable item", expected=_ITEMS, found=shortened(repr(kind), 80))
+    if not messages:
+        raise bad_field("input", "has no message", expected="at least one message")
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    role, text = item.get("role"), _text_of(item.get("content"), f"{where}.content", _TEXTS)
+    if role not in _ROLES:
+        found = shortened(repr(role), 80)
+        raise bad_field(f"{where}.role", "not an acceptable role", expected=", ".join(_ROLES), found=found)
+    if role == "assistant":
+        _assistant(messages, "content")["content"] = text
+        return
+    role = "system" if role == "developer" else role
+    if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": role, "content": text})
+
+
+# What the assistant's last message must not have, if it is to get a field: it would come later.
+_LATER = {"reasoning_content": ("content", "tool_calls"), "content": ("content", "tool_calls"), "tool_calls": ()}
+
+
+def _assistant(messages: list[dict[str, Any]], field: str) -> dict[str, Any]:
+    """The message of the assistant that gets `field`: the last one if it may, else a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(later) for later in _LATER[field]):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = _text(item, "arguments", where)
+    try:
+        is_object = isinstance(json.loads(arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise bad_field(f"{where}.arguments", "not a JSON object", found=shortened(repr(arguments), 80))
+    function = {"name": _text(item, "name", where), "arguments": arguments}
+    return {"id": _text(item, "call_id", where), "type": "function", "function": function}
+
+
+def _text(item: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise bad_field(f"{where}.{name}", "not a text", expected="a text", found=type(value).__name__)
+    return value
+
+
+def _text_of(content: Any, where: str, kinds: dict[str, str]) -> str:
+    """The text of a content: a text, or parts of these types, which are joined with newlines."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_field(where, "not a content", expected="a text, or a list of parts", found=type(content).__name__)
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise bad_field(f"{where}[{i}]", "not a part of a content", expected="an object", found=type(part).__name__)
+        if not isinstance(kind := part.get("type"), str) or kind not in kinds:
+            expected, found, hint = " or ".join(kinds), shortened(repr(kind), 80), "minirt's models read text only"
+            raise bad_field(f"{where}[{i}].type", "a part of another type", expected=expected, found=found, hint=hint)
+        texts.append(_text(part, kinds[kind], f"{where}[{i}]"))
+    return "\n".join(texts)
+
+
+# --- output ---
+
+StreamEvent = dict[str, Any]  # without its sequence_number
+_TEXT, _THOUGHT, _CALL = "output_text", "reasoning_text", "function_call_arguments"  # what grows, as events name it
+
+
+@dataclass
+class _Open:
+    """The item that grows. `place`: the fields of its events that say which it is. `texts`: what it has got so far."""
+
+    grows: str
+    item: dict[str, Any]
+    place: dict[str, Any]
+    texts: list[str] = field(default_factory=list)
+
+
+class Output:
+    """The output items of a reply, and the events with which a stream tells them. One item grows at a time.
+
+    Args:
+        new_id: makes the id of an item, from a prefix that says what it is.
+
+    Attributes:
+        items: those that have begun.
+    """
+
+    def __init__(self, new_id: Callable[[str], str]) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._new_id = new_id
+        self._open: _Open | None = None
+
+    @property
+    def reasoning(self) -> str:
+        """The whole reasoning of the items that have ended."""
+        return "".join(part["text"] for item in self.items if item["type"] == "reasoning" for part in item["content"])
+
+    def add(self, event: Event) -> list[StreamEvent]:
+        """Add what an event of the reply says."""
+        if isinstance(event, ToolCallStart):
+            return self._begin(_CALL, "fc", type="function_call", call_id=event.id, name=event.name, arguments="")
+        found: list[StreamEvent] = []
+        if isinstance(event, ContentDelta):
+            if self._open is None or self._open.grows != _TEXT:
+                found = self._begin(_TEXT, "msg", type="message", role="assistant", content=[])
+        elif isinstance(event, ReasoningDelta) and (self._open is None or self._open.grows != _THOUGHT):
+            found = self._begin(_THOUGHT, "rs", type="reasoning", summary=[], content=[], encrypted_content=None)
+        if (own := self._open) is None:
+            return found
+        own.texts.append(event.text)
+        return [*found, self._event(f"{own.grows}.delta", delta=event.text, **_logprobs(own.grows))]
+
+    def end(self, complete: bool) -> list[StreamEvent]:
+        """The reply has ended. A reply of nothing is an empty message. `complete`: it was not cut off."""
+        found = [] if self.items else self.add(ContentDelta(""))
+        return found + self._end_item("completed" if complete else "incomplete")
+
+    def _begin(self, grows: str, prefix: str, **fields: Any) -> list[StreamEvent]:
+        """Begin an item, and end the one before. `prefix`: of its id."""
+        found, index = self._end_item("completed"), len(self.items)
+        item = {"id": self._new_id(prefix), "status": "in_progress"} | fields
+        self.items.append(item)
+        place = {"item_id": item["id"], "output_index": index}
+        self._open = _Open(grows, item, place if grows == _CALL else place | {"content_index": 0})
+        found.append({"type": "response.output_item.added", "output_index": index, "item": copy(item)})
+        return found if grows == _CALL else [*found, self._event("content_part.added", part=_part(grows, ""))]
+
+    def _end_item(self, status: str) -> list[StreamEvent]:
+        if (own := self._open) is None:
+            return []
+        text, item, found = "".join(own.texts), own.item, list[StreamEvent]()
+        if own.grows == _CALL:
+            item["arguments"] = text
+            found.append(self._event(f"{own.grows}.done", name=item["name"], arguments=text))
+        else:
+            part = _part(own.grows, text)
+            item["content"] = [part]
+            found.append(self._event(f"{own.grows}.done", text=text, **_logprobs(own.grows)))
+            found.append(self._event("content_part.done", part=part))
+        item["status"], self._open = status, None
+        return [*found, {"type": "response.output_item.done", "output_index": own.place["output_index"], "item": item}]
+
+    def _event(self, kind: str, **fields: Any) -> StreamEvent:
+        """An event about the item that grows."""
+        return {"type": f"response.{kind}", **({} if self._open is None else self._open.place), **fields}
+
+
+def _part(grows: str, text: str) -> dict[str, Any]:
+    return {"type": grows, "text": text} | ({"annotations": []} | _logprobs(grows) if grows == _TEXT else {})
+
+
+def _logprobs(grows: str) -> dict[str, Any]:
+    """Clients expect log-probabilities with a message's text. There are none."""
+    return {"logprobs": []} if grows == _TEXT else {}

@@ -1,0 +1,118 @@
+"""Models whose answers tests write by hand: the front beside a fake engine, asked by an API's own client."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import openai
+
+from minirt import models
+from minirt.engine.request import TokenLogprobs, TokenOutput
+from minirt.text.tokenizer import Tokenizer
+from support.server import answer, front, message
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
+REASONS = "{% if add_generation_prompt %}bot:{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
+TEMPLATES = {
+    "plain": PLAIN,
+    "unknown": WITH_TOOLS,
+    "hermes": WITH_TOOLS + "{# <tool_call> #}",
+    "qwen3_coder": WITH_TOOLS + "{# <tool_call><function=f><parameter=p> #}",
+    "llama3_json": WITH_TOOLS + "{# <|python_tag|> #}",
+    "thinks": WITH_TOOLS + "{# <tool_call> <think></think> #}{% if add_generation_prompt %}bot:{% endif %}",
+    "opens": WITH_TOOLS + "{# <tool_call> #}" + REASONS,
+}
+RESPONSE_TEMPLATE = {
+    "start_anchor": "bot:",
+    "fields": {
+        "tool_calls": {"open": "CALL", "close": "END", "content": "json"},
+        "content": {},
+        "reasoning": {"open": "((", "close": "))"},
+    },
+}
+MARKERS = ("<tool_call>", "</tool_call>", "</think>")
+
+
+def model_folders(root: Path, **more: str) -> dict[str, Path]:
+    """Template's name → the embedded model with this template; "special" and "declared" have more than a template.
+
+    `more`: templates besides `TEMPLATES`.
+    """
+    templates, found = TEMPLATES | more, {}
+    for name in (*templates, "special", "declared"):
+        found[name] = root / name
+        shutil.copytree(models.embedded(), found[name])
+        path = found[name] / "tokenizer_config.json"
+        config = json.loads(path.read_text()) | {"chat_template": templates.get(name, templates["opens"])}
+        if name == "declared":
+            config |= {"chat_template": WITH_TOOLS + "bot:", "response_template": RESPONSE_TEMPLATE}
+        path.write_text(json.dumps(config))
+    path = found["special"] / "tokenizer.json"
+    content, first = json.loads(path.read_text()), Tokenizer.load(models.embedded()).vocab_size
+    for i, marker in enumerate(MARKERS):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"].append({"id": first + i, "content": marker, "special": True} | flags)
+    path.write_text(json.dumps(content))
+    return found
+
+
+class Model:
+    """Answers in place of the engine. `client`: asks the front."""
+
+    def __init__(self, this, engine, ask, client):
+        self.front, self.engine, self.ask, self.client = this, engine, ask, client
+        self.tokenizer = this.tokenizer
+
+    @classmethod
+    def run(cls, folder, scenario, **options):
+        """Run `scenario(model)` with a front that has these options."""
+
+        async def main():
+            async with front(folder, **options) as (this, engine, ask):
+                reader, writer = await ask(message(b"", "/health", "GET"))
+                await answer(reader)
+                host, port = writer.get_extra_info("peername")
+                async with cls.connect(f"http://{host}:{port}") as client:
+                    await scenario(cls(this, engine, ask, client))
+
+        asyncio.run(main())
+
+    @staticmethod
+    def connect(url):
+        """The client of the server at `url`."""
+        return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    def tokens(self, text, reason):
+        """Each token alone, with its place as its log-probability. An answer that has stopped ends with one more token."""
+        ids = self.tokenizer.encode_plain(text) + ([0] if reason == "stop" else [])
+        reasons = [None] * (len(ids) - 1) + [reason]
+        rows = [TokenLogprobs(token, -float(i), 1, ()) for i, token in enumerate(ids)]
+        return list(zip(ids, rows, reasons, strict=True))
+
+    async def answered(self, asking, *texts, reason="stop", together=1, cached=0):
+        """What `asking` returns, if the model answers its request with these texts, one for each choice.
+
+        `together`: tokens that come at once. `cached`: tokens of the prompt that were in the prefix cache.
+        """
+        before = len(self.engine.requests)
+        asked = asyncio.create_task(asking)
+        await self.engine.until(lambda e: asked.done() or len(e.requests) == before + len(texts))
+        for request, text in zip(self.engine.requests[before:], texts, strict=True):
+            rows = self.tokens(text, reason)
+            for i in range(0, len(rows), together):
+                ids, scores, reasons = zip(*rows[i : i + together], strict=True)
+                wanted = scores if request.sampling.logprobs is not None else ()
+                self.engine.send(TokenOutput(request.id, ids, reasons[-1], logprobs=wanted, num_cached=cached))
+                await asyncio.sleep(0)
+        return await asked
+
+    @property
+    def last(self):
+        """The last request that reached the engine."""
+        return self.engine.requests[-1]
+
+    @property
+    def prompt(self):
+        return self.tokenizer.decode(self.last.prompt_token_ids, skip_special_tokens=False)
