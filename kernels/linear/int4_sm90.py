@@ -46,7 +46,7 @@ _REGISTERS = 65536  # of an SM
 _MOST_PARTS = 8
 _MOST_SUMS = 1 << 22  # of all parts, that a workspace holds
 _STEP = {32: 0.35, 64: 0.45, 128: 0.8, 256: 1.32}  # microseconds of a chunk, by the tokens of a tile
-_ROUND, _ROUND_OF_TOKEN = 2.0, 0.012  # microseconds of a tile besides its chunks, and for each of its tokens
+_ROUND, _ROUND_OF_TOKEN = 1.0, 0.012  # microseconds of a tile besides its chunks, and for each of its tokens
 
 
 @dataclass(frozen=True)
@@ -451,7 +451,7 @@ def predicted(c: Int4Sm90Config, T: int, N: int, K: int, gated: bool, num_sms: i
     time = full * (chunks * _STEP[c.block_t] + ends)
     if shared:
         time += cdiv(chunks, c.split) * _STEP[c.block_t] + ends
-        time += 0.0 if c.split == 1 else 2.0 + c.split * c.block_t / 64
+        time += 0.0 if c.split == 1 else 0.5 + c.split * (c.block_t / 128) ** 2
     return time
 
 
