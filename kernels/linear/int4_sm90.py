@@ -371,7 +371,7 @@ def _multiply(
 
 
 @prepared
-@gluon.jit(do_not_specialize=["T", "full_tiles"])
+@gluon.jit(do_not_specialize=["T", "N", "full_tiles"])
 def _gemm_int4_sm90_kernel(
     x, weight, scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, T, N, full_tiles, K: gl.constexpr,
     QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,

@@ -202,7 +202,7 @@ def _finished(acc, inverse_rms, bias_ptr, row, N, first):
 
 
 @prepared
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "N"])
 def _gemm_int4_small_kernel(
     x_ptr,
     norm_ptr,
