@@ -79,7 +79,7 @@ REGIMES = (
     ),
     LinearRegime(
         "gemm_int4_sm90", "tokens", int4_small.MAX_TOKENS + 1, variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens,
-        capability=90, launch=int4_sm90.gemm_int4_sm90, accepts=int4_sm90.accepts, fetches_early=True,
+        capability=90, launch=int4_sm90.gemm_int4_sm90, accepts=int4_sm90.accepts,
     ),
     LinearRegime("gemv_int4", "tokens", 1, 1, launch=gemv_int4.gemv_int4, accepts=int4.accepts),
     LinearRegime(
