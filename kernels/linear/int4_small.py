@@ -303,7 +303,8 @@ def choose_int4_small_config(N: int, K: int, gated: bool, num_sms: int) -> Int4S
     chunks = cdiv(K, INT4_CHUNK)
     if chunks >= 64:
         return Int4SmallConfig(16, 8, 4, 128)
-    return Int4SmallConfig(16, min(4, next_power_of_2(chunks)), 4 if gated else 7)
+    # Three programs of a gated product share the registers of an SM.
+    return Int4SmallConfig(16, min(4, next_power_of_2(chunks)), 4 if gated else 7, 168 if gated else None)
 
 
 @cached_lookup

@@ -101,9 +101,7 @@ def test_compiles_as_meant(target):
             assert any(rest), r  # lists and weights
             if "maxnreg" in r["options"]:
                 assert 2 * (r["shared"] + 1024) <= 228 * 1024, r  # two programs share an SM
-        if name == "_gemm_kernel":
-            assert r["tma"] == (cc >= 90 and (r["fp8"] or dtype != "float32")), r
-        if name == "_gemm_small_kernel":
+        if name in ("_gemm_kernel", "_gemm_small_kernel"):
             assert r["tma"] == (cc >= 90 and r["options"]["K"] % 8 == 0 and (r["fp8"] or dtype != "float32")), r
         if name in PDL and r["options"].get("launch_pdl"):
             assert r["pdl"], r
