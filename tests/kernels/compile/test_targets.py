@@ -84,7 +84,7 @@ def test_compiles_as_meant(target):
             assert r["tma"], r
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
             most["_gemm_sm90_kernel"] = 8 if r["options"].get("SCALE_ROWS") else 0  # of the fetching warp, before its loop
-            most["_gemm_int4_sm90_kernel"] = 128  # where the sums of shared tiles are added
+            most["_gemm_int4_sm90_kernel"] = 384  # addresses of outputs, which the residual has too, kept over the loop
             most["_experts_sm90_kernel"] = 256 if r["fp8"] else 0  # in the epilogue of the highest tiles
             assert r["stack"] <= most.get(name, 0), r  # no spills, or none in the loops of products
         if name in ("_decode_sm90_kernel", "_decode_fp8_sm90_kernel"):
