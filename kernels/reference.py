@@ -16,7 +16,6 @@ FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_CHUNK = 128  # columns that are packed together
 INT4_GROUPS = (128, 64, 32)  # columns that share a scale
 INT4_ZERO = 8  # the zero point of symmetric weights
-INT4_LEVELS = (8.0, -7.5, 7.5, 8.5, 9.0, 9.5, 10.0, 10.5, 11.0, 12.0)  # scales that are tried: a group's largest value over these
 _EXACT_SCORES = 1 << 24  # scores that `_exact_attention` holds at a time
 
 
@@ -124,9 +123,9 @@ def pack_int4(codes: Tensor) -> Tensor:
 
     Columns past K are filled with zeros.
     """
-    padded = F.pad(codes.to(torch.int32), (0, -codes.shape[1] % INT4_CHUNK)).unflatten(1, (-1, 4, INT4_CHUNK // 4))
-    words = padded[:, :, 0] | padded[:, :, 1] << 4 | padded[:, :, 2] << 8 | padded[:, :, 3] << 12
-    return words.to(torch.int16).flatten(1)  # keeps the lowest 16 bits
+    padded = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % INT4_CHUNK)).unflatten(1, (-1, 4, INT4_CHUNK // 4))
+    low, high = padded[:, :, 0] | padded[:, :, 1] << 4, padded[:, :, 2] | padded[:, :, 3] << 4  # bytes: little temporary memory
+    return torch.stack((low, high), -1).view(torch.int16).flatten(1)
 
 
 def unpack_int4(words: Tensor, K: int) -> Tensor:
@@ -165,26 +164,20 @@ def dequantize_int4(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype = t
     return values.to(dtype).flatten(1)[:, :K]
 
 
-def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [N, K] → codes [N, K] uint8 from 0 to 15 and scales [N, ⌈K / group⌉] fp32, with (codes − 8) · scale ≈ x.
+def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, K] → codes [N, K] uint8, scales fp32 and zero points int32 [N, ⌈K / group⌉], with (codes − zero) · scale ≈ x.
 
-    The scale of a group is the one of INT4_LEVELS with the least sum of errors to the power of 2.5. With squares, more large
-    values are clipped, which costs more in perplexity than it saves in error (docs/decisions/int4.md). A negative scale gives the
-    group's largest value the code −8, which 4 bits have in addition to −7 to 7. The scale is 1 for a group of zeros.
+    The 16 levels reach from a group's smallest value to its largest; 0 is one of them. Narrower ranges have less error, but clip
+    the largest values, which costs more in perplexity (docs/decisions/int4.md). The scale is 1 for a group of zeros.
     """
     K = x.shape[1]
     values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))
-    largest = values.gather(2, values.abs().argmax(2, keepdim=True))
-    largest = torch.where(largest == 0, -INT4_LEVELS[0], largest)
-    best, codes, least = torch.empty_like(largest), torch.empty_like(values), torch.full_like(largest, torch.inf)
-    for levels in INT4_LEVELS:
-        scale = largest / -levels
-        own = (values / scale).round_().clamp_(-8, 7)
-        error = (own * scale).sub_(values).abs_()
-        error = error.square().mul_(error.sqrt_()).sum(2, keepdim=True)
-        better = error < least
-        best, least, codes = torch.where(better, scale, best), torch.where(better, error, least), torch.where(better, own, codes)
-    return (codes + INT4_ZERO).to(torch.uint8).flatten(1)[:, :K], best.squeeze(2)
+    low, high = values.amin(2, keepdim=True).clamp_(max=0), values.amax(2, keepdim=True).clamp_(min=0)
+    scale = (high - low) / 15
+    scale = torch.where(scale == 0, 1.0, scale)
+    zero = (-low / scale).round_()
+    codes = (values / scale).add_(zero).round_().clamp_(0, 15)
+    return codes.to(torch.uint8).flatten(1)[:, :K], scale.squeeze(2), zero.squeeze(2).to(torch.int32)
 
 
 def int4_group(K: int, groups: int) -> int:

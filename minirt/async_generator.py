@@ -139,8 +139,8 @@ class AsyncGenerator:
         own = params if isinstance(params, list | tuple) else [params]
         grammars = any(isinstance(one, SamplingParams) and one.structured_outputs is not None for one in own)  # to be compiled
         if _size([prompts] if single else prompts) < _LONG and not grammars:
-            return self.generator._processor.prepare(prompts, params, priority, single=single)
-        return await asyncio.to_thread(self.generator._processor.prepare, prompts, params, priority, single=single)
+            return self.generator._prepare(prompts, params, priority, single)
+        return await asyncio.to_thread(self.generator._prepare, prompts, params, priority, single)
 
     async def _run(self, call: Call, limit: int | None = None) -> AsyncGeneration[tuple[CompletionStream, Piece], None]:
         """Run a call's requests to their ends, yielding each new piece and its stream; left early, it aborts.

@@ -1,7 +1,6 @@
 """The exception classes. Every message says what is wrong, where, what was expected and found, and what to do."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 
 def printable(text: object) -> str:
@@ -123,12 +122,15 @@ class NumericsError(MinirtError):
     """The model computed logits that are NaN or +inf, or only -inf."""
 
 
-@contextmanager
-def inside(place: str | None) -> Iterator[None]:
+class inside:
     """Context in which every `MinirtError` gets `place` in front of its `where`, unless `place` is None."""
-    try:
-        yield
-    except MinirtError as error:
-        if place is None:
-            raise
-        raise error.within(place) from error
+
+    def __init__(self, place: str | None) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._place is not None and isinstance(error, MinirtError):
+            raise error.within(self._place) from error

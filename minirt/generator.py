@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, overload
 import torch
 
 from minirt import models
-from minirt.device import peak_memory
 from minirt.engine.engine import Engine
 from minirt.engine.engine_thread import EngineThread
 from minirt.engine.gc_freeze import freeze_gc
@@ -36,6 +35,8 @@ from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sizes import format_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
+
+_HOLD = 16  # outputs that reach a caller together, if it needs only those of requests that have ended
 
 
 class Generator:
@@ -99,7 +100,7 @@ class Generator:
         )
         self._engine = EngineThread(engine)
         self._processor = Processor(
-            self._engine, name, tokenizer, generation_config, self.eos_token_ids, partial(peak_memory, model.device)
+            self._engine, name, tokenizer, generation_config, self.eos_token_ids, self._engine.peak_memory
         )
         self._stop = weakref.finalize(self, self._engine.stop)  # also when the generator is dropped, and at exit
         self._thaw: weakref.finalize | None = None
@@ -181,10 +182,11 @@ class Generator:
         Raises:
             MinirtError: a request failed. Use `completions` to get the others.
         """
-        call = self._processor.prepare(prompts, params, priority, single=is_single(prompts))
-        with closing(self._run(call)) as pieces, prompt_bar(len(call.streams), progress) as advance:
+        call = self._prepare(prompts, params, priority, is_single(prompts))
+        bar = prompt_bar(len(call.streams)) if progress else nullcontext()
+        with closing(self._run(call, hold=_HOLD)) as pieces, bar as advance:
             for stream, piece in pieces:
-                if piece.finish_reason is not None:
+                if advance is not None and piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
         return call.result()
 
@@ -196,8 +198,8 @@ class Generator:
         priority: int | Sequence[int] = 0,
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
-        call = self._processor.prepare(prompts, params, priority, single=False)
-        return Completions(call, self._run(call))
+        call = self._prepare(prompts, params, priority, single=False)
+        return Completions(call, self._run(call, hold=_HOLD))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
@@ -218,7 +220,7 @@ class Generator:
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generation[tuple[Piece, Completion], None, None]:
         """Like `stream`, but each piece comes with the completion that it belongs to, so far."""
-        with closing(self._run(self._processor.prepare(prompt, params, priority, single=True))) as pieces:
+        with closing(self._run(self._prepare(prompt, params, priority, single=True))) as pieces:
             for stream, piece in pieces:
                 if stream.completion.error is not None:
                     raise stream.completion.error
@@ -369,15 +371,23 @@ class Generator:
         """The engine. Only its limits and checks may be used here, because they are safe in any thread."""
         return self._engine.engine
 
-    def _run(self, call: "Call") -> Generation[tuple[CompletionStream, Piece], None, None]:
-        """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them."""
-        with self._engine.connect() as client:
+    def _prepare(self, prompts: Any, params: Any, priority: Any, single: bool) -> Call:
+        self._engine.wake()  # it wakes up while the prompts are encoded and checked
+        return self._processor.prepare(prompts, params, priority, single=single)
+
+    def _run(self, call: Call, hold: int = 0) -> Generation[tuple[CompletionStream, Piece], None, None]:
+        """Run requests until all have ended. Yields each piece with its stream. Closing the generator aborts them.
+
+        `hold`: see `EngineThread.connect`. Without effect if there are stop strings, at which a request ends here.
+        """
+        stops = any(request.sampling.stop for request in call.requests)
+        with self._engine.connect(hold=0 if stops else hold) as client:
             if call.requests:
                 client.submit(call.start())
             while call.open:
-                for output in client.receive():
+                for output, known in client.receive_timed():
                     if output.request_id in call.open:  # else it ended at a stop string; the engine had computed one more token
-                        stream, piece = call.push(output)
+                        stream, piece = call.push(output, known)
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece

@@ -89,8 +89,8 @@ class CompletionStream:
     sample: int = 0
     started: float = 0.0
 
-    def push(self, output: TokenOutput) -> Piece:
-        """Add the tokens of one output, up to a stop string. Returns the new piece."""
+    def push(self, output: TokenOutput, known: float | None = None) -> Piece:
+        """Add the tokens of one output, up to a stop string. Returns the new piece. `known`: when it came; None: now."""
         done = self.completion
         if output.error is not None:
             done.finish_reason, done.error = output.finish_reason, output.error
@@ -98,7 +98,7 @@ class CompletionStream:
         done.cached_tokens = output.num_cached
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
-        now, text = time.perf_counter() - self.started, ""
+        now, text = (time.perf_counter() if known is None else known) - self.started, ""
         for i, token in enumerate(output.token_ids, 1):
             done.token_times_s.append(now)
             done.token_ids.append(token)

@@ -78,13 +78,13 @@ class Processor:
 
         `max_tokens`: raise, without tokenizing, if the number of characters shows that the text has more tokens.
         """
-        if _is_array(prompt):
-            return _array_tokens(prompt)
         if isinstance(prompt, list | tuple):
             # Checking a long prompt's tokens one by one would take as long as launching its kernels.
             if set(map(type, prompt)) == {int}:
                 return list(prompt)
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
+        if _is_array(prompt):
+            return _array_tokens(prompt)
         if not isinstance(prompt, str):
             found = type(prompt).__name__
             raise InputError("not a prompt", expected="a text, or a list, tuple or array of token ids", found=found)
@@ -203,10 +203,13 @@ class Call:
         self.open = {request.id: stream for request, stream in zip(self.requests, self.streams, strict=True)}
         return self.requests
 
-    def push(self, output: TokenOutput) -> tuple[CompletionStream, Piece]:
-        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended."""
+    def push(self, output: TokenOutput, known: float | None = None) -> tuple[CompletionStream, Piece]:
+        """An output of an open request → its stream and the new piece. If that has a `finish_reason`, the request has ended.
+
+        `known`: see `CompletionStream.push`.
+        """
         stream = self.open[output.request_id]
-        piece = stream.push(output)
+        piece = stream.push(output, known)
         if piece.finish_reason is not None:
             del self.open[output.request_id]
         return stream, piece
@@ -225,10 +228,10 @@ class Call:
 
 def is_single(prompts: Any) -> bool:
     """Whether `prompts` is a single prompt: a text, an array, or a list that can only be token ids."""
-    if isinstance(prompts, str) or _is_array(prompts):
-        return True
-    types = set(map(type, prompts)) if isinstance(prompts, list | tuple) else set()
-    return bool(types) and all(issubclass(t, Integral | float) for t in types)
+    if not isinstance(prompts, list | tuple):
+        return isinstance(prompts, str) or _is_array(prompts)
+    types = set(map(type, prompts))
+    return bool(types) and types.isdisjoint((str, list, tuple)) and all(issubclass(t, Integral | float) for t in types)
 
 
 def _is_array(value: Any) -> TypeGuard[TokenArray]:
@@ -269,7 +272,7 @@ def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[An
 def _priorities(priority: Any, count: int) -> list[int]:
     """A priority for each of `count` prompts."""
     own = list(priority) if isinstance(priority, list | tuple) else [priority] * count
-    if len(own) != count or any(type(value) is not int for value in own):
+    if len(own) != count or not set(map(type, own)) <= {int}:
         expected, found = "an integer, or one for each prompt (lower values run first)", repr(priority)[:80]
         raise InputError("not an acceptable value", where="priority", expected=expected, found=found)
     return own

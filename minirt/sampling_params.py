@@ -48,7 +48,7 @@ _RANGES = {
     "seed": _Range(0, 2**64 - 1, "an integer from 0 to 2**64 - 1", integer=True),
     "presence_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
     "frequency_penalty": _Range(-2, 2, "a number from -2 to 2 (0 is off)"),
-    "repetition_penalty": _Range(0, math.inf, "a finite number above 0 (1 is off)", open_low=True),
+    "repetition_penalty": _Range(1e-3, 1e3, "a number from 0.001 to 1,000 (1 is off)"),
     "max_tokens": _Range(1, math.inf, "an integer >= 1", integer=True),
     "min_tokens": _Range(0, math.inf, "an integer >= 0", integer=True),
     "truncate_prompt_tokens": _Range(-1, math.inf, "an integer >= 1, or -1 for what the model can take", integer=True),
@@ -333,12 +333,17 @@ def resolve(params: SamplingParams | None, generation_config: Mapping[str, Any] 
         expected = f"stop=[] beside the stop strings of {sources['stop']}"
         _contradiction("detokenize", "is False, and stop strings need the text", expected, values["stop"])
 
-    set_here = [n for n, off in _NOT_SUPPORTED.items() if config.get(n) not in (None, [], {}, False, *off)]
-    return EffectiveSampling(**values, sources=sources, not_applied=tuple(f"{n}={config[n]}" for n in set_here))
+    there = _NOT_SUPPORTED.keys() & config.keys()
+    stated = [(n, config[n]) for n in _NOT_SUPPORTED if n in there] if there else []
+    not_applied = tuple(f"{n}={value}" for n, value in stated if value not in (None, [], {}, False, *_NOT_SUPPORTED[n]))
+    effective = object.__new__(EffectiveSampling)  # its __init__ sets one field after the other, which takes as long as all else
+    vars(effective).update(values, sources=sources, not_applied=not_applied)
+    return effective
 
 
 def _checked_file(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    config = {} if config is None else config
+    if config is None:
+        return {}
     if not isinstance(config, Mapping):
         raise ConfigError("not a JSON object", where=_FILE, found=repr(config))
     do_sample = config.get("do_sample")

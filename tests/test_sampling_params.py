@@ -66,7 +66,7 @@ def test_accepted_values_are_kept(name: str, accepted: list) -> None:
         ("min_tokens", [-1, 1.0], "an integer >= 0"),
         ("presence_penalty", [-2.1, 2.01, math.inf], "a number from -2 to 2"),
         ("frequency_penalty", [-2.1, 2.01, -math.inf], "a number from -2 to 2"),
-        ("repetition_penalty", [0, -1, math.inf], "a finite number above 0"),
+        ("repetition_penalty", [0, 1e-320, 1e308, math.inf], "a number from 0.001 to 1,000"),
         ("truncate_prompt_tokens", [-2, 1.0], "an integer >= 1, or -1"),
         ("logprobs", [-2, 21, 1.0], "an integer from 0 to 20, or -1"),
         ("prompt_logprobs", [-2, 21, 1.0], "an integer from 0 to 20, or -1"),

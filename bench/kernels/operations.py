@@ -274,8 +274,8 @@ class Operands:
         elif quantization == "fp8":
             self.weight, self.scale = reference.quantize_fp8(self.weight)
         elif quantization == "int4":
-            codes, scale = reference.quantize_int4(self.weight, reference.INT4_CHUNK)
-            self.weight, self.scale = reference.pack_int4(codes), reference.pack_int4_scale(scale)
+            codes, scale, zero = reference.quantize_int4(self.weight, reference.INT4_CHUNK)
+            self.weight, self.scale = reference.pack_int4(codes), reference.pack_int4_scale(scale, zero)
         self.out = inputs.nan(T, N, dtype=linear.out_dtype)
 
     def compute(self, x: Tensor, norm: Tensor | None, bias: Tensor | None, residual: Tensor | None, weight: Tensor) -> Tensor:

@@ -59,8 +59,11 @@ def served_model(target: Target) -> dict[str, Any]:
 
 
 def server_version(target: Target) -> str | None:
-    """What /version says; None if the server has no such path."""
-    answer = _get(target, "/version", required=False)
+    """What /version says; None if the server has no such path, or has ended."""
+    try:
+        answer = _get(target, "/version", required=False)
+    except MinirtError:
+        return None
     version = answer.get("version") if isinstance(answer, dict) else None
     return version if isinstance(version, str) else None
 

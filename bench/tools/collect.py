@@ -68,6 +68,8 @@ def _runs() -> dict[str, list[str]]:
     for limit in _STEP_LIMITS:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
+    runs["prefix-cache"] = ["prefix_cache.py", "Qwen2.5-7B"]
+    runs["sampling-cost"] = ["sampling_cost.py", "Qwen2.5-7B"]
     runs["power"] = ["power.py", "Qwen2.5-7B"]
     # Real weights: the embedded model, and one that must be in the Hub's cache.
     runs["compare-embedded"] = ["compare", "--dtype", "bfloat16", "-b", "3"]

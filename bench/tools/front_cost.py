@@ -72,7 +72,7 @@ def client(port: int, streams: int, tokens: int) -> None:
 async def front(connection: socket.socket, listening: socket.socket, streams: int, tokens: int, profile: bool) -> None:
     import uvicorn
 
-    engine = await RemoteEngine.connect(connection, None, {}, False)
+    engine = await RemoteEngine.connect(connection, None, Start({}, False))
     own = Front(ServerOptions("fake", quiet=True), engine, Metrics("fake"), 0)
     await own.load()
     config = uvicorn.Config(App(own), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, access_log=False)

@@ -1,6 +1,6 @@
 """Runs `minirt bench` on a preset whose checkpoint is quantized, with random weights.
 
-python bench/tools/stored_format.py [--set NAME=NUMBER]… FORMAT PRESET COMMAND …     FORMAT: fp8-blocks, fp8-channels
+python bench/tools/stored_format.py [--set NAME=NUMBER]… FORMAT PRESET COMMAND …     FORMAT: a key of FORMATS
 
 The command has the name of a benchmark and its options: `decode -b 1,8`. Only a config.json is written, to a temporary folder.
 `--set` changes a field of it, for widths that are no multiple of a tile.
@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# As the official FP8 files of Qwen and DeepSeek, and as compressed-tensors writes FP8 with a scale for each channel.
+# quantization_config of the official FP8 files of Qwen and DeepSeek; of compressed-tensors, with a scale for each channel and
+# with 4 bits; of GPTQ and AWQ. The LM head keeps 16 bits.
 FORMATS = {
     "fp8-blocks": {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
@@ -29,6 +30,17 @@ FORMATS = {
             }
         },
     },
+    "w4a16": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
+            }
+        },
+    },
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }  # fmt: skip
 
 

@@ -370,6 +370,33 @@ def _median_and_p99(row: Result) -> str:
     return f"{milliseconds(row['median_ttft_ms'])} · {milliseconds(row['p99_ttft_ms'])}"
 
 
+def sampling_table(records: Records) -> str:
+    """Steps with penalties, log-probabilities and structured output, as multiples of plain sampling."""
+    (record,) = records.values()
+    rows = [
+        [f"batch {row['batch_size']}, {row['case']}", milliseconds(row["step_s"] * 1e3), *(f"{row[key]:.3f}" for key in _RATIO)]
+        for row in record["results"]
+    ]
+    return table(["decode step", "ms", "of plain sampling", "95% interval from", "to"], rows)
+
+
+def prefix_cache_table(records: Records) -> str:
+    """A prompt behind cached tokens, and requests that find nothing in the cache."""
+    (record,) = records.values()
+    (row,) = record["results"]
+    first = f"first token of {row['new']} new tokens behind {row['shared']:,} cached ones, ms"
+    rows = [
+        [first, milliseconds(row["first_token_s"] * 1e3)],
+        ["the GPU's time for this chunk, ms", milliseconds(row["chunk_s"] * 1e3)],
+        ["time of requests without hits, of the time with the cache off", f"{row['ratio_without_hits']:.3f}"],
+        ["95% interval", f"{row['low']:.3f} to {row['high']:.3f}"],
+    ]
+    return table(["prefix cache", record["model"]], rows)
+
+
+_RATIO = ("ratio", "low", "high")
+
+
 def memory_table(records: Records) -> str:
     """What models take of a GPU of which another process holds the rest, and how long the workloads took."""
     (record,) = records.values()
@@ -717,15 +744,34 @@ def int4_quality_table(records: Records) -> str:
     """What 4 bits cost: the loss in nats per token above fp32, and the divergence, for several ways to choose scales."""
     (lines,) = records.values()
     about = next(line for line in lines if line["kind"] == "about")
-    columns = ("int4", "round to nearest", "mse observer")
+    columns = ("int4", "round to nearest", "mse observer", "mse observer, zero points")
     rows = []
     for model in dict.fromkeys(line["model"] for line in lines if "difference" in line):
         found = {line["name"]: line for line in lines if line.get("model") == model}
         rows.append([model, *(_loss(found.get(name)) for name in columns)])
         rows.append([f"{model}, KL", *(f"{found[name]['kl']:.4f}" if name in found else NONE for name in columns)])
-    shown = table(["nats per token above fp32", "`--quantize int4`", "round to nearest", "MSE observer"], rows)
+    titles = ["`--quantize int4`", "round to nearest", "MSE observer", "MSE observer, zero points"]
+    shown = table(["nats per token above fp32", *titles], rows)
     where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
     return f"{shown}\n\nFrom `cpu-int4-quality` ({where}); ± is the standard error over windows of 512 tokens, SmolLM2 256."
+
+
+def format_quality_table(records: Records) -> str:
+    """What each format of checkpoints costs, as minirt computes it and with activations that are not rounded."""
+    (lines,) = records.values()
+    about = next(line for line in lines if line["kind"] == "about")
+    rows = []
+    for line in lines:
+        if line["kind"] == "format":
+            own = line["name"]
+            loss = NONE if own == "fp32" else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f}"
+            weights = f"{signed(line['weights_only'], 4)}" if "weights_only" in line else NONE
+            title = f"`{own}`" if own.startswith("-") else own
+            rows.append([title, f"{line['weight_bytes'] / 1e6:.0f}", f"{line['perplexity']:.2f}", loss, weights])
+    shown = table([about["model"], "weights, MB", "perplexity", "nats per token above fp32", "of the weights alone"], rows)
+    where = f"{about['date']}, torch {about['versions']['torch']}, eager layers on a CPU"
+    windows = f"{lines[1]['tokens']:,} tokens of {len(about['texts'])} texts"
+    return f"{shown}\n\nFrom `cpu-format-quality` ({where}); {windows}, ± is the standard error over windows of 256 tokens."
 
 
 # For each row of the table, the result's name for each column. None: the column does not differ from the first.
@@ -852,6 +898,14 @@ BLOCKS = {
         "`minirt serve` beside the engine without a server (`bench/tools/served.py`): 1,000 requests of 32 to 512 prompt tokens "
         "and 32 to 256 new tokens, streamed:",
     ),
+    "sampling": Block(
+        ("h200-sampling-cost",), sampling_table, _SYSTEM,
+        "Decode steps of Qwen2.5-7B in bf16 that sample at temperature 1, through `Generator` (`bench/tools/sampling_cost.py`). "
+        "*structured* follows a JSON schema:",
+    ),
+    "prefix-cache": Block(
+        ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py`):"
+    ),
     "memory": Block(
         ("h200-memory",), memory_table, _SYSTEM,
         "Models with default options on a GPU of which another process holds the rest, with random weights "
@@ -870,6 +924,7 @@ BLOCKS = {
     "cpu": Block(("cpu-smollm2",), cpu_table, _SYSTEM),
     "quality": Block(("cpu-fp8-quality",), quality_table, QUANTIZATION, names=False),
     "quality-int4": Block(("cpu-int4-quality",), int4_quality_table, QUANTIZATION, names=False),
+    "quality-formats": Block(("cpu-format-quality",), format_quality_table, QUANTIZATION, names=False),
 }  # fmt: skip
 
 

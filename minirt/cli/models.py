@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,8 +57,9 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
 
     config = find(name, None, need_weights=False)[1]
     plain, quantized = Model(config, build(config)), Model(config, build(config), Quantization("fp8"))
+    smallest = None if config.moe else Model(config, build(config), Quantization("int4"))  # experts are not quantized to 4 bits
     fits = None
-    for option, model, dtype in _ways(device, plain, quantized):
+    for option, model, dtype in _ways(device, plain, quantized, smallest):
         model.dtype = model.kv_dtype = dtype
         if fits is None and plan_memory(model, config.context_len, device, MemoryOptions(max_num_seqs=1)).fits:
             fits = option
@@ -68,19 +70,23 @@ def _row(name: str, hub_id: str | None, device: "torch.device | AbsentGPU") -> d
     }  # fmt: skip
 
 
-def _ways(device: "torch.device | AbsentGPU", plain: Any, quantized: Any) -> "list[tuple[str, Any, torch.dtype]]":
+def _ways(
+    device: "torch.device | AbsentGPU", plain: Any, fp8: Any, int4: Any | None
+) -> "Iterator[tuple[str, Any, torch.dtype]]":
     """The options to try, with the model and the dtype that they give; the first needs none."""
     import torch
 
     from minirt.device import compute_capability
 
-    if device.type == "cpu":
-        return [
-            ("", plain, torch.float32), ("--dtype bfloat16", plain, torch.bfloat16),
-            ("--dtype bfloat16 --fp8", quantized, torch.bfloat16),
-        ]  # fmt: skip
-    ways = [("", plain, torch.bfloat16)]
-    return [*ways, ("--fp8", quantized, torch.bfloat16)] if compute_capability(device) >= (8, 9) else ways
+    narrow = "--dtype bfloat16 " if device.type == "cpu" else ""
+    capability = (99, 0) if device.type == "cpu" else compute_capability(device)
+    if narrow:
+        yield "", plain, torch.float32
+    yield narrow.strip(), plain, torch.bfloat16
+    if capability >= (8, 9):
+        yield f"{narrow}--fp8", fp8, torch.bfloat16
+    if int4 is not None and capability >= (8, 0):
+        yield f"{narrow}--quantize int4", int4, torch.bfloat16
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> str:

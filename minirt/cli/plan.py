@@ -41,9 +41,10 @@ def plan(output_format: str, **options: Any) -> None:
     """
     gpu = planned_gpu(options)
     name = model_name(options)
-    from minirt.loading.load import plan_load
+    from minirt.loading.load import plan_load, remedy
 
-    model, memory = plan_load(to_load_options(options, name), gpu)
+    load = to_load_options(options, name)
+    model, memory = plan_load(load, gpu)
     length = options["max_model_len"] or model.config.context_len
     kernels = _special_kernels(model)
     if output_format == "json":
@@ -57,6 +58,9 @@ def plan(output_format: str, **options: Any) -> None:
     if kernels:
         write(f"Kernels for this compute capability only: {', '.join(kernels)}\n")
     write("".join(f"{line}\n" for line in _memory_lines(memory, length, gpu)))
+    if not memory.fits:
+        needed = format_size(memory.needed, up=True)
+        write(f"Does not fit: it needs {needed} ({remedy(load, gpu or model.device)})\n")
 
 
 def _memory_lines(memory: "MemoryPlan", length: int, gpu: AbsentGPU | None) -> list[str]:
@@ -66,8 +70,7 @@ def _memory_lines(memory: "MemoryPlan", length: int, gpu: AbsentGPU | None) -> l
     lines = [f"Memory: {free}{share}"]
     lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in memory.rows()]
     if not memory.fits:
-        hint = "use --quantize fp8 or int4, a 16-bit --dtype, a smaller model, or lower --max-model-len or --kv-cache-memory"
-        return [*lines, f"Does not fit: it needs {format_size(memory.needed, up=True)} ({hint})"]
+        return lines
     return [*lines, "Fits." if memory.context == length else f"Fits with a context of {memory.context:,} instead of {length:,}."]
 
 

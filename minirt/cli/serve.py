@@ -7,9 +7,18 @@ from typing import Any
 
 import click
 
-from minirt.cli.options import debug_option, load_arguments, load_options, model_name, prefix_cache_option, quiet_option
+from minirt.cli.files import read_text, shown_name
+from minirt.cli.options import (
+    debug_option,
+    load_arguments,
+    load_options,
+    model_name,
+    prefix_cache_option,
+    quiet_option,
+    warm_prompt_option,
+)
 from minirt.errors import InputError, MinirtError
-from minirt.files import read_text
+from minirt.files import read_text as read_bounded_text
 from minirt.text.reply_format import AUTO, FORMATS, NONE, TEMPLATE
 
 _PACKAGES = {"uvicorn": "uvicorn", "httptools": "httptools", "msgspec": "msgspec", "prometheus_client": "prometheus-client"}
@@ -23,7 +32,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     import yaml
 
     try:
-        content = yaml.safe_load(read_text(Path(value), limit=_MAX_CONFIG, error=InputError))
+        content = yaml.safe_load(read_bounded_text(Path(value), limit=_MAX_CONFIG, error=InputError))
     except yaml.YAMLError as error:
         raise InputError(f"is not YAML: {' '.join(str(error).split())}", where=value) from error
     content = {} if content is None else content
@@ -55,6 +64,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 )  # fmt: skip
 @load_options
 @prefix_cache_option
+@warm_prompt_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every IPv4 address.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one.")
 @click.option("--served-model-name", multiple=True, help="Name under which clients ask for the model (repeatable).")
@@ -94,6 +104,7 @@ def serve(quiet: bool, **options: Any) -> None:
     from minirt.server.front import ServerOptions
     from minirt.server.run import serve as run
 
+    warm = tuple((shown_name(file), read_text(file)) for file in options["warm_prompts"])
     name = model_name(options, quiet)
     keys = options["api_key"] or tuple(filter(None, [os.environ.get("MINIRT_API_KEY")]))
     if any(not key for key in keys):
@@ -103,6 +114,6 @@ def serve(quiet: bool, **options: Any) -> None:
         metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"],
         request_timeout=options["request_timeout"], drain_timeout=options["drain_timeout"],
         stream_interval=options["stream_interval"], max_body_size=options["max_body_size"],
-        log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], quiet=quiet,
+        log_prompts=options["log_prompts"], tool_call_parser=options["tool_call_parser"], warm_prompts=warm, quiet=quiet,
     )  # fmt: skip
     run(server, load_arguments(options, name), options["host"], options["port"])

@@ -92,12 +92,12 @@ class Buckets:
         """The bucket of each number of tokens."""
         return [token_bucket(max(1, count)) for count in range(self.max_tokens + 1)]
 
-    @property
+    @cached_property
     def max_seqs(self) -> int:
         """Number of sequences of the largest bucket, which is also the maximum number of rows that need logits."""
         return batch_bucket(self.max_num_seqs)
 
-    @property
+    @cached_property
     def max_tokens(self) -> int:
         """Number of tokens of the largest bucket of steps with prompts."""
         return min(self.max_prompt_tokens, token_bucket(self.max_num_batched_tokens))
@@ -106,32 +106,32 @@ class Buckets:
         """Every bucket, largest first, so that smaller CUDA graphs reuse the memory pool of larger ones."""
         decode = {Bucket(seqs) for seqs in self._batches}
         prompts = {Bucket(seqs, tokens) for seqs in (1, self.max_seqs) for tokens in self._tokens}
-        short = {bucket._replace(short=True) for bucket in decode | prompts if _has_short_graph(bucket)}
+        short = {bucket._replace(short=True) for bucket in decode | prompts if _has_short_graph(bucket.seqs, bucket.tokens)}
         return sorted(decode | prompts | short, key=lambda b: (b.tokens, b.seqs, b.short), reverse=True)
 
     def decode(self, chunks: Sequence[Chunk]) -> Bucket:
         """The bucket for a decode step."""
-        return _for_lengths(Bucket(self._batches[len(chunks)]), chunks)
+        return _for_lengths(self._batches[len(chunks)], 0, chunks)
 
     def find(self, chunks: Sequence[Chunk]) -> Bucket | None:
         """The bucket for a step, or None if such steps have no CUDA graph."""
-        if all(len(c.tokens) == c.num_logits == 1 for c in chunks):
+        tokens, logits = sum([len(c.tokens) for c in chunks]), [c.num_logits for c in chunks]
+        if tokens == len(chunks) and min(logits) == max(logits) == 1:
             return self.decode(chunks)
-        tokens = sum(len(c.tokens) for c in chunks)
-        if tokens > self.max_tokens or any(c.num_logits > 1 for c in chunks):
+        if tokens > self.max_tokens or max(logits) > 1:
             return None
-        return _for_lengths(Bucket(1 if len(chunks) == 1 else self.max_seqs, self._tokens[tokens]), chunks)
+        return _for_lengths(1 if len(chunks) == 1 else self.max_seqs, self._tokens[tokens], chunks)
 
 
-def _has_short_graph(bucket: Bucket) -> bool:
-    """Whether the bucket has a separate CUDA graph for short sequences.
+def _has_short_graph(seqs: int, tokens: int) -> bool:
+    """Whether a bucket has a separate CUDA graph for short sequences.
 
     Decode steps of many sequences have one: without the kernel that combines splits they are about 1% faster. So does a single
     short prompt: otherwise attention would treat it as the end of a longer prompt.
     """
-    return bucket.seqs >= SHORT_SEQS if not bucket.tokens else bucket.seqs == 1 and bucket.tokens <= KV_SPLIT
+    return seqs >= SHORT_SEQS if not tokens else seqs == 1 and tokens <= KV_SPLIT
 
 
-def _for_lengths(bucket: Bucket, chunks: Sequence[Chunk]) -> Bucket:
-    """The same bucket, short if all sequences of `chunks` are."""
-    return bucket._replace(short=_has_short_graph(bucket) and all(c.start + len(c.tokens) <= KV_SPLIT for c in chunks))
+def _for_lengths(seqs: int, tokens: int, chunks: Sequence[Chunk]) -> Bucket:
+    """The bucket of these sizes, short if all sequences of `chunks` are."""
+    return Bucket(seqs, tokens, _has_short_graph(seqs, tokens) and max([c.start + len(c.tokens) for c in chunks]) <= KV_SPLIT)

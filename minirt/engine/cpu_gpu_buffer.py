@@ -27,6 +27,14 @@ class CpuGpuBuffer:
 
     def send(self, count: int | None = None) -> None:
         """Queue the copy of the last buffer returned by `host` to the device: its first `count` rows, or all rows."""
+        self.copy(count)
+        self.copied()
+
+    def copy(self, count: int | None = None) -> None:
+        """`send` in two parts: what is more urgent than `copied` can be queued between them."""
         self.device[:count].copy_(self._host[0][:count], non_blocking=True)
+
+    def copied(self) -> None:
+        """The second part of `send`: from now on, `host` waits for the copy."""
         if self._copied:
             self._copied[0].record()

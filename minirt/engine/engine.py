@@ -6,18 +6,18 @@ for Python. The cost: when a request ends at an EOS token or a stop string, one 
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minirt.device import is_device_failure, is_out_of_memory
+from minirt.device import is_device_failure, is_out_of_memory, peak_memory
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.logits_processors import Rules
 from minirt.engine.prefix_cache import PrefixCacheStats
@@ -42,6 +42,7 @@ from minirt.modeling.model import Observer
 from minirt.sampling_params import EffectiveSampling
 
 EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
+Deliver = Callable[[list[TokenOutput]], None]
 _COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 
 
@@ -60,6 +61,22 @@ class _InFlight(NamedTuple):
     sampled: list[tuple[Sequence, int]]  # in row order: each sequence that gets tokens, and its number of rows
     computed: list[tuple[Sequence, int]]  # for each sequence of the step, the number of computed tokens at its end
     scored: list[Sequence]  # in order: each sequence whose prompt tokens the step scores
+
+
+class _DeviceErrors:
+    """Context that turns errors of the GPU or its driver into a `DeviceFailedError`, and raises it again at every later use."""
+
+    failure: DeviceFailedError | None = None
+
+    def __enter__(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_device_failure(error):
+            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
+            self.failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
+            raise self.failure from error
 
 
 class Engine:
@@ -105,7 +122,9 @@ class Engine:
         self._requests: dict[int, _RequestState] = {}
         self._constraints = constraints
         self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request, which the scheduler does not have yet
-        self._failure: DeviceFailedError | None = None
+        self._device_errors = _DeviceErrors()
+        self._device = device
+        self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends
 
     @property
     def max_len(self) -> int:
@@ -144,10 +163,14 @@ class Engine:
             cached.queries if cached else 0, cached.hits if cached else 0,
         )  # fmt: skip
 
+    def peak_memory(self) -> int:
+        """Peak memory in bytes (see `device.peak_memory`), on a GPU until the last step with a prompt. For any thread."""
+        return peak_memory(self._device) if self._peak_memory is None else self._peak_memory
+
     @property
     def failed(self) -> bool:
         """Whether the GPU has failed. If so, the engine cannot be used any more."""
-        return self._failure is not None
+        return self._device_errors.failure is not None
 
     @property
     def has_work(self) -> bool:
@@ -163,7 +186,7 @@ class Engine:
 
     def replay_times(self, batch_size: int, context_len: int, repeats: int) -> list[float]:
         """Seconds of `repeats` replays of a decode step's CUDA graph; see `Generator.replay_times`."""
-        with self._device_errors():
+        with self._device_errors:
             return self._runner.replay_times(batch_size, context_len, repeats)
 
     def check(
@@ -180,8 +203,8 @@ class Engine:
             ContextLengthError: the prompt can never fit.
             UnsupportedError: a grammar has a feature that is not supported.
         """
+        self._scheduler.check_length(len(prompt_token_ids))  # before its tokens are looked at: it may be very long
         self.check_tokens(prompt_token_ids)
-        self._scheduler.check_length(len(prompt_token_ids))
         if sampling is not None:
             for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
                 largest = max(getattr(sampling, name) or (), default=-1)
@@ -245,8 +268,11 @@ class Engine:
         self._compiling = {i: future for i, future in self._compiling.items() if i in self._requests}
         self._scheduler.reset(request.sequence for i, request in self._requests.items() if i not in self._compiling)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self, deliver: Deliver | None = None) -> list[TokenOutput]:
         """Start the next step, and return the tokens of an earlier step that has ended, if any.
+
+        `deliver` takes the tokens of a step as soon as they are known, before the engine's own work on that step; then they are
+        not returned.
 
         A chunk that ends in the middle of a prompt yields no token. If a step runs out of memory, it is tried again with half as
         many tokens. If a step of one token does not fit, its request ends with an error in its output.
@@ -255,13 +281,13 @@ class Engine:
             DeviceFailedError: the GPU has failed. The engine cannot be used any more.
             Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
-        with self._device_errors():
+        with self._device_errors:
             outputs = self._add_compiled() if self._compiling else []
             work = self._scheduler.schedule()
             outputs += [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
-            while work and (problem := self._start(work, outputs)) is not None:
+            while work and (problem := self._start(work, outputs, deliver)) is not None:
                 while self._in_flight:  # they hold memory; and a preempted sequence must not run again with a pending token
-                    outputs += self._collect(self._in_flight.popleft())
+                    outputs += self._collect(self._in_flight.popleft(), deliver)
                 tokens = sum(len(chunk.tokens) for _, chunk in work)
                 if tokens == 1:
                     failure = _out_of_memory("a step of one token", problem)
@@ -270,7 +296,7 @@ class Engine:
                 self._scheduler.limit_tokens(tokens // 2)
                 work = self._scheduler.schedule()
             while self._in_flight and (len(self._in_flight) > self._lookahead or not work):
-                outputs += self._collect(self._in_flight.popleft())
+                outputs += self._collect(self._in_flight.popleft(), deliver)
             if self._compiling and not work and not outputs:
                 wait(self._compiling.values(), _COMPILE_WAIT_S, FIRST_COMPLETED)
             return outputs
@@ -290,21 +316,9 @@ class Engine:
                 outputs.append(self._fail(request_id, EngineError(f"a grammar could not be compiled: {error!r}")))
         return outputs
 
-    @contextmanager
-    def _device_errors(self) -> Iterator[None]:
-        """Turn errors of the GPU or its driver into a `DeviceFailedError`, and raise it again at every later use."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            yield
-        except Exception as error:
-            if not is_device_failure(error):
-                raise
-            hint = "start a new process; with CUDA_LAUNCH_BLOCKING=1 it names the call that failed"
-            self._failure = DeviceFailedError("the GPU failed", found=str(error).strip().splitlines()[0], hint=hint)
-            raise self._failure from error
-
-    def _start(self, work: list[tuple[Sequence, Chunk]], outputs: list[TokenOutput]) -> str | None:
+    def _start(
+        self, work: list[tuple[Sequence, Chunk]], outputs: list[TokenOutput], deliver: Deliver | None
+    ) -> str | None:
         """Start a step. Returns None, or the allocator's message if memory runs out; in this case the step has changed nothing.
 
         If a token is drawn under a constraint, the earlier steps are collected into `outputs` while the forward pass runs.
@@ -313,7 +327,7 @@ class Engine:
         requests = [self._requests[sequence.id] for sequence, _ in sampled]
         rows = [Row.of(r.sampling, r.sequence, r.rules) for r in requests]
         constrained = any(r.constraint is not None for r in requests)
-        fill = partial(self._fill_masks, requests, outputs) if constrained else None
+        fill = partial(self._fill_masks, requests, outputs, deliver) if constrained else None
         try:
             step = self._runner.start([chunk for _, chunk in work], rows, fill)
         except Exception as error:  # only its text is kept: its traceback refers to the step's activations
@@ -330,19 +344,32 @@ class Engine:
         scored = [sequence for sequence, chunk in work if chunk.targets]
         self._in_flight.append(_InFlight(step, sampled, computed, scored))
         self._scheduler.relax_limit()
+        self._while_it_runs([sequence for sequence, chunk in work if len(chunk.tokens) > 1])
         return None
 
-    def _fill_masks(self, requests: Seq[_RequestState], outputs: list[TokenOutput], masks: Tensor) -> None:
+    def _while_it_runs(self, prompts: Seq[Sequence]) -> None:
+        """Work that a step's launch does not need. `prompts`: the sequences of whose prompts the step computes a part."""
+        for sequence in prompts:
+            self._scheduler.extend_keys(sequence)
+        if self._device.type == "cuda" and (prompts or not self._runner.cuda_graphs):  # other steps allocate nothing
+            self._peak_memory = peak_memory(self._device)
+
+    def _fill_masks(
+        self, requests: Seq[_RequestState], outputs: list[TokenOutput], deliver: Deliver | None, masks: Tensor
+    ) -> None:
         """Write the masks of a step whose forward pass was started. They need the tokens of the step before."""
         while self._in_flight:
-            outputs += self._collect(self._in_flight.popleft())
+            outputs += self._collect(self._in_flight.popleft(), deliver)
         constraints = [r.constraint if r.sequence.id in self._requests else None for r in requests]
         if self._constraints is not None:
             for row, error in self._constraints.fill(masks, constraints).items():
                 outputs.append(self._fail(requests[row].sequence.id, error))
 
-    def _collect(self, ended: _InFlight) -> list[TokenOutput]:
-        """Wait for a step and return its outputs. Registers the pages that it has filled in the prefix cache."""
+    def _collect(self, ended: _InFlight, deliver: Deliver | None) -> list[TokenOutput]:
+        """Wait for a step and return its outputs, unless `deliver` takes them.
+
+        Then registers the pages that it has filled in the prefix cache, and drops the requests that have ended.
+        """
         outputs, ends, result = [], {}, ended.step.result()
         for sequence, scores in zip(ended.scored, result.prompt_logprobs, strict=True):
             request = self._requests.get(sequence.id)
@@ -359,6 +386,8 @@ class Engine:
             logprobs = None if result.logprobs is None else result.logprobs[i]
             ends[sequence.id] = self._extend(request, tokens, logprobs or ())
             outputs.append(ends[sequence.id])
+        if deliver is not None:  # a thread that waits for them takes as long to wake up as the rest takes here
+            deliver(outputs)
         for sequence, computed in ended.computed:
             output = ends.get(sequence.id)
             if output is None or output.error is None:
@@ -366,7 +395,7 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 self.abort(output.request_id)
-        return outputs
+        return outputs if deliver is None else []
 
     def _extend(self, request: _RequestState, tokens: Seq[int], logprobs: Seq[TokenLogprobs]) -> TokenOutput:
         """Append new tokens to a request, up to the one that ends it."""
@@ -419,7 +448,7 @@ class Engine:
             )
         pages = allocator.allocate(needed)
         try:
-            with self._device_errors():
+            with self._device_errors:
                 return self._logits(tokens, pages)
         finally:
             allocator.release(pages)

@@ -9,6 +9,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
-from weakref import finalize
 
 from minirt.engine.engine import Engine
 from minirt.engine.request import Request, TokenOutput
@@ -30,10 +30,24 @@ AnyError = TypeVar("AnyError", bound=MinirtError)
 class _Outbox:
     """The outputs of one client's requests. `put` gets a list for each step that has some."""
 
-    put: Callable[[list[TokenOutput]], None]  # must not keep the client alive
+    put: Callable[[Any], None]  # takes outputs, or what `held` is; must not keep the client alive
+    hold: int = 0  # outputs that may wait for others, unless a request has ended; see `EngineThread.connect`
     open: set[int] = field(default_factory=set)  # ids of its requests in the engine; only the engine's thread uses this
+    held: list[tuple[float, list[TokenOutput]]] = field(default_factory=list)  # with the time at which they were known
+    num_held: int = 0
     unfinished: int = 0  # submitted requests of which the client has not received the last output; only the client uses this
     closed: bool = False
+
+    def add(self, outputs: list[TokenOutput]) -> None:
+        """Deliver the outputs of a step, or hold them back."""
+        if self.hold:
+            self.held.append((time.perf_counter(), outputs))
+            self.num_held += len(outputs)
+            if self.num_held >= self.hold or any(output.finish_reason is not None for output in outputs):
+                held, self.held, self.num_held = self.held, [], 0
+                self.put(held)
+        else:
+            self.put(outputs)
 
 
 @dataclass(eq=False)
@@ -61,11 +75,16 @@ class _Call:
 
 
 @dataclass(eq=False)
+class _Wake:
+    pass
+
+
+@dataclass(eq=False)
 class _Stop:
     pass
 
 
-_Command = _Submit | _Abort | _Close | _Call | _Stop
+_Command = _Submit | _Abort | _Close | _Call | _Wake | _Stop
 
 
 class EngineThread:
@@ -109,6 +128,10 @@ class EngineThread:
         """Maximum number of tokens of a request, prompt and completion together."""
         return self.engine.max_len
 
+    def peak_memory(self) -> int:
+        """Peak memory in bytes, for `Completion.peak_memory_bytes`; 0 if the thread has ended."""
+        return 0 if (engine := self._engine) is None else engine.peak_memory()
+
     def check(self, request: Request, compiles: bool = True) -> None:
         """Raise the error with which a request would be refused. Any thread may call it. `compiles`: see `Engine.check`."""
         self.engine.check(request.prompt_token_ids, request.sampling, request.rules, compiles)
@@ -117,14 +140,21 @@ class EngineThread:
         """An id for a request. Any thread may ask for one."""
         return next(self._ids)
 
-    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None) -> "EngineClient":
+    def wake(self) -> None:
+        """Say that a command follows soon: a thread that sleeps takes some 0.1 ms to wake up, which the caller can use."""
+        if self._thread is not None and self._ended is None and not self._outboxes:
+            self._inbox.put(_Wake())
+
+    def connect(self, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0) -> "EngineClient":
         """A client for the calling thread.
 
         Args:
             deliver: takes the outputs of each step, in place of `EngineClient.receive`. It runs in the engine's thread: it must
                 return soon and raise nothing. It must not refer to the client, or that is not closed when it is dropped.
+            hold: how many outputs may wait for others. A request that has ended delivers all. For callers that need the tokens
+                only then: each delivery wakes a thread, which competes with the engine's for the interpreter's lock.
         """
-        return EngineClient(self, deliver)
+        return EngineClient(self, deliver, hold)
 
     def call(self, function: Callable[[Engine], T], ready: Callable[[Engine], bool] = lambda _: True) -> T:
         """Run `function(engine)` between two steps, as soon as `ready(engine)` is true. Later commands wait until it has run.
@@ -201,8 +231,8 @@ class EngineThread:
     def _loop(self) -> None:
         while self._take_commands():
             engine = self.engine
-            if engine.has_work:
-                self._deliver(engine.step())
+            if engine.has_work and (rest := engine.step(self._deliver)):
+                self._deliver(rest)
 
     def _take_commands(self) -> bool:
         """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at `_Stop`."""
@@ -261,7 +291,7 @@ class EngineThread:
             if (outbox := self._outboxes.get(output.request_id)) is not None:
                 mail.setdefault(outbox, []).append(output)
         for outbox, own in mail.items():
-            outbox.put(own)
+            outbox.add(own)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
@@ -300,7 +330,7 @@ class EngineThread:
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         outbox = self._outboxes[request_id]
-        outbox.put([TokenOutput(request_id, (), "error", _for_request(error))])
+        outbox.add([TokenOutput(request_id, (), "error", _for_request(error))])
         self._forget(request_id)
 
     def _end(self, reason: EngineError | DeviceFailedError) -> None:
@@ -324,11 +354,11 @@ class EngineClient:
     A client that is dropped without `close` is closed at garbage collection.
     """
 
-    def __init__(self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None) -> None:
-        self._queue: SimpleQueue[list[TokenOutput]] = SimpleQueue()
-        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put)
-        self._finalizer = finalize(self, _close, thread, self._outbox)
-        self._finalizer.atexit = False
+    def __init__(
+        self, thread: EngineThread, deliver: Callable[[list[TokenOutput]], None] | None = None, hold: int = 0
+    ) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # gets what `_Outbox.put` takes
+        self._thread, self._outbox = thread, _Outbox(deliver or self._queue.put, hold)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; all are added before the next step. Their prompts must have passed `Engine.check`.
@@ -347,11 +377,17 @@ class EngineClient:
         Raises:
             EngineError: the generator is closed.
         """
+        return [output for output, _ in self.receive_timed()]
+
+    def receive_timed(self) -> list[tuple[TokenOutput, float]]:
+        """Like `receive`, with the `time.perf_counter` at which each output was known here, or held back."""
         if isinstance(self._thread._ended, EngineError):
             raise self._thread._reason()
         outputs = self._queue.get()
-        self._outbox.unfinished -= sum(output.finish_reason is not None for output in outputs)
-        return outputs
+        held = outputs if self._outbox.hold else [(time.perf_counter(), outputs)]
+        timed = [(output, known) for known, own in held for output in own]
+        self._outbox.unfinished -= sum([output.finish_reason is not None for output, _ in timed])
+        return timed
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests. Outputs that were delivered before may still be received."""
@@ -359,7 +395,10 @@ class EngineClient:
 
     def close(self) -> None:
         """Drop all requests of this client that are still open."""
-        self._finalizer()
+        if self._outbox.unfinished:  # else there is nothing to drop, and the caller need not wake the engine's thread
+            with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
+                self._thread._put(_Close(self._outbox))
+            self._outbox.unfinished = 0
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -367,11 +406,8 @@ class EngineClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-def _close(thread: EngineThread, outbox: _Outbox) -> None:
-    if outbox.unfinished:  # else there is nothing to drop, and the caller need not wake the engine's thread
-        with suppress(EngineError, DeviceFailedError):  # the thread has ended, and its requests with it
-            thread._put(_Close(outbox))
+    def __del__(self) -> None:
+        self.close()
 
 
 def _closed() -> EngineError:

@@ -49,11 +49,15 @@ class Rules:
         cls, sampling: EffectiveSampling, eos_token_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
     ) -> "Rules | None":
         """The rules of a request; None if it asks for nothing. With `structured_outputs`, its masks heed `min_tokens`."""
+        penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+        others = bad_words or sampling.logit_bias or sampling.min_tokens or sampling.allowed_token_ids is not None
+        if penalties == (0, 0, 1) and not others:
+            return None
         bans_ends = sampling.min_tokens and sampling.structured_outputs is None
         ends = tuple({*eos_token_ids, *sampling.stop_token_ids}) if bans_ends else ()
         rules = cls(
-            sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty, sampling.logit_bias,
-            sampling.allowed_token_ids, tuple(map(tuple, bad_words)), sampling.min_tokens if ends else 0, ends,
+            *penalties, sampling.logit_bias, sampling.allowed_token_ids, tuple(map(tuple, bad_words)),
+            sampling.min_tokens if ends else 0, ends,
         )  # fmt: skip
         return None if rules == _NONE else rules
 

@@ -7,7 +7,6 @@ prefixes with the same key.
 
 import secrets
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -45,14 +44,15 @@ class PrefixCache:
     def stats(self) -> PrefixCacheStats:
         return PrefixCacheStats(self._queries, self._hits, self._allocator.evictions)
 
-    def extend_keys(self, keys: list[bytes], tokens: array, salt: str | None) -> None:
-        """Extend `keys`, the keys of the first full pages of `tokens`, to all full pages.
+    def extend_keys(self, keys: list[bytes], tokens: array, salt: str | None, most: int | None = None) -> None:
+        """Extend `keys`, the keys of the first full pages of `tokens`, to all full pages, or to the first `most` of them.
 
         Args:
             tokens: int64.
             salt: sequences with different salts share no page.
         """
         known, count = len(keys), len(tokens) // self._page_size
+        count = count if most is None else min(count, most)
         if known >= count:
             return
         secret, size = self._secret, 8 * self._page_size
@@ -65,11 +65,16 @@ class PrefixCache:
             parent = page.digest()
             keys.append(parent)
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known prefix of `keys`, in use or free."""
+    def find(self, keys: list[bytes], tokens: array, salt: str | None, most: int) -> list[int]:
+        """The pages, in use or free, of the longest known prefix of `tokens`, up to `most` pages.
+
+        Extends `keys` only as far as that takes: most prompts are new, and a step waits for this.
+        """
         pages: list[int] = []
-        for key in keys:
-            page = self._allocator.page_of(key)
+        while len(pages) < most:
+            if len(pages) == len(keys):
+                self.extend_keys(keys, tokens, salt, min(most, 2 * len(keys) + 1))
+            page = self._allocator.page_of(keys[len(pages)])
             if page is None:
                 break
             pages.append(page)

@@ -116,6 +116,7 @@ class Runner:
         self._cuda = device.type == "cuda"
         self._ranges = Ranges(cache.capacity if self._cuda else 0)
         self._observer: Observer | None = None
+        self._inference, self._on_device = torch.inference_mode(), on_device(device)  # to be entered by each step
         self._stages = SamplingStages(self._previous, vocab_size, max_seq_len)
         if isinstance(model, Model) and model.uses_triton:  # buckets import Triton, which other layers do not need
             model.reserve_splits(max_splits(batch_bucket(max_num_seqs), max_seq_len, cache.capacity))
@@ -133,7 +134,6 @@ class Runner:
         """Call `observer(layer, x)` with the input of each layer, from the next step on, without CUDA graphs; None: no longer."""
         self._observer = observer
 
-    @torch.inference_mode()
     def start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None = None) -> Step:
         """Queue a step.
 
@@ -144,7 +144,7 @@ class Runner:
         Raises:
             torch.OutOfMemoryError: no memory for the step's activations. In this case nothing has changed.
         """
-        with on_device(self._device):
+        with self._inference, self._on_device:
             return self._start(chunks, rows, fill)
 
     def _start(self, chunks: Sequence[Chunk], rows: Sequence[Row], fill: FillMasks | None) -> Step:
@@ -173,6 +173,7 @@ class Runner:
             batch = static.graphs.batch(bucket) or self._capture(static, bucket)
             static.buffers.send(batch.layout, chunks, logits_needed=logits_needed)
             static.graphs.replay(bucket)
+            static.buffers.sent()
             logits, rows = static.buffers.logits, sum(c.num_logits for c in chunks)
         else:
             batch = self._batch(chunks)
@@ -200,6 +201,7 @@ class Runner:
         from minirt.kernels.block_tables import expand_block_tables
 
         static.buffers.send(batch.layout, [])
+        static.buffers.sent()
         expand_block_tables(batch.pages, batch.page_starts, batch.block_tables, check=False)
         static.model.dry_run(batch, self._cache)
 

@@ -263,9 +263,8 @@ class Scheduler:
             return False
         pages: list[int] = []
         if self.prefix_cache is not None:
-            self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
             known = 0 if sequence.unscored else (sequence.length - 1) // size  # at least one token is computed
-            pages = self.prefix_cache.find(sequence.keys[:known])
+            pages = self.prefix_cache.find(sequence.keys, sequence.tokens, sequence.salt, known)
         needed = self._cache.pages_for(sequence.length + 1) - len(pages)
         if needed > allocator.num_free - allocator.count_free(pages):
             self._blocked = sequence.id, allocator.num_changes
@@ -281,12 +280,17 @@ class Scheduler:
                 self.prefix_cache.count(sequence.length, sequence.num_computed)
         return True
 
+    def extend_keys(self, sequence: Sequence) -> None:
+        """Compute the keys that `register` will need, while the sequence's step runs."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
+
     def register(self, sequence: Sequence, computed: int) -> None:
         """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
         full = min(computed // self._cache.page_size, len(sequence.pages))
         if self.prefix_cache is None or full <= sequence.num_registered:
             return
-        self.prefix_cache.extend_keys(sequence.keys, sequence.tokens, sequence.salt)
+        self.extend_keys(sequence)
         for i in range(sequence.num_registered, full):
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
         sequence.num_registered = full
@@ -300,9 +304,7 @@ class Scheduler:
         """
         if self.prefix_cache is None:
             return 0
-        keys: list[bytes] = []
-        self.prefix_cache.extend_keys(keys, tokens, None)
-        pages = self.prefix_cache.find(keys)
+        pages = self.prefix_cache.find([], tokens, None, len(tokens) // self._cache.page_size)
         pinned = self._pinned | set(pages)
         if 2 * len(pinned) > self._cache.num_pages:
             raise ContextLengthError(

@@ -47,11 +47,18 @@ class StepBuffers:
         ))  # fmt: skip
 
     def send(self, layout: Layout, chunks: Sequence[Chunk], *, logits_needed: bool = True) -> None:
-        """Queue the copy of a step's input to the device. Without chunks, the step is only padding and touches no page."""
+        """Queue the copy of a step's input to the device. Without chunks, the step is only padding and touches no page.
+
+        Call `sent` when the step is queued.
+        """
         used = pack_chunks(
             layout, self._input.host(), chunks, self._cache.page_size, logits_needed=logits_needed, ranges=self._ranges
         )
-        self._input.send(used)
+        self._input.copy(used)
+
+    def sent(self) -> None:
+        """Guard the host's copy of the input until the device has it."""
+        self._input.copied()
 
     def with_row_maxima(self, batch: Batch) -> Batch:
         """The batch with buffers for row maxima; unchanged if too many rows need logits, or the head stores none."""

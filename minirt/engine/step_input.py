@@ -259,9 +259,8 @@ def pack_chunks(
         The number of words in use, counted from the buffer's start.
     """
     ranges = ranges or Ranges()
-    tokens, positions, slots, logits = array("q"), array("q"), array("q"), array("q")
-    starts, lens, splits = array("i", [0]), array("i"), array("i", [0])
-    seq_slots, page_starts, used = array("i"), array("i", [0]), array("i")
+    tokens, positions, slots, used = array("q"), array("q"), array("q"), array("i")
+    logits, starts, lens, splits, seq_slots, page_starts = list[int](), [0], list[int](), [0], list[int](), [0]
     for chunk in chunks:
         start, count, pages = chunk.start, len(chunk.tokens), chunk.pages
         stop, first = start + count, len(tokens)
@@ -286,29 +285,40 @@ def pack_chunks(
         seq_slots.append(chunk.slot)
         used.extend(pages[: -(-stop // page_size)])
         page_starts.append(len(used))
-    rows, seqs = layout.tokens - len(tokens), layout.seqs - len(lens)
-    zeros = array("q", bytes(8 * max(0, rows)))
+    _check_buffer(layout, flat)
+    if len(tokens) > layout.tokens or len(logits) > layout.logits or len(lens) > layout.seqs or len(used) > layout.pages:
+        what, found = "the layout is too small for the step", (len(tokens), len(logits), len(lens), len(used))
+        raise InputError(what, where="layout", expected=f"tokens, logits, sequences and pages of {layout}", found=found)
     # Padding rows count as rows that need logits, as every row of a decode step does.
-    logits.extend(min(row, layout.tokens - 1) for row in range(len(logits), layout.logits))
-    wide = [tokens + zeros, positions + zeros, slots + array("q", b"\xff" * 8 * rows), logits]
-    narrow = [starts + starts[-1:] * seqs, lens + array("i", [0]) * seqs, splits + splits[-1:] * seqs]
-    narrow += [array("i", [logits_needed]), seq_slots + array("i", [-1]) * seqs, page_starts + page_starts[-1:] * seqs]
-    return _copy(layout, flat, [*wide, *narrow, used])
+    logits += [min(row, layout.tokens - 1) for row in range(len(logits), layout.logits)]
+    # All 64-bit tensors are copied at once, and then all others.
+    _, positions_at, slots_at, logits_at, narrow_at, *_ = layout.starts
+    wide = tokens
+    following = (positions, positions_at, _ZERO), (slots, slots_at, _ZERO), (array("q", logits), logits_at, _NO_SLOT)
+    for values, start, fill in following:
+        wide.extend(fill * (start // 2 - len(wide)))
+        wide.extend(values)
+    seqs, bounds = _aligned(layout.seqs), _aligned(layout.seqs + 1)
+    narrow = array("i", (
+        _padded(starts, bounds, starts[-1]) + _padded(lens, seqs, 0) + _padded(splits, bounds, splits[-1])
+        + [int(logits_needed), 0, 0, 0] + _padded(seq_slots, seqs, -1) + _padded(page_starts, bounds, page_starts[-1])
+    ))  # fmt: skip
+    narrow.extend(used)
+    address = flat.data_ptr()
+    ctypes.memmove(address, wide.buffer_info()[0], 8 * len(wide))
+    ctypes.memmove(address + 4 * narrow_at, narrow.buffer_info()[0], 4 * len(narrow))
+    return narrow_at + len(narrow)
 
 
-def _copy(layout: Layout, flat: Tensor, parts: list[array]) -> int:
-    """Copy the values of each tensor to its place in a host buffer. Returns the number of words up to the last value."""
+_ZERO, _NO_SLOT = array("q", [0]), array("q", [-1])
+
+
+def _padded(values: list[int], size: int, fill: int) -> list[int]:
+    return values + [fill] * (size - len(values))
+
+
+def _check_buffer(layout: Layout, flat: Tensor) -> None:
     if layout.words > flat.numel() or not flat.is_contiguous() or flat.device.type != "cpu":
         found = f"{flat.numel()} on {flat.device}, shape {tuple(flat.shape)}, strides {flat.stride()}"
         expected = f"{layout.words} contiguous words on the host"
         raise InputError("the buffer cannot hold the step", where="flat", expected=expected, found=found)
-    address, end = flat.data_ptr(), 0
-    for start, room, values in zip(layout.starts[:-1], layout.sizes, parts, strict=True):
-        source, count = values.buffer_info()
-        words = count * values.itemsize // 4
-        if words > room:
-            what, expected = "the layout is too small for the step", f"at most {room} words"
-            raise InputError(what, where="layout", expected=expected, found=words)
-        ctypes.memmove(address + 4 * start, source, 4 * words)
-        end = start + words
-    return end

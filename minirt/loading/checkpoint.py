@@ -216,8 +216,8 @@ def load(
     def place(entry: Entry, tensor: torch.Tensor) -> None:
         if check_weights and (bad := _not_finite(tensor)):
             raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file}: {entry.name}")
-        if specs[entry.name].positive:
-            _check_scale(entry, tensor)
+        if specs[entry.name].positive or specs[entry.name].nonzero:
+            _check_scale(entry, tensor, negative=not specs[entry.name].positive)
         if (values := specs[entry.name].values) is not None and tensor.tolist() != list(values):
             where, found = f"{entry.file}: {entry.name}", shown(tensor.tolist())
             raise CheckpointError("wrong values", where=where, expected=list(values), found=found)
@@ -274,14 +274,15 @@ def _not_finite(tensor: torch.Tensor) -> int:
     return sum(int((~torch.isfinite(piece.float() if piece.itemsize == 1 else piece)).sum()) for piece in pieces)
 
 
-def _check_scale(entry: Entry, tensor: torch.Tensor) -> None:
-    """Refuse a scale that is not finite and above 0: the weights times it would be garbage."""
+def _check_scale(entry: Entry, tensor: torch.Tensor, negative: bool = False) -> None:
+    """Refuse a scale that is not finite and above 0 (`negative`: not 0): the weights times it would be garbage."""
     values = tensor.float()
-    good = torch.isfinite(values) & (values > 0)
+    good = torch.isfinite(values) & ((values != 0) if negative else (values > 0))
     if not good.all():
         what = f"{int((~good).sum())} of {good.numel()} scales are unusable"
         found = shown(values[~good].flatten()[0].item())
-        raise CheckpointError(what, where=f"{entry.file}: {entry.name}", expected="finite numbers above 0", found=found)
+        expected = "finite numbers other than 0" if negative else "finite numbers above 0"
+        raise CheckpointError(what, where=f"{entry.file}: {entry.name}", expected=expected, found=found)
 
 
 def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:

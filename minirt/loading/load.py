@@ -122,22 +122,26 @@ def _check_memory(options: LoadOptions, model: Model, length: int, device: torch
     """Raise OutOfMemoryError if the model will not fit. Nothing is allocated yet."""
     plan = plan_memory(model, length, device, options.memory)
     if not plan.fits:
-        raise does_not_fit(plan, str(device), _remedy(options, device))
+        raise does_not_fit(plan, str(device), remedy(options, device))
 
 
-def _remedy(options: LoadOptions, device: torch.device) -> str:
+def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
     """The options with which the model would fit, or what else can be done."""
-    fp8 = {"quantization": "fp8"} if device.type == "cpu" or compute_capability(device) >= (8, 9) else {}
-    narrow = {"dtype": "bfloat16"} if device.type == "cpu" else {}
+    gpu = device if isinstance(device, AbsentGPU) else None
+    capability = (99, 0) if device.type == "cpu" else compute_capability(cast(torch.device, device))
+    fp8 = {"quantization": "fp8"} if capability >= (8, 9) else {}
+    int4 = {"quantization": "int4"} if capability >= (8, 0) else {}
+    narrow = {"dtype": "bfloat16"} if device.type == "cpu" or options.dtype == "float32" else {}
     ways: list[tuple[str, dict[str, Any]]] = [
         ("lower --kv-cache-memory", {"kv_cache_memory": None}), ("use --dtype bfloat16", narrow), ("use --fp8", fp8),
-        ("use --dtype bfloat16 --fp8", narrow | fp8), ("lower --max-model-len", {"max_model_len": 256}),
+        ("use --dtype bfloat16 --fp8", narrow | fp8), ("use --quantize int4", int4),
+        ("use --dtype bfloat16 --quantize int4", narrow | int4), ("lower --max-model-len", {"max_model_len": 256}),
     ]  # fmt: skip
     for words, changes in ways:
         changed = {name: value for name, value in changes.items() if getattr(options, name) != value}
         if changed:
-            with suppress(MinirtError):
-                plan = plan_load(replace(options, **changed))[1]
+            with suppress(MinirtError):  # a quantized checkpoint is not quantized again
+                plan = plan_load(replace(options, **changed), gpu)[1]
                 if plan.fits:
                     return f"{words}: {format_size(plan.needed - plan.pages * plan.page, up=True)} without KV pages"
     return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")

@@ -36,6 +36,7 @@ _FOREIGN = {
     "weight_packed": "4-bit weights of compressed-tensors",
     "weight_scale_2": "NVFP4 weights",
     "weight_zero_point": "weights with zero points",
+    "weight_g_idx": "weights whose groups are columns in the order of their activations",
     "SCB": "8-bit weights of bitsandbytes",
     "absmax": "4-bit weights of bitsandbytes",
     "quant_map": "4-bit weights of bitsandbytes",
@@ -231,5 +232,6 @@ def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | N
         if kind is not None and not (four_bits and last in _INT4_TENSORS):
             what, hint = f"{kind} are not supported", _HINT
             if last in _INT4_TENSORS:
-                what, hint = f"{kind}, but config.json does not state them", "the quantization_config of config.json is missing"
+                what = f"{kind}, but config.json does not state them"
+                hint = "the quantization_config of config.json is missing; older releases have it in quantize_config.json"
             raise UnsupportedError(what, where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=hint)

@@ -27,7 +27,7 @@ from minirt.kernels.reference import (
 )
 
 FP8 = torch.float8_e4m3fn
-CHUNK = 1 << 22  # weights quantized at a time; quantization needs 9 temporary bytes per weight
+CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 needs 9 temporary bytes per weight
 FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
 E4M3 = "F8_E4M3"
 INT32 = "I32"
@@ -41,6 +41,7 @@ class TensorSpec(NamedTuple):
         shape: the usual shape. `also`: other shapes of the same values.
         dtypes: the dtypes that it may have, by their names in safetensors files.
         positive: whether every value must be finite and above 0, as in a scale.
+        nonzero: whether every value must be finite and not 0, as in a scale that may be negative.
         values: the values that it must have; None: any.
     """
 
@@ -49,6 +50,7 @@ class TensorSpec(NamedTuple):
     dtypes: tuple[str, ...] = FLOATS
     also: tuple[tuple[int, ...], ...] = ()
     positive: bool = False
+    nonzero: bool = False
     values: tuple[int, ...] | None = None
 
 
@@ -64,6 +66,7 @@ class LinearFormat(ABC):
         capability: the lowest compute capability of its kernels.
         experts: whether the experts of a mixture may have it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
+        chunk: weights that are quantized or repacked at a time.
     """
 
     name: ClassVar[str]
@@ -71,6 +74,7 @@ class LinearFormat(ABC):
     capability: ClassVar[float] = 8.9
     experts: ClassVar[bool] = True
     rounds_activations: ClassVar[bool] = True
+    chunk: ClassVar[int] = CHUNK
 
     @abstractmethod
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -104,9 +108,9 @@ class LinearFormat(ABC):
         weight[own] = self.quantize(source, scale[scales])
 
     def chunks(self, first: int, stop: int, rows: Sequence[int], K: int) -> Iterator[tuple[slice, slice]]:
-        """(rows of the weight, rows of the scale), in pieces of about CHUNK weights that cover the rows `first` to `stop`."""
+        """(rows of the weight, rows of the scale), in pieces of about `chunk` weights that cover the rows `first` to `stop`."""
         g = self.group_rows(rows)
-        step = max(1, CHUNK // K // g) * g
+        step = max(1, self.chunk // K // g) * g
         for start in range(first, stop, step):
             end = min(start + step, stop)
             yield slice(start, end), slice(start // g, -(-end // g))
@@ -243,8 +247,8 @@ class _Int4(LinearFormat):
 
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
         """The words of `source` [n, K]; writes their scale words, `scale_rows` [groups, n]."""
-        codes, scale = quantize_int4(source, self.group)
-        scale_rows.copy_(pack_int4_scale(scale))
+        codes, scale, zero = quantize_int4(source, self.group)
+        scale_rows.copy_(pack_int4_scale(scale, zero))
         return pack_int4(codes)
 
     def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
@@ -259,9 +263,10 @@ class _Int4(LinearFormat):
 class QuantizedToInt4(_Int4):
     """`--quantize int4`: 16- or 32-bit weights in the checkpoint, quantized while they are loaded.
 
-    A scale for each row and 128 columns, chosen to minimize the error of the weights (`reference.quantize_int4`).
+    A scale and a zero point for each row and 128 columns, see `reference.quantize_int4`.
     """
 
+    chunk = CHUNK // 2  # needs 14 temporary bytes per weight
     group: int = INT4_CHUNK
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
@@ -290,9 +295,22 @@ class StoredInt4(_Int4):
     def group(self) -> int:  # type: ignore[override]
         return min(self.stored_group or INT4_CHUNK, INT4_CHUNK)
 
+    def _scales(self, name: str, shape: tuple[int, ...], also: tuple[tuple[int, ...], ...] = ()) -> TensorSpec:
+        """The scales of a part. AutoRound writes negative ones of symmetric weights: the largest value of a group then has the
+        code -8."""
+        return TensorSpec(name, shape, also=also, positive=not self.symmetric, nonzero=self.symmetric)
+
     def stored_groups(self, K: int) -> int:
         """How many groups a row has in the checkpoint."""
         return 1 if self.stored_group is None else -(-K // self.stored_group)
+
+    def _column_chunks(self, rows: int, K: int) -> Iterator[tuple[slice, slice]]:
+        """(columns of a weight [rows, K], its words in memory), in pieces of about `chunk` weights. Pieces of a tensor that is
+        stored transposed are contiguous, so the device never holds all of it."""
+        step = max(1, self.chunk // rows // INT4_CHUNK) * INT4_CHUNK
+        for first in range(0, K, step):
+            stop = min(first + step, K)
+            yield slice(first, stop), slice(first // 4, self._words(stop))
 
     def _place_scale(self, stored: Tensor, scale: Tensor, own: slice) -> None:
         """Write scales [n, stored groups] into the scale words. Each in-place operation changes only bits of its own, so threads
@@ -321,7 +339,7 @@ class StoredInt4Packed(StoredInt4):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         groups = self.stored_groups(K)
         yield TensorSpec(f"{module}.weight_packed", (rows, -(-K // 8)), (INT32,))
-        yield TensorSpec(f"{module}.weight_scale", (rows, groups), also=((rows,),) if groups == 1 else (), positive=True)
+        yield self._scales(f"{module}.weight_scale", (rows, groups), also=((rows,),) if groups == 1 else ())
         yield TensorSpec(f"{module}.weight_shape", (2,), (INT64, INT32), values=(rows, K))
         if not self.symmetric:
             yield TensorSpec(f"{module}.weight_zero_point", (-(-rows // 8), groups), (INT32,))
@@ -329,9 +347,9 @@ class StoredInt4Packed(StoredInt4):
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "weight_packed":
-            source = source.to(weight.device)
             for at, _ in self.chunks(0, own, (own,), 8 * source.shape[1]):
-                weight[start + at.start : start + at.stop] = pack_int4(_nibbles(source[at]).flatten(1))
+                codes = _nibbles(source[at].to(weight.device)).flatten(1)
+                weight[start + at.start : start + at.stop] = pack_int4(codes)
         elif what == "weight_scale":
             self._place_scale(source.reshape(own, -1), scale, slice(start, start + own))
         elif what == "weight_zero_point":
@@ -355,7 +373,7 @@ class StoredInt4Gptq(StoredInt4):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         groups = self.stored_groups(K)
         yield TensorSpec(f"{module}.qweight", (-(-K // 8), rows), (INT32,))
-        yield TensorSpec(f"{module}.scales", (groups, rows), positive=True)
+        yield self._scales(f"{module}.scales", (groups, rows))
         yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
         if self.indices:
             yield TensorSpec(f"{module}.g_idx", (K,), (INT32, INT64))
@@ -363,9 +381,9 @@ class StoredInt4Gptq(StoredInt4):
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "qweight":
-            source = source.to(weight.device)
-            for at, _ in self.chunks(0, own, (own,), 8 * source.shape[0]):
-                weight[start + at.start : start + at.stop] = pack_int4(_nibbles(source[:, at].T).flatten(1))
+            for columns, words in self._column_chunks(own, 8 * source.shape[0]):
+                codes = _nibbles(source[columns.start // 8 : columns.stop // 8].to(weight.device).T).flatten(1)
+                weight[start : start + own, words] = pack_int4(codes)
         elif what == "scales":
             self._place_scale(source.T, scale, slice(start, start + own))
         elif what == "qzeros":
@@ -398,17 +416,15 @@ class StoredInt4Awq(StoredInt4):
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         groups = self.stored_groups(K)
         yield TensorSpec(f"{module}.qweight", (K, -(-rows // 8)), (INT32,))
-        yield TensorSpec(f"{module}.scales", (groups, rows), positive=True)
+        yield self._scales(f"{module}.scales", (groups, rows))
         yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
 
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "qweight":
-            source = source.to(weight.device)
-            for at, _ in self.chunks(0, source.shape[1], (source.shape[1],), 8 * source.shape[0]):
-                codes = _nibbles(source[:, at])[:, :, _AWQ_COLUMNS].flatten(1)
-                first, stop = start + 8 * at.start, start + min(8 * at.stop, own)
-                weight[first:stop] = pack_int4(codes.T[: stop - first])
+            for columns, words in self._column_chunks(own, source.shape[0]):
+                codes = _nibbles(source[columns].to(weight.device))[:, :, _AWQ_COLUMNS].flatten(1)
+                weight[start : start + own, words] = pack_int4(codes.T[:own])
         elif what == "scales":
             self._place_scale(source.T, scale, slice(start, start + own))
         elif what == "qzeros":
@@ -418,8 +434,8 @@ class StoredInt4Awq(StoredInt4):
 
 def _nibbles(words: Tensor) -> Tensor:
     """int32 words [..., n] → [..., n, 8] uint8, the lowest four bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(-1) >> shifts & 15).to(torch.uint8)
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).unflatten(-2, (-1, 4)).flatten(-2)
 
 
 class FormatChoice(ABC):

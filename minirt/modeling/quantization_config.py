@@ -1,9 +1,9 @@
 """`QuantizationConfig`: what config.json and hf_quant_config.json say about quantized weights. Imports no torch.
 
 Three producers state FP8 in their own ways: Qwen's and DeepSeek's releases ("fp8"), llm-compressor ("compressed-tensors") and
-NVIDIA's ModelOpt ("modelopt"). 4-bit weights are stated by llm-compressor too, by GPTQModel ("gptq") and by AutoAWQ ("awq").
-What minirt cannot compute is refused here by name. Whether a weight is quantized is decided by
-its tensors, see `minirt.loading.stored_formats`.
+NVIDIA's ModelOpt ("modelopt"). 4-bit weights are stated by llm-compressor too, by GPTQModel ("gptq"), AutoAWQ ("awq") and
+AutoRound ("auto-round"). What minirt cannot compute is refused here by name. Whether a weight is quantized is decided by its
+tensors, see `minirt.loading.stored_formats`.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from minirt.modeling.config import Fields, shown
 from minirt.modeling.patterns import check, matches
 
 BLOCK = 128
-METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq")
+METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq", "auto-round")
 _HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or int4"
 _PLANNED = f"planned; until then, {_HINT}"
 # Methods that are refused, with the hint.
 _REFUSED = {
-    **dict.fromkeys(("auto-round", "mxfp4", "modelopt_fp4"), _PLANNED),
+    **dict.fromkeys(("mxfp4", "modelopt_fp4"), _PLANNED),
     "bitsandbytes": f"bitsandbytes is not planned; {_HINT}",
     "gguf": f"GGUF is not planned; {_HINT}",
 }
@@ -158,7 +158,7 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
             )  # fmt: skip
         readers = {
             "fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt, "gptq": _read_gptq,
-            "awq": _read_awq,
+            "awq": _read_awq, "auto-round": _read_auto_round,
         }  # fmt: skip
         stated = readers[method](fields)
     if hf_quant_config is None:
@@ -339,6 +339,9 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
         what = "groups of columns in the order of their activations are not supported"
         hint = f"quantize with desc_act: false, or {_HINT}"
         raise UnsupportedError(what, where=fields.place("desc_act"), expected="false", found="true", hint=hint)
+    if fields.boolean("is_marlin_format", default=False):  # AutoGPTQ's older way to state it
+        where, expected = fields.place("is_marlin_format"), "false"
+        raise UnsupportedError("this order of weights is not supported", where=where, expected=expected, found="true", hint=_HINT)
     # Version 1 stores a zero point minus 1. With 4 bits, "gptq_p" has the words of version 2.
     versions = {"gptq": 1, "gptq_v2": 0, "gptq_p": 0}
     version = fields.choice("checkpoint_format" if "checkpoint_format" in fields.raw else "format", versions, default="gptq")
@@ -375,6 +378,34 @@ def _read_awq(fields: Fields) -> QuantizationConfig:
     ignore = _modules(Fields(skipped, fields.where, fields.prefix), "modules_to_not_convert")
     scheme = Int4Scheme("awq", group, False)
     return QuantizationConfig("awq", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))
+
+
+# Layout, and what is added to a stored zero point, of each packing_format of AutoRound.
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": ("gptq", 1), "auto_round:gptq": ("gptq", 1), "auto_round": ("gptq", 0),
+    "auto_round:gptqmodel": ("gptq", 0), "auto_round:auto_awq": ("awq", 0), "auto_round:awq": ("awq", 0),
+}  # fmt: skip
+
+
+def _read_auto_round(fields: Fields) -> QuantizationConfig:
+    """AutoRound: the tensors of GPTQ or AWQ. `extra_config` has the settings of single modules, by name or regular expression."""
+    _read_bits(fields, "bits")
+    fields.choice("data_type", ("int",), default="int")
+    group = _read_group_size(fields, "group_size")
+    layout, zero_offset = _AUTO_ROUND[fields.choice("packing_format", _AUTO_ROUND, default="auto_round:gptq")]
+    for name, what in (("act_bits", "quantized activations"), ("rotation_config", "transforms of weights (Hadamard rotations)")):
+        if fields.raw.get(name) not in (None, 16):
+            raise UnsupportedError(f"{what} are not supported", where=fields.place(name), hint=_HINT)
+    skipped = []
+    for name in fields.nested("extra_config").raw:
+        own = fields.nested("extra_config").nested(name)
+        if own.integer("bits", default=4, maximum=64) < 16:
+            what, expected = "settings of single modules are not supported", "bits: 16, which excludes a module"
+            raise UnsupportedError(what, where=own.place("bits"), expected=expected, found=", ".join(own.raw)[:60], hint=_HINT)
+        skipped.append(name if name.replace(".", "").replace("_", "").isalnum() else f"re:{name}")
+    ignore = _modules(Fields({"extra_config": skipped}, fields.where, fields.prefix), "extra_config")
+    scheme = Int4Scheme(layout, group, fields.boolean("sym", default=True) and layout == "gptq", zero_offset)
+    return QuantizationConfig("auto-round", fields.place("quant_method"), ((_ALL, scheme),), ignore, frozenset({"lm_head"}))
 
 
 def _read_modelopt(fields: Fields) -> QuantizationConfig:

@@ -54,7 +54,7 @@ class Application:
         Raises:
             MinirtError: it cannot be loaded.
         """
-        engine = await RemoteEngine.start(self._load_options, progress=not self._options.quiet)
+        engine = await RemoteEngine.start(self._options.start_message(self._load_options))
         self._front = Front(self._options, engine, Metrics(self._options.names[0]), int(time.time()))
         self._app = App(self._front)
         try:

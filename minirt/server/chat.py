@@ -10,7 +10,7 @@ from minirt.outputs import Completion
 from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
 from minirt.server.conversation import Conversation, prepare, template_variables
-from minirt.server.errors import bad_field
+from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
@@ -115,7 +115,7 @@ def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dic
     own = []
     for i, message in enumerate(messages):
         if message.get("role") not in _ROLES:
-            expected, found = ", ".join(_ROLES), repr(message.get("role"))[:80]
+            expected, found = ", ".join(_ROLES), shown(message.get("role"))
             raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
         front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
         own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})

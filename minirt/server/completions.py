@@ -10,7 +10,7 @@ from minirt.processor import Call
 from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
 from minirt.server.chat import row_by_id
-from minirt.server.errors import bad_field
+from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
@@ -74,7 +74,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
         value, types = [value], {list}
     if not types or not types <= {str, list}:
         expected = "a string, a list of token ids, or a list of these"
-        raise bad_field("prompt", "not an acceptable prompt", expected=expected, found=repr(value)[:80])
+        raise bad_field("prompt", "not an acceptable prompt", expected=expected, found=shown(value))
     return [own if isinstance(own, str) else _ids(own, i) for i, own in enumerate(value)]
 
 
@@ -83,7 +83,7 @@ def _ids(prompt: list[Any], place: int) -> list[int]:
         return prompt
     if prompt and all(type(own) in (int, float) and float(own).is_integer() and abs(own) < 2**53 for own in prompt):
         return [int(own) for own in prompt]
-    raise bad_field(f"prompt[{place}]", "not token ids", expected="a list of integers", found=repr(prompt)[:80])
+    raise bad_field(f"prompt[{place}]", "not token ids", expected="a list of integers", found=shown(prompt))
 
 
 def _check(request: CompletionRequest, num_prompts: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minirt.processor import Call
-from minirt.server.errors import bad_field
+from minirt.server.errors import bad_field, shown
 from minirt.server.front import Front
 from minirt.server.protocol import Common, sampling_params
 from minirt.server.replies import ReplyPlan, check_tools
@@ -122,7 +122,7 @@ async def prepare(
     plan = ReplyPlan.of(front.reply_format, own.tools, own.tool_choice, prompt.text, continued, own.parallel, grammar)
     if plan.forces:
         if request.structured_outputs:
-            raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=repr(own.tool_choice)[:80])
+            raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=shown(own.tool_choice))
         renamed = {**renamed, "structured_outputs": "tools"}
     if max_tokens is None:
         max_tokens = _room(front, len(prompt.tokens), request.truncate_prompt_tokens)

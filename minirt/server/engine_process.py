@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minirt.engine.request import Request, TokenOutput
-from minirt.errors import DeviceFailedError, MinirtError, printable
+from minirt.errors import DeviceFailedError, MinirtError, inside, printable
 from minirt.generator import Generator
 from minirt.loading.load import find
 from minirt.loading.options import LoadOptions
 from minirt.progress import load_bars
 from minirt.server.wire import (
+    SWITCH_SECONDS,
     TO_ENGINE,
     Abort,
     AskStats,
@@ -63,6 +64,7 @@ def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
     warnings.showwarning = lambda message, *_, **__: sys.stderr.write(f"minirt: warning: {printable(message)}\n")  # type: ignore
+    sys.setswitchinterval(SWITCH_SECONDS)
     connection = _Connection(descriptor)
     messages = connection.receive()
     if not messages:
@@ -93,12 +95,16 @@ def _load(connection: _Connection, start: Start) -> Generator:
     connection.send(Found(str(found.files.folder) if found.files else None))
     with load_bars(start.progress) as progress:
         generator = Generator.from_pretrained(options, progress=progress)
+    kept = {}
+    for name, text in start.warm_prompts:
+        with inside(name):
+            kept[name] = generator.warm_prompt(text)
     facts = {
         "model": generator.name, "device": str(generator.device), "plan": generator.plan.title,
         "weights": format_bytes(generator.plan.weight_bytes), "kv_cache": format_bytes(generator.kv_cache_bytes),
         "max_num_batched_tokens": generator.max_num_batched_tokens, "max_waiting": generator.max_waiting,
         "prefix_cache": generator.prefix_cache_stats is not None, "load_time_s": round(generator.load_time_s, 3),
-        "warm_up_time_s": round(generator.warm_up_time_s, 3),
+        "warm_up_time_s": round(generator.warm_up_time_s, 3), "warm_prompts": kept,
     }  # fmt: skip
     connection.send(
         Ready(

@@ -1,6 +1,7 @@
 """Errors of the HTTP interface, and how every error becomes a status and a body in OpenAI's shape."""
 
 import re
+import reprlib
 from typing import Any
 
 import msgspec
@@ -48,6 +49,13 @@ def bad_field(param: str, what: str, *, expected: object = None, found: object =
     return HTTPError(400, what, param=param, expected=expected, found=found, hint=hint)
 
 
+def shown(value: object) -> str:
+    """A value of a request for an error's message. Long and nested ones are cut before they are written."""
+    return _SHORT.repr(value)[:80]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
     408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "cancelled", 500: "server_error",

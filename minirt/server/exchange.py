@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minirt.errors import MinirtError
 from minirt.server.errors import HTTPError, error_body, retry_after, status_of
+from minirt.server.json_size import check_size
 
 BODY_SECONDS = 60  # how long the upload of a body may take
 ERROR_SECONDS = 5  # how long a stream waits until its client takes its error
@@ -79,7 +80,8 @@ class Exchange:
         """The body of the request.
 
         Raises:
-            HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 499 if the client goes.
+            HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 499 if the client goes, 400 if it has too many
+                JSON values.
         """
         stated = self.header(b"content-length") or b"0"
         size, parts = int(stated) if stated.isdigit() else 0, []
@@ -99,7 +101,9 @@ class Exchange:
             raise HTTPError(408, "the body did not arrive in time", expected=f"{BODY_SECONDS} s") from None
         if size > limit:
             raise HTTPError(413, "the body is too large", expected=f"at most {limit:,} bytes", found=f"{size:,} or more")
-        return b"".join(parts)
+        body = b"".join(parts)
+        await check_size(body)
+        return body
 
     def cancel_on_disconnect(self) -> None:
         """From here on, cancel the running task when the client goes. Call it after `body`."""
@@ -162,7 +166,8 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def drop(self) -> None:
-        """Close the connection at once, without what was not sent yet."""
+        """Close the connection of a client that does not read, at once, without what was not sent yet."""
+        self.log.setdefault("error", "the client reads too slowly, and is dropped")
         transport = self._scope.get("extensions", {}).get("minirt", {}).get("transport")
         if transport is not None:
             transport.abort()

@@ -16,7 +16,7 @@ from minirt.server.exchange import Exchange
 from minirt.server.generation import Generation
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
-from minirt.server.wire import Ready
+from minirt.server.wire import Ready, Start
 from minirt.text.reply_format import AUTO, ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 
@@ -42,12 +42,17 @@ class ServerOptions:
     max_body_size: int = 32 << 20
     log_prompts: bool = False
     tool_call_parser: str = AUTO
+    warm_prompts: tuple[tuple[str, str], ...] = ()  # names and texts of what is computed at load and kept
     quiet: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names under which clients may ask for the model. The first one is in the answers."""
         return self.served_model_names or (self.model,)
+
+    def start_message(self, load_options: dict[str, Any]) -> Start:
+        """The first message to the engine's process. `load_options`: the fields of `LoadOptions`."""
+        return Start(load_options, progress=not self.quiet, warm_prompts=list(self.warm_prompts))
 
 
 @dataclass(eq=False)
@@ -91,6 +96,9 @@ class Front:
         name = self.options.names[0]
         self.processor = Processor(self.engine, name, self.tokenizer, info.generation_config, info.eos_token_ids)
         self.info = info
+        if not self.options.quiet:
+            for file, kept in info.facts.get("warm_prompts", {}).items():
+                sys.stderr.write(f"minirt: {printable(file)}: {kept} tokens are kept for prompts that begin with them\n")
 
     def _choose_reply_format(self) -> None:
         own = self.tokenizer

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minirt.server.conversation import Conversation, template_variables
-from minirt.server.errors import bad_field
+from minirt.server.errors import bad_field, shown
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_STOPS, Common, Int, check_nesting, check_texts
 from minirt.text.tools import Tool, check_names, checked_list, checked_tool
@@ -89,10 +89,10 @@ def grammar_of(request: CountTokensRequest) -> Any:
     if form is None:
         return own
     if own is not None:
-        raise bad_field("structured_outputs", "excludes output_config.format", found=repr(own)[:80])
+        raise bad_field("structured_outputs", "excludes output_config.format", found=shown(own))
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         expected = '{"type": "json_schema", "schema": a JSON schema}'
-        raise bad_field("output_config.format", "not an acceptable form", expected=expected, found=repr(form)[:80])
+        raise bad_field("output_config.format", "not an acceptable form", expected=expected, found=shown(form))
     return {"json": form["schema"]}
 
 
@@ -119,8 +119,8 @@ def _messages(request: CountTokensRequest, ignored: dict[str, None]) -> list[dic
         elif role == "system":
             own = [{"role": "system", "content": _texts(content, f"{where}.content", ignored)}]
         else:
-            expected, shown = "user, assistant or system", repr(role)[:80]
-            raise bad_field(f"{where}.role", "not an acceptable role", expected=expected, found=shown)
+            expected, given = "user, assistant or system", shown(role)
+            raise bad_field(f"{where}.role", "not an acceptable role", expected=expected, found=given)
         for one in own:
             _add(found, one)
     if found[-1].get("tool_calls"):
@@ -155,7 +155,7 @@ def _user(blocks: list[dict[str, Any]], where: str, ignored: dict[str, None]) ->
 def _result(block: dict[str, Any], where: str, ignored: dict[str, None]) -> dict[str, Any]:
     content, failed = block.get("content"), block.get("is_error")
     if failed not in (None, True, False):
-        raise bad_field(f"{where}.is_error", "not a truth value", found=repr(failed)[:80])
+        raise bad_field(f"{where}.is_error", "not a truth value", found=shown(failed))
     texts = _texts([] if content is None else content, f"{where}.content", ignored)
     text = "\n".join(part["text"] for part in texts)
     return {"tool_call_id": _text(block, "tool_use_id", where), "content": _ERROR + text if failed else text}
@@ -259,11 +259,11 @@ def _choice(choice: dict[str, Any]) -> tuple[Any, bool]:
         return None, True
     kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
     if type(single) not in (type(None), bool):
-        raise bad_field("tool_choice.disable_parallel_tool_use", "not a truth value", found=repr(single)[:80])
+        raise bad_field("tool_choice.disable_parallel_tool_use", "not a truth value", found=shown(single))
     if kind == "tool":
         return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}, not single
     if not isinstance(kind, str) or kind not in _CHOICES:
-        expected, found = "auto, any, tool or none", repr(kind)[:80]
+        expected, found = "auto, any, tool or none", shown(kind)
         raise bad_field("tool_choice.type", "not an acceptable value", expected=expected, found=found)
     return _CHOICES[kind], not single
 
@@ -294,8 +294,8 @@ def _switch(thinking: dict[str, Any], ignored: dict[str, None]) -> bool | None:
         return None
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if not isinstance(kind, str) or kind not in _THINKING:
-        raise bad_field("thinking.type", "not an acceptable value", expected=" or ".join(_THINKING), found=repr(kind)[:80])
+        raise bad_field("thinking.type", "not an acceptable value", expected=" or ".join(_THINKING), found=shown(kind))
     if budget is not None and (type(budget) is not int or budget < 1):
-        raise bad_field("thinking.budget_tokens", "not an acceptable value", expected="an integer >= 1", found=repr(budget)[:80])
+        raise bad_field("thinking.budget_tokens", "not an acceptable value", expected="an integer >= 1", found=shown(budget))
     _note(thinking, {"type"}, "thinking", ignored)
     return _THINKING[kind]

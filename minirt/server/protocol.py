@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from minirt.errors import InputError
 from minirt.sampling_params import MAX_LOGPROBS, SamplingParams
-from minirt.server.errors import HTTPError, bad_field
+from minirt.server.errors import HTTPError, bad_field, shown
 from minirt.server.front import Front
 
 MAX_CHOICES = 4096  # prompts × n of one request
@@ -21,6 +21,7 @@ MAX_N = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
 MAX_NESTING = 64  # of values that have no fixed form
+MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Body = TypeVar("Body", bound="Common")
@@ -141,7 +142,7 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
         if name not in refused:
             unknown.append(name)
         elif (found := value[name]) is not None and found not in refused[name][1]:
-            raise bad_field(name, refused[name][0], found=repr(found)[:80])
+            raise bad_field(name, refused[name][0], found=shown(found))
     front.note_unknown(unknown)
     request = convert(value, kind)
     _check_limits(request)
@@ -194,6 +195,7 @@ def _check_limits(request: Common) -> None:
     _check_count("logit_bias", request.logit_bias or (), MAX_IDS)
     check_nesting("metadata", request.metadata)
     check_nesting("structured_outputs", request.structured_outputs)
+    _check_grammar("structured_outputs", request.structured_outputs)
     if isinstance(request, Sampling):
         _check_choices(request)
 
@@ -212,6 +214,11 @@ def _check_count(name: str, values: Sized, limit: int) -> None:
         raise bad_field(name, "has too many entries", expected=f"at most {limit}", found=len(values))
 
 
+def _check_grammar(name: str, value: Any) -> None:
+    if (size := len(msgspec.json.encode(value))) > MAX_GRAMMAR:
+        raise bad_field(name, "is too large", expected=f"at most {MAX_GRAMMAR:,} bytes", found=f"{size:,}")
+
+
 def _check_choices(request: Sampling) -> None:
     if request.n is not None and not 1 <= request.n <= MAX_N:
         raise bad_field("n", "not an acceptable value", expected=f"an integer from 1 to {MAX_N}", found=request.n)
@@ -221,6 +228,7 @@ def _check_choices(request: Sampling) -> None:
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "is for streams only", expected="stream: true")
     check_nesting("response_format", request.response_format)
+    _check_grammar("response_format", request.response_format)
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
@@ -269,7 +277,7 @@ def structured_outputs(request: Sampling) -> Any:
     """
     form, own = request.response_format, request.structured_outputs
     if form is not None and not isinstance(form, dict):
-        raise bad_field("response_format", "not an object", found=repr(form)[:80])
+        raise bad_field("response_format", "not an object", found=shown(form))
     kind = form.get("type") if form else "text"
     if own in (None, {}):
         own = None
@@ -279,13 +287,13 @@ def structured_outputs(request: Sampling) -> Any:
             schema = form.get("json_schema") if form else None
             if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
                 expected = '{"name": …, "schema": a JSON schema}'
-                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=repr(schema)[:80])
+                raise bad_field("response_format.json_schema", "not a schema", expected=expected, found=shown(schema))
             own = {"json": schema["schema"]}
         elif kind != "text":
             expected = "text, json_object or json_schema"
-            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=repr(kind)[:80])
+            raise bad_field("response_format.type", "not an acceptable value", expected=expected, found=shown(kind))
     elif kind != "text":
-        raise bad_field("structured_outputs", "excludes response_format", found=repr(own)[:80])
+        raise bad_field("structured_outputs", "excludes response_format", found=shown(own))
     return own
 
 

@@ -63,13 +63,8 @@ class RemoteEngine(asyncio.Protocol):
         self._process: subprocess.Popen | None = None
 
     @classmethod
-    async def start(cls, options: dict[str, Any], progress: bool) -> "RemoteEngine":
-        """Start the process.
-
-        Args:
-            options: the fields of `LoadOptions`.
-            progress: whether it draws progress bars on stderr.
-        """
+    async def start(cls, start: Start) -> "RemoteEngine":
+        """Start the process, with this first message."""
         own, other = socket.socketpair()
         command = [sys.executable, "-P", "-m", "minirt.server.engine_process", str(other.fileno())]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -81,18 +76,16 @@ class RemoteEngine(asyncio.Protocol):
             except OSError as error:
                 own.close()
                 raise EngineError(f"the engine's process cannot be started: {error}") from error
-        return await cls.connect(own, process, options, progress)
+        return await cls.connect(own, process, start)
 
     @classmethod
-    async def connect(
-        cls, connection: socket.socket, process: subprocess.Popen | None, options: dict[str, Any], progress: bool
-    ) -> "RemoteEngine":
+    async def connect(cls, connection: socket.socket, process: subprocess.Popen | None, start: Start) -> "RemoteEngine":
         """Use an engine at the other end of a connection."""
         engine = cls()
         engine._process = process
         connection.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: engine, sock=connection)
-        engine._send(Start(options, progress))
+        engine._send(start)
         return engine
 
     # ── a `Backend` for the `Processor` ──

@@ -19,6 +19,7 @@ from minirt.server.exchange import HTTPProtocol
 from minirt.server.front import Front, ServerOptions
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
+from minirt.server.wire import SWITCH_SECONDS
 
 _CLOSE_SECONDS = 5  # how long connections may take to close at the end
 _KEEP_ALIVE_SECONDS = 75
@@ -78,7 +79,8 @@ class _Signals:
 
 
 async def _serve(options: ServerOptions, load_options: dict[str, Any], listening: socket.socket) -> None:
-    engine = await RemoteEngine.start(load_options, progress=not options.quiet)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    engine = await RemoteEngine.start(options.start_message(load_options))
     signals = _Signals(engine)
     front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
     server = _Server(

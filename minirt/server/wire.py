@@ -16,16 +16,26 @@ from minirt.errors import InputError, MinirtError
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30  # bytes; a larger length means that the stream is damaged
+# How long a thread of either process may keep Python's lock while another one waits for it. The engine's thread and the event
+# loop give the lock up many times a step. With Python's own 5 ms, a thread that checks a large schema multiplies a step's time.
+SWITCH_SECONDS = 0.0005
 
 
 # ── from the front ──
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message. `options`: the fields of `LoadOptions`. `progress`: draw progress bars on stderr."""
+    """The first message.
+
+    Attributes:
+        options: the fields of `LoadOptions`.
+        progress: draw progress bars on stderr.
+        warm_prompts: names and texts of prompts that are computed at load and kept.
+    """
 
     options: dict[str, Any]
     progress: bool
+    warm_prompts: list[tuple[str, str]] = []
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -68,7 +78,7 @@ class Found(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The model is loaded and warmed up. `facts`: what /server_info shows."""
+    """The model is loaded and warmed up, and warm prompts are computed. `facts`: what /server_info shows."""
 
     max_len: int
     vocab_size: int

@@ -5,12 +5,14 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.structured.params import StructuredOutputsParams
-from minirt.structured.schema import check_schema, parse_schema, subschemas
+from minirt.structured.schema import check_multiples, check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -158,6 +160,9 @@ def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
     if spec.choice is not None:  # one terminal, so that all choices are matched at once
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
+    for start in re.finditer(r"%json\s*", str(spec.grammar)):
+        with suppress(ValueError, RecursionError):  # it is no JSON, which llguidance says better, or "%json" is part of a text
+            check_multiples(json.JSONDecoder().raw_decode(str(spec.grammar), start.end())[0], where)
     return LLMatcher.grammar_from_lark(str(spec.grammar))
 
 

@@ -5,17 +5,24 @@ everything that would not be enforced is refused first. Annotations, such as "ti
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 
 MAX_DEPTH = 64  # of nested subschemas
+# Remainders of all "multipleOf" together. llguidance's lexer has a state for each, which its own limits do not count: compiling
+# 100,000 takes some tenths of a second, 500,000 10 s, 10,000,000 4 minutes and 5 GB.
+MAX_REMAINDERS = 100_000
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # names to subschemas
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")  # one value may have to fit several schemas
+_VALUES = ("const", "enum", "default", "examples")  # JSON values that are no schemas
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _ENFORCED = {
     *_MAPS, *_LISTS, *_SINGLE, "$ref", "$schema", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties",
@@ -96,6 +103,38 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
         _check_keywords(own, place)
         _check_bounds(own, place)
         todo += ((value, f"{pointer}/{name}", depth + 1) for name, value in subschemas(own))
+    check_multiples(schema, where)
+
+
+def check_multiples(schema: Any, where: str) -> None:
+    """Check that the numbers of "multipleOf" are not too large together. `schema`: any JSON value.
+
+    Raises:
+        UnsupportedError: they are.
+    """
+    multiples, combined, todo = list[Decimal](), False, [schema]
+    while todo:
+        own = todo.pop()
+        if isinstance(own, list):
+            todo += own
+        elif isinstance(own, dict):
+            combined |= not own.keys().isdisjoint(_COMBINING)
+            todo += (value for key, value in own.items() if key not in _VALUES)
+            value = own.get("multipleOf")
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+                multiples.append(Decimal(repr(value)))
+    scale = min((int(own.as_tuple().exponent) for own in multiples), default=0)
+    total, common = 0, 1
+    for own in multiples:
+        _, digits, exponent = own.as_tuple()
+        whole = int("".join(map(str, digits)))
+        if combined:  # one number may have to be a multiple of all
+            common = math.lcm(common, whole * 10 ** (int(exponent) - scale))
+        total = common * len(multiples) if combined else total + whole * 10 ** max(0, int(exponent))
+        if total > MAX_REMAINDERS:
+            what, hint = '"multipleOf" has too large a number, or too many schemas have one', "round the numbers, or remove them"
+            expected = f"at most {MAX_REMAINDERS:,} remainders together"
+            raise UnsupportedError(what, where=where, expected=expected, found=shortened(f'"multipleOf": {own}'), hint=hint)
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

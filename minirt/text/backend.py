@@ -1,6 +1,7 @@
 """`Backend`: all calls of the `tokenizers` library. Every failure in them becomes a `TokenizerError`."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ class Backend:
         """Load `content`, which was read from `path`. Errors name `path`."""
         import tokenizers
 
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time needs no pool of threads
         self._path = path
         self._library = self._call(lambda: tokenizers.Tokenizer.from_buffer(content), "cannot be loaded", _DAMAGED)
         # Truncation set in tokenizer.json would silently cut prompts.
@@ -31,9 +33,15 @@ class Backend:
         self._call(lambda: self._library.no_padding(), "cannot be loaded", _DAMAGED)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. `add_special_tokens`: include those that the post-processor adds."""
+        """Token ids of `text`. `add_special_tokens`: include those that the post-processor adds.
+
+        Other threads run meanwhile: of the library's functions, only those for batches release Python's lock.
+        """
         try:
-            return self._call(lambda: self._library.encode(text, add_special_tokens=add_special_tokens).ids, "failed", _TEXT)
+            (found,) = self._call(
+                lambda: self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens), "failed", _TEXT
+            )
+            return found.ids
         except TokenizerError as error:
             if isinstance(error.__cause__, TypeError | UnicodeError):
                 what = "the text is not valid Unicode (a lone surrogate)"

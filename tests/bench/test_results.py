@@ -2,6 +2,7 @@
 page shows, and one of which nobody can say where it comes from."""
 
 import json
+import math
 import re
 import shutil
 from fnmatch import fnmatchcase
@@ -172,6 +173,25 @@ def test_a_load_says_where_it_ran(name):
         assert "H200" in run["environment"]["cuda:0"]
         assert {"python", "minirt", "torch", "triton"} <= set(run["environment"])
         assert re.fullmatch("[0-9a-f]{7,40}", run["commit"])
+
+
+def test_four_bits_cost_no_more_than_other_scales():
+    """`--quantize int4`: a perplexity no worse than with the nearest symmetric levels, and within 0.5% of MSE observers."""
+    lines = [line for line in tables.load("cpu-int4-quality") if "difference" in line]
+    for model in {line["model"] for line in lines}:
+        loss = {line["name"]: line["difference"] for line in lines if line["model"] == model}
+        assert loss["int4"] <= loss["round to nearest"]
+        for name in ("mse observer", "mse observer, zero points"):
+            assert loss["int4"] <= loss[name] + math.log(1.005), (model, name)
+
+
+def test_four_bits_of_a_file_are_computed_as_stored():
+    """The loss of a 4-bit checkpoint is that of transformers with its dequantized weights; FP8 also rounds activations."""
+    lines = [line for line in tables.load("cpu-format-quality") if "weights_only" in line]
+    assert len(lines) == 8
+    for line in lines:
+        more = line["difference"] - line["weights_only"]
+        assert (-1e-3 < more < 0.02) if line["name"].startswith("FP8") else abs(more) < 1e-5, line["name"]
 
 
 @pytest.mark.parametrize("name", tables.PICTURES)

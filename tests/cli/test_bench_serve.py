@@ -164,6 +164,28 @@ def test_failed_requests_are_counted_and_shown(run) -> None:
     assert err.splitlines()[-1].startswith(f"minirt: {server.url}/v1/completions: 3 of 12 requests failed: HTTP 429")
 
 
+def test_a_server_that_ends_midway_leaves_a_report(run, tmp_path) -> None:
+    """The rate before its end is in the results, and so is the one after."""
+    async def handler(asked: Asked, reader, writer) -> None:
+        if len(server.asked) >= 1 + 12 + 6:
+            server._server.close()
+        if len(server.asked) > 1 + 12 + 6:
+            writer.close()
+        else:
+            await serve_completions(asked, reader, writer)
+
+    with FakeServer(handler) as server:
+        sizes = ("--vocab-size", 9, "--max-concurrency", 1, "--sweep", "1000,inf")
+        picture = tmp_path / "a.svg"
+        code, out, err = run("--base-url", server.url, *SMALL, "-m", "x", *sizes, "-o", "json", "--picture", picture)
+    assert code == 1
+    first, second = json.loads(out)["results"]
+    assert (first["completed"], first["failed"], second["completed"], second["failed"]) == (12, 0, 6, 6)
+    assert "Connection refused" in second["error_counts"]
+    assert err.splitlines()[-1].startswith(f"minirt: {server.url}/v1/completions: 6 of 24 requests failed: ")
+    assert picture.stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

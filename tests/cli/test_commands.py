@@ -471,7 +471,8 @@ def test_plan_of_quantized_weights(run, hf_folder, tmp_path, monkeypatch):
     text = folder / "config.json"
     refused(run("eval", "fp8", "-m", add_tokenizer(folder), "--device", "cpu", "--text", text), "quantized already", code=2)
     monkeypatch.setattr("minirt.loading.memory.free_memory", lambda device: 1000)
-    assert "Does not fit: " in run("plan", "-m", folder, "--device", "cpu")[1]
+    out = run("plan", "-m", folder, "--device", "cpu")[1]
+    assert re.search(r"^Does not fit: it needs .* \(use a smaller model, or free memory\)$", out, re.MULTILINE)
     refused(run("plan", "-m", folder, "--device", "cpu", "--fp8"), "quantized already", code=2)
 
 
@@ -495,7 +496,9 @@ def test_plan_for_a_gpu_that_is_not_here(run):
     refused(run(*base, "--gpu", "h200", "--gpu-memory-utilization", 1.5), "--gpu-memory-utilization", code=2)
     code, out, _ = run(*base, "--gpu", "rtx 3090", "--dtype", "float32")
     assert code == 0
-    assert re.search(r"^Does not fit: it needs 28\.\d+GiB .*--quantize", out, re.MULTILINE)
+    assert re.search(r"^Does not fit: it needs 28\.\d+GiB \(use --dtype bfloat16: 1\d\.\d+GiB without KV pages\)$", out, re.M)
+    for gpu, words in (("12GiB:8.9", "use --fp8: 7"), ("10GiB", "use --quantize int4: 5"), ("2GiB", "use a smaller model, or ")):
+        assert f"({words}" in run(*base, "--gpu", gpu)[1].splitlines()[-1]
     assert "sm90" not in out
     record = json.loads(run(*base, "--gpu", "l4", "--fp8", "--kv-cache-dtype", "fp8", "--max-model-len", 4096, "--json")[1])
     assert record["memory"]["fits"]
@@ -527,13 +530,16 @@ def test_models(run, monkeypatch):
     record = json.loads(run("models", "--gpu", "24GiB:8.6", "-o", "json")[1])
     presets = {row["name"]: row for row in record["models"]}
     assert presets["Llama-3.1-8B-Instruct"]["hub_id"] == "meta-llama/Llama-3.1-8B-Instruct"
-    assert not presets["Qwen3-14B"]["fits"], "FP8 weights need compute capability 8.9"
+    assert presets["Qwen3-14B"]["fits_with"] == "--quantize int4", "FP8 weights need compute capability 8.9"
+    assert not presets["Qwen3-30B-A3B"]["fits"], "experts are not quantized to 4 bits"
     assert len(presets) == len(record["models"]) == 38
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
     record = json.loads(run("models", "--device", "cpu", "--json")[1])
     fits = {row["name"]: row["fits_with"] or row["fits"] for row in record["models"]}
-    assert [fits[f"Qwen2.5-{size}B"] for size in (3, 7, 14, 32)] == [True, "--dtype bfloat16", "--dtype bfloat16 --fp8", False]
+    narrow = "--dtype bfloat16"
+    ways = [True, narrow, f"{narrow} --fp8", f"{narrow} --quantize int4", False]
+    assert [fits[f"Qwen2.5-{size}B"] for size in (3, 7, 14, 32, 72)] == ways
 
 
 def test_an_unknown_model_is_told_what_there_is(run):

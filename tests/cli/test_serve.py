@@ -34,6 +34,16 @@ def test_the_options_of_the_command_line(call):
     assert load.items() >= {"model": "m", "quantization": "fp8", "max_num_seqs": 9, "prefix_cache": False, "warmup": True}.items()
 
 
+def test_warm_prompts_are_read_at_once(call, tmp_path):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text(f"text of {file.name}\n")
+    _, (server, *_) = call("--warm-prompt", files[0], "--warm-prompt", files[1])
+    assert server.warm_prompts == tuple((str(file), f"text of {file.name}\n") for file in files)
+    result, _ = call("--warm-prompt", tmp_path / "none.txt")
+    refused(result, "none.txt")
+
+
 def test_a_file_of_options(call, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(

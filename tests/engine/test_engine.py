@@ -108,6 +108,29 @@ def run(it, requests, aborts=()):
     raise AssertionError("starved")
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_tokens_are_delivered_before_the_engines_own_work(lookahead):
+    """A caller sees the last token while its request still holds pages, sees all of them in order, and none twice."""
+    requests = [(0, [1, 2, 3], 9), (1, [4] * 11, 7), (3, [5, 6], 1)]
+    it, cache = engine(lookahead=lookahead)
+    expected, _ = run(engine(lookahead=lookahead)[0], requests)
+    settings = [resolve(SamplingParams(max_tokens=count), None) for *_, count in requests]
+    ids = {add(it, requests[i][1], settings[i], (5,)): i for i in range(len(requests))}
+    tokens = {i: [] for i in expected}
+
+    def deliver(outputs):
+        for output in outputs:
+            assert output.request_id in it, "it is dropped later"
+            tokens[ids[output.request_id]] += output.token_ids
+        if any(output.finish_reason for output in outputs):
+            assert cache.allocator.num_free < cache.num_pages
+
+    while it.has_work:
+        assert it.step(deliver) == []
+    assert tokens == expected
+    assert cache.allocator.num_free == cache.num_pages
+
+
 PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
 
 

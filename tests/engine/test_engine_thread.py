@@ -281,6 +281,57 @@ def test_an_interrupt_reaches_the_calling_thread_only(thread):
     assert at_rest(it, cache)
 
 
+def test_waking_the_thread_changes_nothing(thread):
+    """Neither before the first command, nor while it sleeps or works, nor after its end."""
+    it, cache = thread()
+    it.wake()
+    assert it._thread is None, "there is no work for it yet"
+    for prompts in ([[1, 2]], [[40, 41], [7] * 20]):
+        for _ in range(50):
+            it.wake()
+        assert complete(it, prompts) == expected(prompts)
+    assert at_rest(it, cache)
+    it.stop()
+    it.wake()
+    with pytest.raises(EngineError, match="closed"):
+        complete(it, [[1]])
+
+
+def test_outputs_that_are_held_back(thread):
+    """They come in fours, or when a request ends or fails, in order and with the times at which they were known."""
+    it, cache = thread()
+    asked = [request(it, [40, 41], 11), request(it, [1, 2], 3)]
+    alone = expected([[40, 41]], 11) + expected([[1, 2]], 3)
+    with it.connect(hold=4) as client:
+        client.submit(asked)
+        timed = [client.receive_timed()]
+        while sum(output.finish_reason is not None for group in timed for output, _ in group) < 2:
+            timed.append(client.receive_timed())
+    groups = [[output for output, _ in group] for group in timed]
+    outputs, times = [output for group in groups for output in group], [known for group in timed for _, known in group]
+    for own, tokens in zip(asked, alone, strict=True):
+        assert [token for output in outputs if output.request_id == own.id for token in output.token_ids] == tokens
+    assert all(len(group) in (4, 5) or any(output.finish_reason for output in group) for group in groups)
+    assert len(groups) < len(outputs) / 2
+    assert times == sorted(times)
+    assert len(set(times)) == 11, "one for each step"
+    model, steps = it.engine._runner._model, iter(range(10**9))
+
+    def fails_at_the_third(batch, cache):
+        if next(steps) == 2:
+            raise RuntimeError("a layer's own error")
+        return model(batch, cache)
+
+    it.engine._runner._model = fails_at_the_third
+    with it.connect(hold=16) as client:
+        client.submit([request(it, [40, 41], 11)])
+        *before, last = client.receive()
+    assert before, "what is known by then is not lost"
+    assert [output.token_ids for output in before] == [(token,) for token in alone[0][: len(before)]]
+    assert last.finish_reason == "error"
+    assert at_rest(it, cache)
+
+
 def test_a_client_that_is_dropped_is_closed(thread):
     it, cache = thread()
     client = it.connect()

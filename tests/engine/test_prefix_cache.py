@@ -184,6 +184,23 @@ def test_running_requests_share_pages():
     assert cache.allocator.num_free == 16
 
 
+def test_keys_are_computed_while_the_step_runs():
+    """A new prompt's first key shows that nothing of it is known. The others are computed neither before it nor after it."""
+    it, _ = engine(lookahead=1)
+    known, added = list(range(10, 30)), []
+    complete(it, known, 1)
+    start, before = it._runner.start, []
+    it._runner.start = lambda *args: before.append(len(it._requests[added[-1]].sequence.keys)) or start(*args)
+    for prompt in ([50, *known], known[:12] + [60] * 9):
+        added.append(add(it, prompt, resolve(SamplingParams(max_tokens=1), None)))
+        assert it.step() == [], "the step has started and was not collected"
+        assert len(it._requests[added[-1]].sequence.keys) == 21 // PAGE
+        while it.has_work:
+            it.step()
+    assert before[0] == 1
+    assert 3 < before[1] < 21 // PAGE + 1, "as many as were found, and up to as many again"
+
+
 def test_keys():
     """They depend on all tokens before, on the salt and on the process; known ones are not computed again."""
     caches = [PrefixCache(PageAllocator(1), 4) for _ in range(2)]

@@ -181,7 +181,7 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_rea
     it._runner._model, order = Noisy(), []
     start, collect, fill = it._runner._scores, it._collect, it._constraints.fill
     it._runner._scores = lambda *args: order.append("forward") or start(*args)
-    it._collect = lambda step: order.append("collect") or collect(step)
+    it._collect = lambda *args: order.append("collect") or collect(*args)
     it._constraints.fill = lambda *args: order.append("masks") or fill(*args)
     draw = it._runner._stages.draw
     it._runner._stages.draw = lambda *args: order.append("draw") or draw(*args)

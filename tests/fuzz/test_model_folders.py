@@ -26,6 +26,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load, load_file, save, save_file
+from support import quantized_int4
 from support.mutate import BYTE_MUTATORS, JSON_MUTATORS, budget, dump, mutated, repeat_key
 from support.quantized import STYLES, write
 
@@ -38,6 +39,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX, CONFIG, GENERATION = "model.safetensors.index.json", "config.json", "generation_config.json"
 JSON_FILES = (CONFIG, GENERATION, INDEX)
 FILES = (*JSON_FILES, *SHARDS)
+SCALES = ("_scale", "_scale_inv")
 Folder = dict[str, bytes]  # file name → content
 
 
@@ -108,17 +110,17 @@ BASE = base()
 
 
 def quantized(style: str) -> Folder:
-    """The model of BASE in a quantized format, in one file."""
+    """The model of BASE in a quantized format, in one file. Its rows are so short that each is one group of any size."""
     with tempfile.TemporaryDirectory() as place:
         source, target = Path(place, "source"), Path(place, "target")
         source.mkdir()
         save_file({name: tensor for shard in SHARDS for name, tensor in load(BASE[shard]).items()}, source / "model.safetensors")
         (source / CONFIG).write_bytes(BASE[CONFIG])
-        write(source, target, style)
+        (write if style in STYLES else quantized_int4.write)(source, target, style)
         return {path.name: path.read_bytes() for path in target.iterdir()}
 
 
-QUANTIZED = {style: quantized(style) for style in STYLES}
+QUANTIZED = {style: quantized(style) for style in (*STYLES, *quantized_int4.STYLES)}
 Case = tuple[str, Folder, Callable[[Path], object] | None, str]  # what it is, files, what happens to them on disk, outcome
 
 
@@ -427,9 +429,16 @@ def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
         return
     tensors = {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
     COUNTS["compared"] += 1
-    if stated or (folder / "hf_quant_config.json").exists():
+    if any(name.endswith(("qweight", "weight_packed")) for name in tensors):
+        version = stated.get("checkpoint_format", stated.get("format"))
+        offset = None if stated["quant_method"] == "awq" else 0 if version in ("gptq_v2", "gptq_p") else 1
+        tensors = quantized_int4.dequantized(tensors, offset)
+        widths = {name: own.shape[-1] for name, own in theirs.state_dict().items()}
+        tensors = {name: tensor[..., : widths[name]] for name, tensor in tensors.items() if not name.endswith(SCALES)}
+        COUNTS["4 bits"] += 1
+    elif stated or (folder / "hf_quant_config.json").exists():
         scales = {name.rpartition(".")[0]: tensor for name, tensor in tensors.items() if "weight_scale" in name}
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_scale", "_scale_inv"))}
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
         for module, scale in scales.items():  # all blocks are single ones
             tensors[f"{module}.weight"] = tensors[f"{module}.weight"].float() * scale.float().reshape(-1, 1)
     theirs.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
@@ -509,4 +518,5 @@ def test_damaged_folders(tmp_path: Path) -> None:
     assert not wrong, f"{len(wrong)} of {cases} cases, by seed:\n" + "\n".join(f"{k}: {v}" for k, v in list(wrong.items())[:20])
     assert all(COUNTS[outcome] > cases / 50 for outcome in ("loaded", "warned", "refused")), COUNTS
     assert COUNTS["compared"] > 0.8 * COUNTS["loaded"], COUNTS
+    assert COUNTS["4 bits"] > cases / 50, COUNTS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20, "more than 1 GiB"

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.quantized import STYLES, save, write
 
 from minirt import Generator, LoadOptions, SamplingParams
@@ -504,6 +504,32 @@ def test_against_compressed_tensors(strategy, plain, tmp_path):
     with load(written.folder) as generator:
         right = truth(plain, written.exact, torch.float64)(torch.tensor([[9]])).logits[0]
         assert errors(generator.logits([9]), right).relative < 1e-5
+
+
+def test_against_transformers(hf_folder, tmp_path):
+    """The blocks that transformers writes, in the form of Qwen's releases, and the weights that it reads from them."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(fp8, "Fp8Quantize"):
+        pytest.skip("this version of transformers does not quantize to FP8 without a GPU")
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+    source = hf_folder("Qwen2", seed=7, num_hidden_layers=1, **sizes)
+    stated = transformers.FineGrainedFP8Config(weight_block_size=(128, 128))
+    quantize = fp8.Fp8Quantize(SimpleNamespace(quantization_config=stated)).convert
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors |= quantize({name: tensor}) if name.endswith("_proj.weight") else {name: tensor}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": stated.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = transformers.FineGrainedFP8Config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=read, dtype=torch.float32)
+    theirs = model.state_dict()
+    with load(tmp_path) as generator:
+        found = [each for layer in generator._model.layers for each in layer.quantizable() if each.format is not None]
+        assert sum(len(each.modules) for each in found) == 7
+        for each in found:
+            right = torch.cat([theirs[f"{module}.weight"] for module in each.modules])
+            assert torch.equal(dequantize_fp8(each.weight, each.scale), right), each.modules
 
 
 # --- SmolLM2 ---

@@ -1,24 +1,30 @@
 """Checkpoints with 4-bit weights: each layout gives the exact numbers of its file, and every contradiction is refused.
 
-The files are written by tests/support/quantized_int4.py, and by compressed-tensors' own compressor. Catches: nibbles in a wrong
-order, a zero point off by one, scales of the wrong group, parts of a fused linear in each other's rows.
+The files are written by tests/support/quantized_int4.py, by compressed-tensors' own compressor, and by the packers of AutoAWQ,
+AutoGPTQ and AutoRound. Catches: nibbles in a wrong order, a zero point off by one, scales of the wrong group, parts of a fused
+linear in each other's rows.
 """
 
 import json
+import math
 import shutil
 import warnings
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.quantized import save
 from support.quantized_int4 import STYLES, write
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
-from minirt.kernels.reference import dequantize_int4
+from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
 from minirt.loading.load import plan_model
+from minirt.modeling.formats import LinearFormat, QuantizedToInt4, StoredInt4Awq, StoredInt4Gptq, StoredInt4Packed
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(24)]
 # Columns that neither 128 nor 64 nor 32 divides; q, k and v begin at rows 0, 288 and 384.
@@ -80,6 +86,54 @@ def test_each_layout_has_the_numbers_of_its_file(style, plain, quantized):
     assert planned.rows == generator.plan.rows, "from the headers"
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_repacking_in_pieces(style, quantized, monkeypatch):
+    """Large tensors are repacked in several pieces. Here the pieces are as small as they can be."""
+    written = quantized(style)
+    monkeypatch.setattr(LinearFormat, "chunk", 1)
+    with load(written.folder) as generator:
+        assert check_weights(generator, written.exact) == 3 * 4
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in bytes; views do not count."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        given = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+            self.bytes = max(self.bytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("form", [StoredInt4Packed(128), StoredInt4Gptq(128), StoredInt4Awq(128), QuantizedToInt4()])
+def test_pieces_bound_the_temporary_memory(form, monkeypatch):
+    """No temporary tensor of a load is larger than four bytes for each weight of a piece: a tensor is not unpacked as a whole."""
+    monkeypatch.setattr(type(form), "chunk", 1 << 14)
+    rows, K = (256, 256), 4096
+    weight, scale = form.allocate(rows, K, torch.device("cpu"))
+    spec = next(form.tensors("m", 256, K))
+    source = torch.zeros(spec.shape, dtype=torch.int32 if spec.dtypes == ("I32",) else torch.bfloat16)
+    with Largest() as largest:
+        form.load(spec.name.removeprefix("m."), source, weight, scale, rows, 1)
+    assert 0 < largest.bytes <= max(4 << 14, 4 * 256 * 128), "a piece of a transposed tensor has 128 columns at least"
+    assert largest.bytes < source.nbytes
+
+
+def test_scales_of_32_bits(quantized):
+    """The scale words keep 20 of the 24 bits of their mantissas; 16-bit scales are exact."""
+    written = quantized("packed 128")
+    scale = written.tensors[f"{DOWN}.weight_scale"].float() * (1 + torch.linspace(1e-4, 2e-4, 2 * 144).reshape(144, 2))
+    written.tensors[f"{DOWN}.weight_scale"] = scale
+    save(written)
+    with load(written.folder) as generator:
+        found = unpack_int4_scale(generator._model.layers[4].down.scale)[0]
+        assert not torch.equal(found, scale)
+        assert ((found - scale).abs() / scale).max() <= 2**-20
+
+
 def test_mixed_models(quantized):
     """Linears in 16 bits beside quantized ones, and a quantized head."""
     for style in ("packed 128", "gptq 128", "awq 128"):
@@ -91,40 +145,94 @@ def test_mixed_models(quantized):
         shutil.rmtree(written.folder)
 
 
-@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (32, True), (None, True), (64, False)])
-def test_against_compressed_tensors(group, symmetric, plain, quantized):
+def dequantized(generator):
+    """The weight of each linear with 4 bits, by module."""
+    found = {}
+    for parameter in (each for layer in generator._model.layers for each in layer.quantizable() if each.format is not None):
+        weight = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
+        found |= dict(zip(parameter.modules, weight.split(parameter.rows), strict=True))
+    return found
+
+
+def check_equal(found, right):
+    assert found.keys() == right.keys()
+    for module, weight in right.items():
+        assert torch.equal(found[module], weight), module
+
+
+@pytest.fixture(scope="module")
+def whole_groups(hf_folder):
+    """A model whose columns any size of group divides, as compressed-tensors needs."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    return hf_folder("Qwen2", seed=6, num_hidden_layers=1, **sizes)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [128, 64, 32, None])
+def test_against_compressed_tensors(group, symmetric, whole_groups, tmp_path):
     """The tensors that compressed-tensors writes, and the weights that it reads from them."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    written = quantized({128: "packed 128", 32: "packed 32", None: "packed channel", 64: "packed zeros"}[group])
+    style = {128: "packed 128", 64: "packed 128", 32: "packed 32", None: "packed channel"}[group]
+    written = write(whole_groups, tmp_path / "model", style)
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= strategy | {"symmetric": symmetric}
+    path.write_text(json.dumps(config))
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=symmetric, **strategy))
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
-    checked = 0
-    for name, tensor in load_file(plain / "model.safetensors").items():
+    torch.manual_seed(3)
+    right = {}
+    for name, tensor in load_file(whole_groups / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or (group and tensor.shape[1] % group):
-            continue  # its groups must be whole
-        scale = written.tensors[f"{module}.weight_scale"].float()
+        if not name.endswith("_proj.weight"):
+            continue
+        groups = tensor.shape[1] // group if group else 1
+        scale = tensor.unflatten(1, (groups, -1)).abs().amax(2).half().float() / 8
         state = {"weight": tensor, "weight_scale": scale}
         if not symmetric:
-            state["weight_zero_point"] = torch.randint(-8, 7, scale.shape, dtype=torch.int8)
+            state["weight_zero_point"] = torch.randint(-8, 8, scale.shape, dtype=torch.int8)
         state = compressor.compress(state, scheme)
-        back = compressor.decompress(dict(state), scheme)["weight"]
-        written.exact[name] = back.double()
+        right[module] = compressor.decompress(dict(state), scheme)["weight"]
         written.tensors |= {f"{module}.{last}": value.contiguous() for last, value in state.items()}
-        checked += 1
     save(written)
-    assert checked or group in (128, 64, 32)
+    assert len(right) == 7
     with load(written.folder) as generator:
-        for layer in generator._model.layers:
-            for parameter in layer.quantizable():
-                if parameter.format is not None:
-                    found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
-                    right = torch.cat([written.exact[f"{module}.weight"] for module in parameter.modules])
-                    assert torch.equal(found, right.float())
+        check_equal(dequantized(generator), right)
+
+
+OTHERS = Path(__file__).with_name("packed_by_others")
+
+
+@pytest.mark.parametrize("packer", sorted(folder.name for folder in OTHERS.iterdir()))
+def test_files_that_other_projects_packed(packer):
+    """AutoAWQ, AutoGPTQ and AutoRound packed these files and read them back; see tests/tools/pack_with_others.py."""
+    folder = OTHERS / packer
+    right = {module: torch.from_numpy(weight) for module, weight in np.load(folder / "weights.npz").items()}
+    assert len(right) == 7
+    with load(folder) as generator:
+        check_equal(dequantized(generator), right)
+        assert generator.logits([3, 4, 5]).isfinite().all()
+
+
+@pytest.mark.parametrize("packer", ["autoawq", "autoround-awq"])
+def test_awq_files_that_compressed_tensors_converted(packer, tmp_path):
+    """compressed-tensors' converter turns AWQ words and zero points into its own."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert import AutoAWQConverter
+
+    config = json.loads((OTHERS / packer / "config.json").read_text())
+    converter = AutoAWQConverter.from_autoawq_config(config["quantization_config"])
+    tensors = converter.process(load_file(OTHERS / packer / "model.safetensors"))
+    config["quantization_config"] = converter.update_config(None).model_dump(mode="json")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with load(tmp_path) as converted, load(OTHERS / packer) as original:
+        assert converted.plan.checkpoint == "compressed-tensors: 4 bits, groups of 32, with zero points"
+        check_equal(dequantized(converted), dequantized(original))
 
 
 def change(name, update):
@@ -182,6 +290,74 @@ TENSORS = {  # what: style, change of the tensors, error, words
         "packed 128", lambda t: [t.pop(f"{K}.{w}") for w in ("weight_packed", "weight_scale", "weight_shape")]
         + [t.update({f"{K}.weight": torch.zeros(96, 144)})], UnsupportedError, rf"layers\.0\.attention: .*one format.*{K}",
     ),
+    **{
+        f"a scale of {value}, {style}": (
+            style, change(f"{K}.{scale}", lambda s, value=value: s.index_fill_(1, torch.tensor([1]), value)), CheckpointError,
+            f"{K}.{scale}: \\d+ of \\d+ scales are unusable.*found {value}",
+        )
+        for style, scale in (("packed 128", "weight_scale"), ("gptq zeros", "scales"), ("awq 64", "scales"))
+        for value in (0.0, math.nan, math.inf, *([] if style == "packed 128" else [-0.5]))
+    },
+    "scales of integers": ("awq 128", change(f"{K}.scales", lambda s: s.int()), CheckpointError, rf"{K}\.scales: wrong dtype"),
+    "scales of E4M3": (
+        "packed 128", change(f"{K}.weight_scale", lambda s: s.float().to(torch.float8_e4m3fn)), CheckpointError,
+        rf"{K}\.weight_scale: wrong dtype",
+    ),
+    "fewer words": (
+        "packed 128", change(f"{K}.weight_packed", lambda w: w[:, :-1].contiguous()), CheckpointError,
+        rf"{K}\.weight_packed: wrong shape; expected \[96, 18\]; found \[96, 17\]",
+    ),
+    "words in bytes": (
+        "packed 128", change(f"{K}.weight_packed", lambda w: w.view(torch.uint8)), CheckpointError, f"{K}.weight_packed: wrong",
+    ),
+    "no shape": ("packed 128", lambda t: t.pop(f"{K}.weight_shape"), CheckpointError, rf"missing.*{K}\.weight_shape"),
+    "a transposed shape": (
+        "packed 128", change(f"{K}.weight_shape", lambda s: s.flip(0)), CheckpointError, rf"{K}\.weight_shape: wrong values",
+    ),
+    "a shape of floats": (
+        "packed 128", change(f"{K}.weight_shape", lambda s: s.float()), CheckpointError, "weight_shape: wrong dtype",
+    ),
+    "words of AWQ as GPTQ's": (
+        "gptq zeros", change(f"{K}.qweight", lambda w: w.view(-1).resize_(144, 12)), CheckpointError,
+        rf"{K}\.qweight: wrong shape; expected \[18, 96\]; found \[144, 12\]",
+    ),
+    "too many groups": (
+        "gptq 128", change(f"{K}.scales", lambda s: s.repeat(2, 1)), CheckpointError, rf"{K}\.scales: wrong shape.*\[4, 96\]",
+    ),
+    "no GPTQ zero points": ("gptq 128", lambda t: t.pop(f"{K}.qzeros"), CheckpointError, rf"missing.*{K}\.qzeros"),
+    "zero points of other rows": (
+        "gptq 128", change(f"{K}.qzeros", lambda z: z[:, :-1].contiguous()), CheckpointError, rf"{K}\.qzeros: wrong shape",
+    ),
+    "zero points of 64 bits": (
+        "awq 128", change(f"{K}.qzeros", lambda z: z.long()), CheckpointError, rf"{K}\.qzeros: wrong dtype",
+    ),
+    "a short g_idx": ("gptq 128", change(f"{K}.g_idx", lambda g: g[:-1].clone()), CheckpointError, rf"{K}\.g_idx: wrong shape"),
+    "a g_idx of floats": ("gptq 128", change(f"{K}.g_idx", lambda g: g.float()), CheckpointError, rf"{K}\.g_idx: wrong dtype"),
+    "a negative g_idx": (
+        "gptq 128", change(f"{K}.g_idx", lambda g: g - 1), CheckpointError, rf"{K}\.g_idx: columns in the order",
+    ),
+    "g_idx of compressed-tensors": (
+        "packed 128", lambda t: t.update({f"{K}.weight_g_idx": torch.arange(144)}), UnsupportedError,
+        f"{K}.weight_g_idx: weights whose groups are columns in the order of their activations are not supported",
+    ),
+    "a foreign tensor": (
+        "awq 128", lambda t: t.update({f"{K}.g_idx": torch.arange(144)}), CheckpointError, rf"unexpected.*{K}\.g_idx",
+    ),
+    "a quantized embedding": (
+        "awq 128", lambda t: t.update({"model.embed_tokens.scales": torch.ones(1, 144)}), UnsupportedError,
+        r"model\.embed_tokens\.weight: only linear layers",
+    ),
+    "bitsandbytes": (
+        "gptq 128", lambda t: t.update({f"{K}.weight.absmax": torch.ones(4)}), UnsupportedError, "4-bit weights of bitsandbytes",
+    ),
+    "sparse weights": (
+        "packed 128", lambda t: t.update({f"{K}.bitmask": torch.ones(4)}), UnsupportedError, f"{K}.bitmask: sparse",
+    ),
+    "a part in FP8": (
+        "packed 128", lambda t: [t.pop(f"{K}.weight_packed"),
+        t.update({f"{K}.weight": torch.ones(96, 144).to(torch.float8_e4m3fn)})],
+        CheckpointError, rf"{K}\.weight: the scale is not that of the stated format",
+    ),
     "NVFP4": ("packed 128", lambda t: t.update({f"{K}.weight_scale_2": torch.ones(1)}), UnsupportedError, "NVFP4"),
 }  # fmt: skip
 
@@ -198,6 +374,28 @@ def test_tensors_that_contradict(what, quantized):
         save(written)
     with pytest.raises(error, match=words):
         load(written.folder)
+
+
+def test_parts_of_two_group_sizes(quantized):
+    written = quantized("packed 128")
+    path = written.folder / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
+    groups["group_1"]["targets"], groups["group_1"]["weights"]["group_size"] = [r"re:.*self_attn\.v_proj"], 64
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*k_proj\.weight: .*of 128.*v_proj.*of 64"):
+        load(written.folder)
+
+
+@pytest.mark.parametrize(("shift", "words"), [(-64, "truncated"), (64, "truncated")])
+def test_a_shard_with_another_length(shift, words, quantized):
+    """Files that are shorter or longer than their header says, in the middle of the words."""
+    file = quantized("awq 128", shards=2).folder / "model-00002-of-00002.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:shift] if shift < 0 else content + bytes(shift))
+    with pytest.raises(CheckpointError, match=rf"00002-of-00002.safetensors.*{words}"):
+        load(file.parent)
 
 
 def test_not_stated(quantized):
@@ -234,7 +432,7 @@ def test_quantized_while_loading(plain):
             weight = right[f"{module}.weight"]
             found = dequantize_int4(parameter.weight, parameter.scale, parameter.in_features)
             nearest = write_nearest(weight)
-            assert ((found - weight).norm() / (nearest - weight).norm()).item() < 0.95
+            assert ((found - weight).norm() / (nearest - weight).norm()).item() < 0.95, "no better than symmetric levels"
         assert generator.logits(TOKENS).isfinite().all()
 
 

@@ -86,8 +86,11 @@ CT, WEIGHTS = "compressed-tensors channel", "config_groups__group_0__weights__"
 REFUSED = [
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes is not planned"),
     ({"quantization_config": {"quant_method": "gguf"}}, "GGUF is not planned"),
-    *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("mxfp4", "auto-round")),
-    ({"quantization_config": {"quant_method": "hqq"}}, "expected fp8 or .* or modelopt or gptq or awq; found 'hqq'"),
+    *(({"quantization_config": {"quant_method": name}}, f"'{name}' .planned") for name in ("mxfp4", "modelopt_fp4")),
+    *(
+        ({"quantization_config": {"quant_method": name}}, f"expected fp8 or .* or gptq or awq or auto-round; found '{name}'")
+        for name in ("hqq", "torchao", "aqlm", "quanto", "eetq", "fbgemm_fp8")
+    ),
     ({"quantization_config": {}}, "'unnamed'"),
     ({"compression_config": {"quant_method": "compressed-tensors"}}, "older name"),
     (changed("fp8 block", weight_block_size=[64, 128]), r"weight_block_size: only blocks of 128 by 128.*\[64, 128\]"),
@@ -149,6 +152,21 @@ def test_each_style_of_4_bits(style):
     assert found.scheme("model.layers.14.mlp.up_proj") is not None
 
 
+def auto_round(**changes):
+    own = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "packing_format": "auto_round:auto_gptq"}
+    return {"quantization_config": own | {"data_type": "int", "autoround_version": "0.16.1"} | changes}
+
+
+def test_auto_round():
+    """The zero points of its own form are not stored minus 1; modules with 16 bits are named or matched."""
+    extra = {"model.layers.1.mlp.up_proj": {"bits": 16, "data_type": "float"}, r"model\.layers\.\d+\.self_attn": {"bits": 16}}
+    found = read(auto_round(extra_config=extra, block_name_to_quantize="model.layers"))
+    assert found.scheme(MODULE) == Int4Scheme("gptq", 128, True, 1)
+    assert found.scheme("model.layers.1.mlp.up_proj") is found.scheme("model.layers.3.self_attn.k_proj") is None
+    assert read(auto_round(packing_format="auto_round", sym=False)).scheme(MODULE) == Int4Scheme("gptq", 128, False, 0)
+    assert read(auto_round(packing_format="auto_round:auto_awq", sym=False)).scheme(MODULE) == Int4Scheme("awq", 128, False, 0)
+
+
 def test_older_names_of_awq():
     config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "format": "GEMM"}
     assert read({"quantization_config": config}).scheme(MODULE) == Int4Scheme("awq", 64, False)
@@ -173,6 +191,29 @@ REFUSED_4_BITS = [
     (int4("packed 128", group__weights__dynamic=True), "dynamic"),
     (int4("packed 128", group__input_activations={"num_bits": 8, "type": "int"}), "input_activations: only 16-bit"),
     (int4("packed 128", format="float-quantized"), "int of 4 bits"),
+    *((int4("gptq 128", bits=bits), "quantization_config.bits: only weights of 4 bits") for bits in (2, 8)),
+    *((int4("gptq 128", bits=bits), r"quantization_config\.bits.*an integer") for bits in ("4", True, 4.5, None)),
+    *((int4("awq 128", group_size=size), r"quantization_config\.group_size") for size in (-2, 1 << 40, "128", None, 127)),
+    (int4("gptq 128", is_marlin_format=True), "is_marlin_format: this order of weights.*expected false; found true"),
+    (int4("gptq 128", sym="yes"), r"quantization_config\.sym.*true or false"),
+    (int4("awq 128", version="exllama"), "version: this order of weights"),
+    (int4("awq 128", version="llm-awq"), "version: this order of weights"),
+    (int4("packed 128", group__weights__actorder="dynamic"), "actorder: groups of columns in the order"),
+    (int4("packed 128", group__weights__num_bits=3), "int of 3 bits"),
+    (int4("packed 128", group__weights__symmetric="no"), r"weights\.symmetric.*true or false"),
+    (int4("packed 128", group__weights__group_size=None), r"weights\.group_size"),
+    (int4("packed 128", group__output_activations={"num_bits": 8}), "output_activations: only 16-bit"),
+    (int4("packed 128", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format: sparse weights"),
+    (int4("packed 128", transform_config={"config_groups": {"R1": {}}}), "transform_config.*Hadamard"),
+    (int4("packed 128", format="marlin-24"), "quantization_config.format"),
+    (auto_round(bits=2), "bits: only weights of 4 bits"),
+    (auto_round(packing_format="auto_round:fp8_static"), "packing_format: not supported.*'auto_round:fp8_static'"),
+    (auto_round(data_type="mx_fp"), "data_type: not supported.*'mx_fp'"),
+    (auto_round(act_bits=8), "act_bits: quantized activations"),
+    (auto_round(rotation_config={"hadamard_type": "random"}), "rotation_config: transforms of weights"),
+    (auto_round(extra_config={"lm_head": {"bits": 8}}), r"extra_config\.lm_head\.bits: settings of single modules"),
+    (auto_round(extra_config={MODULE: {"group_size": 64}}), "bits: settings of single modules.*group_size"),
+    (auto_round(extra_config={"re(": {"bits": 16}}), "extra_config"),
 ]
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from support.chats import model_folders
-from support.server import Server
+from support.server import WARM, Server
 
 from minirt import models
 
@@ -28,7 +28,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def running(folder, tmp_path_factory):
     """A server of the embedded model, for up to 8 requests at once and 32 that wait."""
+    warm = tmp_path_factory.mktemp("warm") / "king.txt"
+    warm.write_text(WARM)
     options = ("--kv-cache-memory", "16MiB", "--max-num-seqs", 8, "--max-waiting", 32, "--served-model-name", "tiny")
+    options += ("--warm-prompt", warm)
     server = Server(tmp_path_factory.mktemp("server") / "log", "--model", folder, *options).wait()
     yield server
     assert server.stop() == 0, server.log[-5000:]

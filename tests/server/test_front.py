@@ -281,7 +281,7 @@ def test_a_client_that_goes_while_its_prompt_is_encoded():
     run(scenario)
 
 
-def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch):
+def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch, capfd):
     monkeypatch.setattr(generation, "MAX_UNSENT", 50)
 
     async def scenario(this, engine, ask):
@@ -312,10 +312,11 @@ def test_a_slow_reader_is_dropped_and_others_are_not(monkeypatch):
         while data := slow.recv(1 << 20):
             received += data
         slow.close()
+        assert "reads too slowly" in capfd.readouterr().err
         assert not received.endswith(b"0\r\n\r\n")  # the client sees that the answer is incomplete
         assert received.count(b"data: ") < sent
 
-    run(scenario, max_len=1 << 20)
+    run(scenario, max_len=1 << 20, quiet=False)
 
 
 def test_the_engine_dies():

@@ -167,7 +167,8 @@ def cases():
     for name, wrongs in {
         "temperature": (-0.1, -1e300), "top_p": (0, 1.01, -1), "min_p": (-0.1, 1.5), "top_k": (-2, -(2**53), 2**60),
         "n": (0, -1, 129, 10**6, 2**70), "max_tokens": (0, -1, 2**60), "seed": (-1, 2**64, 2**200), "min_tokens": (-1, 2),
-        "presence_penalty": (-2.1, 3), "frequency_penalty": (9,), "repetition_penalty": (0, -1), "logprobs": (-1, 21, 10**6),
+        "presence_penalty": (-2.1, 3), "frequency_penalty": (9,), "repetition_penalty": (0, -1, 1e-320, 1e308),
+        "logprobs": (-1, 21, 10**6),
         "truncate_prompt_tokens": (0, -2), "best_of": (2, -1), "priority": (2**60,),
         "stop": ("", [""], ["a"] * 100_000, ["a"] * 17, "x" * 5000, [["a"]], 5, ["a", 1]),
         "bad_words": ([""], ["a"] * 2000, 7), "stop_token_ids": ([-1], ["1"], [1.5], 3, [2**60], [10**6], [1] * 2000),

@@ -9,8 +9,8 @@ import threading
 
 import openai
 import pytest
-from support.cli import start
-from support.server import Server, events, message
+from support.cli import caller, refused, start
+from support.server import WARM, Server, events, message
 
 from minirt import Generator, SamplingParams
 
@@ -167,19 +167,19 @@ def test_a_real_chat_model(smol, smollm2):
     assert rows == [row.token for row in choice.logprobs.content]
 
 
-def test_the_asyncio_client(smol):
+def test_the_asyncio_client(tiny):
     async def main():
-        async with client(smol, openai.AsyncOpenAI) as own:
-            stream = await own.chat.completions.create(model="smol", messages=CHAT, max_tokens=5, n=3, seed=1, stream=True)
+        async with client(tiny, openai.AsyncOpenAI) as own:
+            stream = await own.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5, n=3, seed=1, stream=True)
             texts, reasons = [""] * 3, set()
             async for piece in stream:
                 (choice,) = piece.choices
                 texts[choice.index] += choice.delta.content or ""
                 reasons |= {choice.index} if choice.finish_reason else set()
-            whole = await own.chat.completions.create(model="smol", messages=CHAT, max_tokens=5, n=3, seed=1)
+            whole = await own.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5, n=3, seed=1)
             assert texts == [choice.message.content for choice in whole.choices]
             assert reasons == {0, 1, 2}
-            many = [own.chat.completions.create(model="smol", messages=CHAT, max_tokens=1) for _ in range(6)]
+            many = [own.chat.completions.create(model="tiny", messages=CHAT, max_tokens=1) for _ in range(6)]
             assert {len(found.choices) for found in await asyncio.gather(*many)} == {1}
 
     asyncio.run(main())
@@ -322,6 +322,18 @@ def test_the_prefix_cache_shows_in_the_usage(tiny):
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_a_warm_prompt_is_kept_from_the_start(tiny, generator):
+    """It comes from the prefix cache although no request has had it."""
+    tokens = len(generator.encode(WARM))
+    assert tokens > 64
+    _, found = tiny.post("/v1/completions", {"prompt": WARM + "Then", "max_tokens": 1})
+    kept = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert kept == tokens // 64 * 64
+    assert f"king.txt: {kept} tokens are kept" in tiny.log
+    (stated,) = json.loads(tiny.request("GET", "/server_info")[2])["warm_prompts"].values()
+    assert stated == kept
+
+
 def test_a_disconnect_frees_the_engine(tiny):
     body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "n": 4, "seed": 1, "stream": True}
     before = tiny.metric("vllm:request_success_total")
@@ -376,27 +388,34 @@ def test_the_engine_is_killed(folder, tmp_path):
     assert "SIGKILL" in last
 
 
+def test_loads_that_fail(tmp_path):
+    """What the engine's process refuses, and what the front refuses meanwhile. The processes run side by side."""
+    words = tmp_path / "words.txt"
+    words.write_text("word " * 9000)
+    starts = {
+        ("--model", "/no/such/folder"): (1, ["/no/such/folder"]),
+        ("--tool-call-parser", "response_template"): (2, ["--tool-call-parser", "response_template"]),
+        ("--warm-prompt", str(words), "--kv-cache-memory", "8MiB"): (1, ["words.txt", "the prompt is too long"]),
+    }
+    running = [start("serve", "--device", "cpu", "-q", "--port", "0", *arguments) for arguments in starts]
+    for process, (code, words) in zip(running, starts.values(), strict=True):
+        text = process.communicate(timeout=120)[1].decode()
+        assert process.returncode == code, text
+        assert text.startswith("minirt: "), text
+        assert text.count("\n") == 1, text
+        assert all(word in text for word in words), text
+
+
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (("--model", "/no/such/folder"), 1, ["/no/such/folder"]),
     (("--port", "70000"), 2, ["--port"]),
     (("--host", "no.such.host.invalid"), 2, ["--host", "cannot listen"]),
     (("--api-key", ""), 2, ["--api-key", "empty"]),
     (("--config", "/no/such/file"), 1, ["/no/such/file"]),
-    (("--tool-call-parser", "response_template"), 2, ["--tool-call-parser", "response_template"]),
 ])  # fmt: skip
-def test_starts_that_fail(arguments, code, words):
-    process = start("serve", "--device", "cpu", "-q", "--port", "0", *arguments)
-    _, err = process.communicate(timeout=120)
-    text = err.decode()
-    assert process.returncode == code, text
-    assert text.startswith("minirt: "), text
-    assert text.count("\n") == 1, text
-    assert all(word in text for word in words), text
+def test_starts_that_fail(arguments, code, words, capfd, monkeypatch):
+    refused(caller(capfd, monkeypatch)("serve", "-q", "--port", "0", *arguments), *words, code=code)
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken(capfd, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = start("serve", "--port", taken.getsockname()[1], "-q")
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert b"cannot listen" in err
+        refused(caller(capfd, monkeypatch)("serve", "--port", taken.getsockname()[1], "-q"), "cannot listen", code=2)

@@ -111,6 +111,28 @@ def test_no_white_space_at_all():
         assert (constraint.matcher.try_consume_tokens(tokens) == len(tokens)) == fits
 
 
+@pytest.mark.parametrize("schema", [
+    {"type": "integer", "multipleOf": 9_999_991}, {"multipleOf": 199_999.5}, {"$defs": {"a": {"multipleOf": 499_979}}},
+    {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+    {"prefixItems": [{"multipleOf": 10_007 + i} for i in range(0, 40, 2)]},
+    {"multipleOf": 991, "anyOf": [{"multipleOf": 0.997}, {"multipleOf": 9.83}]}, {"multipleOf": 10**300},
+    {"properties": {"a": {"multipleOf": 997}}, "patternProperties": {"a": {"multipleOf": 991}}},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["json", "grammar"])
+def test_numbers_whose_multiples_take_minutes_to_compile_are_refused(schema, kind):
+    spec = {"json": schema} if kind == "json" else {"grammar": f"start: %json\n {json.dumps(schema)}"}
+    with pytest.raises(UnsupportedError, match=rf'^structured_outputs\.{kind}: "multipleOf" .*at most 100,000 remainders'):
+        compiled(OWN, **spec)
+
+
+def test_numbers_whose_multiples_are_quick_to_compile():
+    """Of the decimals, only digits count, unless a number must be a multiple of both."""
+    schema = {"prefixItems": [{"multipleOf": 0.001}, {"multipleOf": 86_400}, {"enum": [{"multipleOf": 999_999}]}]}
+    compiled(OWN, json=schema)
+    compiled(OWN, json={"type": "number", "multipleOf": 0.01, "anyOf": [{"multipleOf": 15}, {"multipleOf": 25}]})
+    compiled(OWN, grammar='start: "%json " %json {"multipleOf": 7}')
+
+
 @pytest.mark.parametrize(
     "text",
     ['{"const": "\\ud800"}', '{"minimum": 1e999}', '{"const": 1' + "0" * 400 + "}", '{"const": ' + "[" * 200 + "]" * 200 + "}",

@@ -80,6 +80,40 @@ def awq(q: Quantized, symmetric: bool) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+def codes(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """The nibbles [..., 8n] of int32 words [..., n]: the inverse of `words`."""
+    unsigned = words.contiguous().numpy().view(np.uint32)
+    return np.stack([unsigned >> np.uint32(4 * order.index(j)) & 15 for j in range(8)], -1).reshape(*words.shape[:-1], -1)
+
+
+def dequantized(tensors: dict[str, Tensor], zero_offset: int | None = 1) -> dict[str, Tensor]:
+    """The tensors of a file with fp32 weights in place of 4-bit ones, whose groups are whole rows. GPTQ's rows may be padded.
+
+    Args:
+        zero_offset: what is added to GPTQ's zero points; None: the weights are AWQ's.
+    """
+    plain = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        own = {end: tensors.get(f"{module}.{end}") for end in ("scales", "qzeros", "weight_scale", "weight_zero_point")}
+        if last == "weight_packed":
+            n, k = tensors[f"{module}.weight_shape"].tolist()
+            zeros = own["weight_zero_point"]
+            zero = np.full((n, 1), 8) if zeros is None else codes(zeros.T).T[:n]
+            weight = (codes(tensor)[:, :k].astype(np.int64) - zero) * own["weight_scale"].float().reshape(n, 1).numpy()
+        elif last == "qweight":
+            n, order = own["scales"].shape[1], AWQ_ORDER if zero_offset is None else tuple(range(8))
+            zero = codes(own["qzeros"], order)[0, :n].astype(np.int64) + (zero_offset or 0)
+            q = codes(tensor, order)[:, :n].T if zero_offset is None else codes(tensor.T)
+            weight = (q.astype(np.int64) - zero[:, None]) * own["scales"].float().reshape(n, 1).numpy()
+        else:
+            if last not in (*own, "weight_shape", "g_idx"):
+                plain[name] = tensor
+            continue
+        plain[f"{module}.weight"] = torch.from_numpy(weight).float()
+    return plain
+
+
 @dataclass(frozen=True)
 class Style:
     """One way to write a checkpoint: a producer's tensors, its config from the list of ignored modules, and the quantization."""

@@ -19,9 +19,10 @@ from minirt.server.exchange import HTTPProtocol
 from minirt.server.front import Front, ServerOptions
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
-from minirt.server.run import _Server
 from minirt.server.wire import TO_ENGINE, Abort, Found, Frames, Ready, Start, Step, Submit, frame
 from support.cli import start
+
+WARM = "A king who had no crown walked over the hills to find it. " * 6  # a prompt that the server of most tests computes at load
 
 
 class Server:
@@ -162,18 +163,22 @@ async def front(folder: Path | None, max_len: int = 4096, **options: object):
 
     `ask(bytes)` sends a request, and returns the stream that reads the answer and the one that writes.
     """
+    tasks = asyncio.all_tasks()
     own, other = socket.socketpair()
     fake = FakeEngine(*await asyncio.open_connection(sock=other))
     running = asyncio.create_task(fake.run(folder, max_len))
-    engine = await RemoteEngine.connect(own, None, {}, False)
+    engine = await RemoteEngine.connect(own, None, Start({}, False))
     this = Front(ServerOptions("fake", **{"quiet": True} | options), engine, Metrics("fake"), 0)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         App(this), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
-        timeout_graceful_shutdown=1,
     )  # fmt: skip
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    config.load()
+    state = uvicorn.Server(config).server_state
+    # uvicorn's own server looks at its flags ten times a second, and its shutdown is tested with real processes.
+    serving = await asyncio.get_running_loop().create_server(
+        lambda: HTTPProtocol(config=config, server_state=state, app_state={}), sock=listening
+    )
     await this.load()
     kept: list[asyncio.StreamWriter] = []
 
@@ -189,12 +194,19 @@ async def front(folder: Path | None, max_len: int = 4096, **options: object):
     finally:
         for writer in kept:
             writer.close()
-        server.should_exit = True
-        await serving
+        serving.close()
+        async with asyncio.timeout(10):
+            while this.exchanges:
+                await asyncio.sleep(0.001)
         await engine.stop()
         await running
         this.close()
-        listening.close()
+        for _ in range(100):
+            if not (left := asyncio.all_tasks() - tasks):
+                break
+            await asyncio.sleep(0.001)
+    if left:  # not after an error of the test, which says more
+        raise RuntimeError(f"the front has left tasks: {left}")
 
 
 async def answer(reader: asyncio.StreamReader, begin: bytes = b"") -> tuple[int, dict[str, str], bytes]:

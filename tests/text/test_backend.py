@@ -2,6 +2,7 @@
 
 import ast
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class PanicException(BaseException):
 
 
 CALLS: dict[str, Callable[[Backend], Any]] = {
-    "encode": lambda backend: backend.encode("a", True),
+    "encode_batch_fast": lambda backend: backend.encode("a", True),
     "decode": lambda backend: backend.decode([1], False),
     "id_to_token": lambda backend: backend.id_to_token(1),
     "token_to_id": lambda backend: backend.token_to_id("a"),
@@ -83,6 +84,24 @@ def test_every_call_turns_panics_and_exceptions_into_errors(name: str, tmp_path:
         backend._library = Failing(stop)  # type: ignore[assignment]
         with pytest.raises(type(stop)):
             CALLS[name](backend)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2: Path) -> None:
+    """Else the streams of a server would stop for as long. With the lock held, there are two turns at most."""
+    file = smollm2 / "tokenizer.json"
+    backend = Backend(file.read_bytes(), file)
+    done = threading.Event()
+
+    def encode() -> None:
+        backend.encode("Once upon a time " * 40_000, False)
+        done.set()
+
+    thread, turns = threading.Thread(target=encode), 0
+    thread.start()
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 10
 
 
 def test_loading_is_behind_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,28 +206,28 @@ def test_scales_and_zero_points_share_words():
 
 
 @pytest.mark.parametrize("group", [128, 32])
-def test_quantization_is_near_the_best(group):
-    """The errors to the power of 2.5, against 400 scales; ragged groups, zeros, one outlier, and all values equal."""
+def test_quantization_rounds_to_the_nearest_level(group):
+    """Levels that reach over each group's values: ragged groups, zeros, one outlier, equal values, one sign, a shifted row."""
     weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
     weight[0], weight[1, :group], weight[2, 5], weight[3] = 0.0, 0.25, 40.0, -0.125
-    codes, scale = reference.quantize_int4(weight, group)
-    back = reference.dequantize_int4(reference.pack_int4(codes), reference.pack_int4_scale(scale), 300)
+    weight[4], weight[5], weight[6] = weight[4].abs(), -weight[5].abs(), weight[6] + 1.5
+    codes, scale, zero = reference.quantize_int4(weight, group)
+    back = reference.dequantize_int4(reference.pack_int4(codes), reference.pack_int4_scale(scale, zero), 300)
     assert torch.equal(back[0], torch.zeros(300))
     torch.testing.assert_close(back[1, :group], weight[1, :group], rtol=2e-6, atol=0)
     torch.testing.assert_close(back[3], weight[3], rtol=2e-6, atol=0)
-    best = nearest = 0.0
-    for first in range(0, 300, group):
-        part = weight[:, first : first + group]
-        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-9)
-        errors = torch.stack([
-            ((part / (s * largest)).round().clamp(-8, 7) * s * largest - part).abs().pow(2.5).sum(1)
-            for s in torch.cat((torch.linspace(0.06, 0.16, 200), -torch.linspace(0.06, 0.16, 200)))
-        ])  # fmt: skip
-        best += errors.amin(0).sum().item()
-        nearest += ((part / (largest / 7.5)).round().clamp(-8, 7) * (largest / 7.5) - part).abs().pow(2.5).sum().item()
-    found = (back - weight).abs().pow(2.5).sum().item()
-    assert found < 1.03 * best
-    assert found < 0.9 * nearest
+    symmetric = 0.0
+    for i, first in enumerate(range(0, 300, group)):
+        part, own = weight[:, first : first + group], back[:, first : first + group]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        step = torch.where(high > low, (high - low) / 15, 1.0)
+        torch.testing.assert_close(scale[:, i], step)
+        assert (zero[:, i] == (-low / step).round()).all()
+        inside = (part >= -step[:, None] * zero[:, i : i + 1]) & (part <= step[:, None] * (15 - zero[:, i : i + 1]))
+        assert ((own - part).abs() <= step[:, None] * torch.where(inside, 0.50001, 1.00001)).all(), "not the nearest level"
+        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-9) / 7.5
+        symmetric += ((part / largest).round().clamp(-8, 7) * largest - part).square().sum().item()
+    assert (back - weight).square().sum().item() < 0.9 * symmetric
 
 
 @pytest.mark.parametrize("sms", [132, 20])

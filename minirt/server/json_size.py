@@ -1,0 +1,37 @@
+"""`check_size`: refuses bodies with so many JSON values that parsing them would delay all other requests.
+
+A parser runs in one piece and holds Python's lock: 32 MB of `[],[],…` stop the event loop for seconds, while a text of this size
+takes some tens of milliseconds. So the values are counted first, in pieces between which other requests go on.
+"""
+
+import asyncio
+
+from minirt.server.errors import HTTPError
+
+MAX_NODES = 100_000  # objects, lists and keys of objects
+MAX_VALUES = 1_000_000  # values in lists and objects, such as token ids
+_PIECE = 1 << 16  # bytes; a smaller body is not worth counting
+
+
+async def check_size(body: bytes) -> None:
+    """Check the number of values of a JSON body. The count of bytes that are no JSON means nothing.
+
+    Raises:
+        HTTPError: there are too many.
+    """
+    inside, rest = False, b""  # whether the piece begins inside a string; the backslash before it
+    nodes = values = 0
+    for start in range(0, len(body) if len(body) > _PIECE else 0, _PIECE):
+        piece = (rest + body[start : start + _PIECE]).replace(rb"\\", b"").replace(rb"\"", b"")
+        rest = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.split(b'"')  # texts and what is between them, in turn
+        between = b"".join(parts[inside::2])
+        inside ^= len(parts) % 2 == 0
+        nodes += between.count(b"[") + between.count(b"{") + between.count(b":")
+        values += between.count(b",")
+        if nodes > MAX_NODES:
+            what = "the body has too many objects, lists and keys"
+            raise HTTPError(400, what, param="body", expected=f"at most {MAX_NODES:,}")
+        if values > MAX_VALUES:
+            raise HTTPError(400, "the body has too many values", param="body", expected=f"at most {MAX_VALUES:,}")
+        await asyncio.sleep(0)
