@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import time
+from typing import Any
 
 from minirt.errors import MinirtError
 
@@ -26,8 +27,8 @@ def main(words: list[str]) -> None:
     from minirt.device import pick_device
 
     model, quantization = words[0], words[1] if len(words) == 2 else None
-    sizes = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "max_num_batched_tokens": max(PROMPTS)}
-    results = []
+    sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "max_num_batched_tokens": max(PROMPTS)}
+    results: list[dict[str, Any]] = []
     with Generator.from_pretrained(model, random_weights=True, quantization=quantization, **sizes) as generator:
         ceiling = read_ceiling(pick_device("cuda"))
         cached = generator.kv_bytes_per_token * CONTEXT

@@ -172,7 +172,7 @@ def _multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
         part = gl.zeros(acc.shape, gl.float32, SUMS)
         other = part
         for j in gl.static_range(GROUP * g, GROUP * g + GROUP):
-            if CHAINS == 2 and j % 2 == 1:
+            if CHAINS == 2 and GROUP > 1 and j % 2 == 1:
                 other = mma_v2(q[j], x[j], other)
             else:
                 part = mma_v2(q[j], x[j], part)
