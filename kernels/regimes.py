@@ -26,7 +26,11 @@ TABLES = (  # (module, name) of each operation's table. All regimes of a table a
 )
 # Compute capability → the kernels that only it has, for `minirt plan`. A test compares this with the tables, whose modules import
 # Triton.
-SPECIAL_KERNELS = {90: ("decode_fp8_sm90", "decode_sm90", "experts_sm90", "gemm_sm90", "prefill_sm90")}
+SPECIAL_KERNELS = {
+    90: (
+        "decode_fp8_sm90", "decode_sm90", "experts_sm90", "gemm_int4_sm90", "gemm_int4_small", "gemm_sm90", "prefill_sm90",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)  # equal only to itself, so that a table of regimes is hashed in no time

@@ -347,7 +347,9 @@ def fused_linear(step: Step, name: str, quantization: str | None) -> Problem:
 
     def triton() -> Tensor:
         if o.linear.activation is not None:
-            return kernels.norm_gate_up(o.x, o.norm, o.eps, o.weight, o.linear.activation, o.out, o.bias, **options)
+            return kernels.norm_gate_up(
+                o.x, o.norm, o.eps, o.weight, o.linear.activation, o.out, o.bias, workspace=workspace, **options
+            )
         if o.residual is not None:
             return kernels.linear_residual(o.x, o.weight, o.residual, o.bias, o.out, workspace=workspace, **options)
         return kernels.norm_linear(o.x, o.norm, o.eps, o.weight, o.bias, o.out, workspace=workspace, **options)

@@ -23,6 +23,7 @@ _BESIDE = [*_MODEL, "--max-model-len", "8448", "-p", "8192", "--beside", "32", "
 _STEP_LIMITS = (8448, 2048, 512)
 # Models with other shapes than the one to which the kernels' rules were fitted.
 _OTHERS = ("Llama-3.1-8B", "Qwen3-4B", "Qwen2.5-0.5B", "SmolLM2-1.7B")
+_FOUR_BITS = ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-4B")
 # Formats that only a checkpoint has.
 _STORED_FORMATS = {
     "fp8-blocks": ["fp8-blocks", "Qwen2.5-7B"],
@@ -57,6 +58,8 @@ def _runs() -> dict[str, list[str]]:
         for model in _OTHERS:
             own = ["bench", "decode", "--model", model, "--random-weights", "--max-model-len", "4096", "-b", "1,8,64"]
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
+    for model in _FOUR_BITS:
+        runs[f"steps-int4-{model.lower()}"] = ["steps.py", model, "int4"]
     wide = ["--max-num-seqs", "256", "--max-model-len", "4096", "--skip-check"]
     steps = ["decode", *wide, "-b", "1,3,8,24,64,100,256", "-c", "128"]
     prompts = ["prefill", *wide, "-p", "512,2048", "--repeats", "7"]

@@ -228,6 +228,21 @@ def others_table(records: Records) -> str:
     return table(["decode step, ms", *(text for form in FORMATS for text in (title_of(form), "% of memory bandwidth"))], rows)
 
 
+def int4_table(records: Records) -> str:
+    """Decode steps and prompts with 4-bit weights, a column for each model."""
+    found: dict[str, list[str]] = {}
+    for record in records.values():
+        for row in record["results"]:
+            if "input_len" in row:
+                name, cell = f"prompt of {row['input_len']:,} tokens", milliseconds(row["time_to_first_token_s"]["median"] * 1e3)
+            else:
+                name = f"decode step, batch {row['batch_size']}"
+                cell = f"{milliseconds(row['step_s']['median'] * 1e3)} ({row['share_of_limit']:.0%})"
+            found.setdefault(name, []).append(cell)
+    rows = [[name, *cells] for name, cells in found.items()]
+    return table(["ms (% of memory bandwidth)", *(record["model"] for record in records.values())], rows)
+
+
 def formats_table(records: Records) -> str:
     """Steps and prompts of one model with each stored format of its weights."""
     columns = list(dict.fromkeys(name.split("-", 2)[2] for name in records))  # h200-decode-fp8-blocks
@@ -859,6 +874,11 @@ BLOCKS = {
     "others": Block(
         tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table, _MODELS,
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
+    ),
+    "int4": Block(
+        tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), int4_table, _MODELS,
+        "4-bit weights (`--quantize int4`, groups of 128, the head in 16 bits). A decode step is its CUDA graph alone, at a "
+        "context of 128 tokens:",
     ),
     "formats": Block(
         tuple(f"h200-{kind}-{name}" for kind in ("decode", "prefill") for name in _STORED_FORMATS), formats_table, _MODELS,

@@ -12,7 +12,8 @@ norm's kernel or, without a norm, by `quantize`. The activations of a single tok
 
 4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
-tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product.
+tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
+`int4_small` takes over for 1 to 8 tokens of 16 bits, and `int4_sm90` for more.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
-from minirt.kernels.linear import gemv_int4, int4
+from minirt.kernels.linear import gemv_int4, int4, int4_sm90, int4_small
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -64,9 +65,22 @@ def _unpacked(product: Product) -> None:
     int4.gemm_unpacked(product, launch)
 
 
+def _one_token_int4(product: Product) -> Callable[[Product, Tensor | None, float], None]:
+    """The kernel of one token with 4-bit weights, which also computes the norm."""
+    return int4_small.gemm_int4_small if regime(product).kernel == "gemm_int4_small" else gemv_int4.gemv_int4
+
+
 # The first regime that covers the tokens and accepts the product computes it.
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
+    LinearRegime(
+        "gemm_int4_small", "tokens", 1, int4_small.MAX_TOKENS, capability=90, launch=int4_small.gemm_int4_small,
+        accepts=int4_small.accepts,
+    ),
+    LinearRegime(
+        "gemm_int4_sm90", "tokens", int4_small.MAX_TOKENS + 1, variant=int4_sm90.token_regime, padded=int4_sm90.padded_tokens,
+        capability=90, launch=int4_sm90.gemm_int4_sm90, accepts=int4_sm90.accepts,
+    ),
     LinearRegime("gemv_int4", "tokens", 1, 1, launch=gemv_int4.gemv_int4, accepts=int4.accepts),
     LinearRegime(
         "gemm_int4", "tokens", 2, int4.MAX_TOKENS, variant=int4.token_block, padded=int4.token_block, launch=int4.gemm_int4,
@@ -134,12 +148,14 @@ def norm_gate_up(
     bias: Tensor | None = None,
     *,
     scale: Tensor | None = None,
+    workspace: Workspace | None = None,
     pdl: bool = False,
     check: bool = True,
 ) -> Tensor:
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
     out = _output(x, weight, out, None, gated=True)
-    return _run(Product(x, weight, out, bias, activation=activation, scale=scale, pdl=pdl), norm_weight, eps, check)
+    product = Product(x, weight, out, bias, activation=activation, scale=scale, workspace=workspace, pdl=pdl)
+    return _run(product, norm_weight, eps, check)
 
 
 def linear_residual(
@@ -244,7 +260,8 @@ def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) 
     if T == 1:
         if product.row_maxima is not None:
             raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
-        (gemv_int4.gemv_int4 if four_bits else vector.gemv)(product, norm_weight, eps)
+        own = vector.gemv if not four_bits else _one_token_int4(product)
+        own(product, norm_weight, eps)
         return out
     early = bool(covering(EARLY, T, capability(x.device)))
     if product.scale is None or four_bits:

@@ -289,7 +289,7 @@ def _gemm_int4_kernel(
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
     row = tl.minimum(n, N - 1)
     rows = weight_ptr + row.to(tl.int64) * (CHUNKS * 32)
-    up = N.to(tl.int64) * (CHUNKS * 32)
+    up = tl.cast(N, tl.int64) * (CHUNKS * 32)  # an N of 1 is a constant
     all_rows = N if ACTIVATION is None else 2 * N
     scales = scale_ptr + row
     stored = (n[:, None] < N) & (t[None, :] < T)

@@ -13,13 +13,16 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
-from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4
+from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4, int4_sm90, int4_small
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import FP8_BLOCK
 
-TUNABLES = (gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE)
+TUNABLES = (
+    gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE, int4_small.TUNABLE, int4_sm90.TUNABLE,
+)  # fmt: skip
+_FOUR_BITS = (int4.accepts, int4_small.accepts, int4_sm90.accepts)  # what regimes of 4-bit weights accept
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
 
@@ -76,7 +79,7 @@ def gemm_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: tor
 
 def gemv_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of one token with 4-bit weights."""
-    for shape in shapes if 1 in tokens else ():
+    for shape in shapes if 1 in tokens and _kernel(1, device, four_bits=True) == "gemv_int4" else ():
         if shape.int4:
             key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
             rule = gemv_int4.choose_gemv_int4_config(shape.N, shape.K, shape.gated, _sm_count(device))
@@ -86,6 +89,32 @@ def gemv_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
                 for registers in {None, 128, rule.registers}
             ]  # fmt: skip
             yield _case(gemv_int4.TUNABLE, key, rule, around, shape, 1, device)
+
+
+def int4_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of few tokens with 4-bit weights on Hopper."""
+    few = [T for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4_small"]
+    for shape in shapes if few else ():
+        if shape.int4 and shape.dtype.itemsize == 2:
+            key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
+            rule = int4_small.choose_int4_small_config(shape.N, shape.K, shape.gated, _sm_count(device))
+            around = [
+                int4_small.Int4SmallConfig(16, warps, tiles, registers, chains)
+                for warps in _around(rule.num_warps, 8) for tiles in (2, 4, 7) for registers in {None, 128, rule.registers}
+                for chains in (1, 2)
+            ]  # fmt: skip
+            yield _case(int4_small.TUNABLE, key, rule, around, shape, min(few), device)
+
+
+def int4_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of more tokens with 4-bit weights on Hopper, one case for each regime."""
+    many = [T for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4_sm90"]
+    regimes = sorted({int4_sm90.token_regime(T) for T in many})
+    for regime, shape in itertools.product(regimes, [s for s in shapes if s.int4 and s.dtype.itemsize == 2]):
+        key = bucket(T=regime, N=shape.N, K=shape.K, gated=shape.gated)
+        rule = int4_sm90.choose_int4_sm90_config(regime, shape.N, shape.K, shape.gated, _sm_count(device))
+        around = int4_sm90.candidates(regime, shape.N, shape.K, shape.gated, _sm_count(device))
+        yield _case(int4_sm90.TUNABLE, key, rule, around, shape, regime, device)
 
 
 def gemm_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
@@ -112,7 +141,7 @@ def _single(shapes: Sequence[LinearShape]) -> list[LinearShape]:
 def _kernel(tokens: int, device: torch.device, four_bits: bool = False) -> str:
     """The kernel for this number of tokens, for weights of 4 bits or for others."""
     fitting = [own for own in REGIMES if own.covers(tokens, capability(device))]
-    return next(own.kernel for own in fitting if (own.accepts is int4.accepts) == four_bits)
+    return next(own.kernel for own in fitting if (own.accepts in _FOUR_BITS) == four_bits)
 
 
 def _sm_count(device: torch.device) -> int:
@@ -156,6 +185,7 @@ def _prepare(
     kernels: dict[type, Callable[..., None]] = {
         gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
         gemm_sm90.gemm_sm90, gemv_int4.GemvInt4Config: gemv_int4.gemv_int4, int4.Int4Config: int4.gemm_int4,
+        int4_small.Int4SmallConfig: int4_small.gemm_int4_small, int4_sm90.Int4Sm90Config: int4_sm90.gemm_int4_sm90,
     }  # fmt: skip
     kernel = kernels[config_type]
 
@@ -199,6 +229,8 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 register("gemv", gemv_cases)
 register("gemv_int4", gemv_int4_cases)
+register("gemm_int4_small", int4_small_cases)
+register("gemm_int4_sm90", int4_sm90_cases)
 register("gemm_int4", gemm_int4_cases)
 register("gemm_small", gemm_small_cases)
 register("gemm_sm90", gemm_cases)

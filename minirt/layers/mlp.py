@@ -51,8 +51,9 @@ def triton(layer: MLP) -> Forward:
 
     def forward(x: Tensor, batch: Batch, kv: LayerKV | None) -> Tensor:
         h = norm_gate_up(
-            x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, pdl=pdl, check=False
-        )
+            x, norm.weight, eps, gate_up.weight, activation, bias=gate_up.bias, scale=gate_up.scale, workspace=workspace,
+            pdl=pdl, check=False,
+        )  # fmt: skip
         return linear_residual(
             h, down.weight, x, down.bias, scale=down.scale, workspace=workspace, pdl=pdl, check=False
         )

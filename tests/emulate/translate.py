@@ -20,7 +20,7 @@ OPERATIONS = {  # on operands of the instruction's type
     "popc": "__builtin_popcount({0})",
 }  # fmt: skip
 NOTHING = ("setmaxnreg", "griddepcontrol", "wgmma.fence", "mbarrier.inval", "cp.async.commit_group", "cp.async.bulk.commit_group",
-           "cp.async.bulk.wait_group", ".pragma")  # fmt: skip
+           "cp.async.bulk.wait_group", "createpolicy", "prefetch", ".pragma")  # fmt: skip
 SPECIAL = {"%tid.x": "thread(l)", "%laneid": "l", "%warpid": "warp->id", "%tid.y": "0", "%tid.z": "0"}
 for _i, _axis in enumerate("xyz"):
     SPECIAL |= {f"%ctaid.{_axis}": f"block[{_i}]", f"%nctaid.{_axis}": f"blocks[{_i}]"}
@@ -217,6 +217,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
     def _compute(self, words: list[str], operands: list[str]) -> str:
         """Instructions with one result and no access to memory."""
         name, kind = words[0], words[-1]
+        if kind in ("f16x2", "bf16x2"):
+            return self._packed(name, kind[:-2], operands)
         if kind in FLOATS and name != "cvt":
             raise UnknownPTXError("16-bit arithmetic")
         if name in ("max", "min"):
@@ -232,6 +234,15 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if name in ("shl", "shr"):
             return self._assign(operands[0], f"{name}({self._value(operands[1], kind)}, {self._value(operands[2], 'u32')})", kind)
         raise UnknownPTXError("unknown instruction")
+
+    def _packed(self, name: str, kind: str, operands: list[str]) -> str:
+        """Arithmetic on pairs of 16-bit floats."""
+        pairs = [self._value(operand, "u32") for operand in operands[1:]]
+        low, high = (
+            f"to_{kind}({OPERATIONS[name].format(*(f'{FLOATS[kind]}((u16)({pair} >> {shift}))' for pair in pairs))})"
+            for shift in (0, 16)
+        )
+        return self._assign(operands[0], f"(u32){high} << 16 | {low}", "u32")
 
     def _multiply(self, words: list[str], operands: list[str]) -> str:
         kind, bits = words[-1], 8 * SIZES[words[-1]]
@@ -288,6 +299,16 @@ Registers_& r = *(Registers_*)warp->registers.data();
         if to != "f32" and (of == "f32" or of in FLOATS):
             raise UnknownPTXError("conversion of a float to an integer")
         return self._assign(operands[0], value, to)
+
+    def _logic(self, words: list[str], operands: list[str]) -> str:
+        """lop3: its last operand is the table of results, which a, b and c would have if they were 0xf0, 0xcc and 0xaa."""
+        values, table = [self._value(operand, "u32") for operand in operands[1:4]], int(operands[4], 0)
+        terms = [
+            " & ".join(f"{'' if i >> shift & 1 else '~'}({value})" for value, shift in zip(values, (2, 1, 0), strict=True))
+            for i in range(8)
+            if table >> i & 1
+        ]
+        return self._assign(operands[0], " | ".join(terms) or "0", "u32")
 
     def _bits(self, words: list[str], operands: list[str]) -> str:
         how = {"prmt": "permute", "bfe": "field"}[words[0]]
@@ -411,5 +432,5 @@ Registers_& r = *(Registers_*)warp->registers.data();
         (("ld.", "st."), _memory), (("atom.",), _atomic), (("shfl.sync", "redux.sync"), _across), (("elect",), _elect),
         (("bar.", "barrier."), _barrier), (("mbarrier.",), _mbarrier), (("cp.async.bulk.tensor",), _fetch),
         (("cp.async.c", "cp.async.mbarrier", "cp.async.wait"), _copy), (("ldmatrix", "stmatrix"), _matrices),
-        (("mma.sync",), _mma), (("wgmma.",), _wgmma), (("fence",), _fence),
+        (("mma.sync",), _mma), (("lop3",), _logic), (("wgmma.",), _wgmma), (("fence",), _fence),
     )  # fmt: skip

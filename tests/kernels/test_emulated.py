@@ -41,8 +41,9 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
         (["moe/test_experts_sm90.py"], f"test_products and ({EXPERTS})", 4),
         (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
+        (["linear/test_int4_hopper.py"], f"{FP16} and (gelu_tanh or (7 and 33) or (40 and 140))", 3),
     ],
-    ids=["decode", "prompts", "experts", "linear"],
+    ids=["decode", "prompts", "experts", "linear", "int4"],
 )
 def test_kernels(files, selection, count):
     said = emulated(files, selection)

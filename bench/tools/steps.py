@@ -1,0 +1,56 @@
+"""The times of decode steps' CUDA graphs and of prompts, in seconds of GPU time for a model, not minutes.
+
+python bench/tools/steps.py MODEL [fp8|int4]     random weights; prints JSON
+
+A step is the replay of its CUDA graph alone: `minirt bench decode` also measures Python's part. A prompt is one request for one
+token, in Python. The limit of a step is the time to read the weights and the KV cache, at the measured bandwidth.
+"""
+
+import json
+import random
+import sys
+import time
+from typing import Any
+
+from minirt.errors import MinirtError
+
+BATCHES, PROMPTS, CONTEXT, REPEATS = (1, 3, 8, 24, 64, 100, 256), (512, 2048), 128, 5
+
+
+def main(words: list[str]) -> None:
+    if len(words) not in (1, 2) or words[1:] not in ([], ["fp8"], ["int4"]):
+        raise MinirtError("expected a model and a format", found=" ".join(words) or "none", hint="steps.py MODEL [fp8|int4]")
+    from minirt import Generator, SamplingParams
+    from minirt.bench.ceiling import read_ceiling
+    from minirt.bench.report import machine
+    from minirt.bench.summary import summarize
+    from minirt.device import pick_device
+
+    model, quantization = words[0], words[1] if len(words) == 2 else None
+    sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "max_num_batched_tokens": max(PROMPTS)}
+    results: list[dict[str, Any]] = []
+    with Generator.from_pretrained(model, random_weights=True, quantization=quantization, **sizes) as generator:
+        ceiling = read_ceiling(pick_device("cuda"))
+        cached = generator.kv_bytes_per_token * CONTEXT
+        for batch in BATCHES:
+            read = generator.step_read_bytes(batch) + batch * cached
+            times = summarize(generator.replay_times(batch, CONTEXT))
+            limit = read / ceiling.bytes_per_s
+            results.append({"batch_size": batch, "context_len": CONTEXT, "step_s": times, "limit_s": limit})
+            results[-1]["share_of_limit"] = limit / results[-1]["step_s"]["median"]
+        draw = random.Random(0)
+        for length in PROMPTS:
+            seconds = []
+            for _ in range(REPEATS + 2):
+                prompt = [draw.randrange(1000, generator.config.vocab_size) for _ in range(length)]
+                began = time.perf_counter()
+                generator.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0))
+                seconds.append(time.perf_counter() - began)
+            results.append({"input_len": length, "time_to_first_token_s": summarize(seconds[2:])})
+    command = ["python", "bench/tools/steps.py", *words]
+    shared = machine("steps", pick_device("cuda"), command, ceiling)
+    print(json.dumps(shared | {"model": model, "quantization": quantization, "results": results}, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,504 @@
+"""Linear layers of 33 and more tokens with 4-bit weights (layout: `int4`) for Hopper: warp-specialized, unpacked in registers.
+
+One warp fetches words and x by TMA. Two groups of four warps unpack 64 rows each into registers, which are the left operand of
+`wgmma`; the tokens are on its N side. While one group unpacks, the other one multiplies. So unpacked weights are never stored.
+
+Up to 128 tokens in a tile, a group's products are added first and then multiplied by the scale, in fp32. In wider tiles, and with
+groups of 32 columns, the scale multiplies the weights, which rounds them to 16 bits.
+
+Each program has a tile. In the last round there are fewer tiles than SMs, so several programs share each of them: they divide K,
+and the last one to arrive adds their sums in a fixed order.
+
+With a gated activation, the rows of gate and up alternate in eights, so that a thread has both sums of an output.
+
+ptxas before CUDA 13.3 may overwrite registers that `wgmma` still reads (triton#11781). So the left operand is also a result of
+the wait for the products, which keeps its registers alive until then.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.gluon_sm90 import cta_barrier, tma_load, tma_tile
+from minirt.kernels.launch import cdiv, launch_options, sm_count
+from minirt.kernels.linear.gemm_sm90 import activate
+from minirt.kernels.linear.int4_small import unpack
+from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.tile_order import place_tile
+from minirt.kernels.prepared import Tiled, prepared
+from minirt.kernels.reference import INT4_CHUNK, int4_group
+
+_ROWS = 128  # weight rows of a tile: 64 for each group of warps
+_WIDEST = 256  # tokens of a tile
+_SHARED = 227 * 1024
+_REGISTERS = 65536  # of an SM
+_MOST_PARTS = 8
+_MOST_SUMS = 1 << 22  # of all parts, that a workspace holds
+_STEP = {32: 0.35, 64: 0.45, 128: 0.8, 256: 1.32}  # microseconds of a chunk, by the tokens of a tile
+_ROUND, _ROUND_OF_TOKEN = 1.0, 0.012  # microseconds of a tile besides its chunks, and for each of its tokens
+
+
+@dataclass(frozen=True)
+class Int4Sm90Config:
+    """A launch configuration of `gemm_int4_sm90`.
+
+    Args:
+        block_t: tokens of a tile: 32, 64, 128 or 256.
+        num_stages: chunks of 128 columns in flight.
+        split: number of parts of K, for the tiles of the last round of programs, if that is not full.
+        programs: number of programs that share an SM: 1, or 2 with at most 64 tokens.
+    """
+
+    block_t: int
+    num_stages: int
+    split: int = 1
+    programs: int = 1
+
+
+TUNABLE = Tunable("gemm_int4_sm90", Int4Sm90Config, (__file__,))
+
+
+@gluon.jit
+def _scaled(q, scale):
+    """q · scale, rounded once to 16 bits: `scale` fp32 [rows, 1] is split into a high and a low part."""
+    high = scale.to(q.dtype)
+    low = (scale - high.to(gl.float32)).to(q.dtype)
+    high, _ = gl.broadcast(high, q)
+    low, _ = gl.broadcast(low, q)
+    if q.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 rest, zero;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 rest, $1, $3, zero;
+            fma.rn.bf16x2 $0, $1, $2, rest;
+            }""",
+            "=r,r,r,r", [q, high, low], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 rest;
+            mul.rn.f16x2 rest, $1, $3;
+            fma.rn.f16x2 $0, $1, $2, rest;
+            }""",
+            "=r,r,r,r", [q, high, low], dtype=gl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _side_by_side(left, right):
+    """[64, 32] twice → [64, 64]. No data moves between threads."""
+    both = gl.join(left, right).permute((0, 2, 1)).reshape([64, 64])
+    return gl.convert_layout(both, left.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _alternating(w):
+    """Rows of gate, then of up → eight rows of gate, eight of up, and so on: the layout's tile has both in one thread."""
+    return w.reshape([2, 4, 8, w.shape[1]]).permute((1, 0, 2, 3)).reshape([64, w.shape[1]])
+
+
+@gluon.jit
+def _of_pairs(acc):
+    """The sums of gate and of up, [32, tokens] each, of alternating rows."""
+    gate, up = acc.reshape([4, 2, 8, acc.shape[1]]).permute((0, 2, 3, 1)).split()
+    return gate.reshape([32, acc.shape[1]]), up.reshape([32, acc.shape[1]])
+
+
+@gluon.jit
+def _fetch_words(weight, n, N, chunk, bar, tile, GATED: gl.constexpr):
+    """The words of a chunk for both groups of warps; if gated, half of a group's rows are gate's and half up's."""
+    if GATED:
+        for i in gl.static_range(4):
+            tma_load(weight, [n + i // 2 * 32 + (N if i % 2 else 0), chunk * 32], bar, tile.slice(32 * i, 32))
+    else:
+        tma_load(weight, [n, chunk * 32], bar, tile)
+
+
+@gluon.jit
+def _fetch_x(x, t, chunk, bar, x_tiles, stage):
+    tma_load(x, [t, chunk * 128], bar, x_tiles.index(2 * stage))
+    tma_load(x, [t, chunk * 128 + 64], bar, x_tiles.index(2 * stage + 1))
+
+
+@gluon.jit
+def _touch_scales(scale_ptr, n, N, chunk, GATED: gl.constexpr, GROUPS: gl.constexpr, QUANTUM: gl.constexpr):
+    """Prefetch the scale words of a chunk into L2, so that no group of warps waits for memory. A lane has four rows."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    if GATED:
+        row = gl.minimum(n + lane % 16 * 4, N - 1) + gl.where(lane < 16, 0, N)
+        rows = 2 * N
+    else:
+        row = gl.minimum(n + lane * 4, N - 1)
+        rows = N
+    for j in gl.static_range(4 // QUANTUM):
+        group = gl.minimum(chunk * (4 // QUANTUM) + j, GROUPS - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(scale_ptr + (group.to(gl.int64) * rows + row)).to(gl.int64)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _fetch(
+    x, weight, scale_ptr, x_tiles, w_tiles, full, empty, T, N, full_tiles, K: gl.constexpr, QUANTUM: gl.constexpr,
+    GATED: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Task of the fetching warp."""
+    GROUPS: gl.constexpr = (K + 32 * QUANTUM - 1) // (32 * QUANTUM)
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    BLOCK_T: gl.constexpr = x.block_type.shape[0]
+    BYTES: gl.constexpr = BLOCK_T * 128 * 2 + 128 * 64
+    t, n, first, last, _, _ = _place(T, N, full_tiles, K, BLOCK_T, GATED, SPLIT)
+    ahead = min(STAGES, last - first)
+    for i in range(ahead):
+        mbarrier.expect(full.index(i), BYTES)
+        _fetch_words(weight, n, N, first + i, full.index(i), w_tiles.index(i), GATED)
+    for i in range(ahead):
+        _touch_scales(scale_ptr, n, N, first + i, GATED, GROUPS, QUANTUM)
+    if PDL:
+        gdc_wait()  # the kernel before may still write x, but never weights
+    for i in range(ahead):
+        _fetch_x(x, t, first + i, full.index(i), x_tiles, i)
+    for i in range(ahead, last - first):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        _fetch_words(weight, n, N, first + i, full.index(stage), w_tiles.index(stage), GATED)
+        _fetch_x(x, t, first + i, full.index(stage), x_tiles, stage)
+        _touch_scales(scale_ptr, n, N, first + i, GATED, GROUPS, QUANTUM)
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _place(T, N, full, K: gl.constexpr, BLOCK_T: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr):
+    """This program's first token, output column, chunk, and the chunk after its last; its tile and part of those in parts.
+
+    The first `full` programs have whole tiles. The others share the remaining tiles, SPLIT of them each; else the part is -1.
+    """
+    CHUNKS: gl.constexpr = (K + 127) // 128
+    PART: gl.constexpr = (CHUNKS + SPLIT - 1) // SPLIT
+    WIDTH: gl.constexpr = 64 if GATED else 128
+    tile = gl.program_id(0)
+    shared, part = tile - full, 0 * tile
+    if SPLIT > 1:
+        part = gl.where(shared >= 0, shared % SPLIT, -1)
+        shared = shared // SPLIT
+        tile = gl.where(part >= 0, full + shared, tile)
+    first = gl.maximum(part, 0) * PART
+    last = min(first + PART, CHUNKS)
+    if SPLIT > 1:
+        last = gl.where(part >= 0, last, CHUNKS)
+    t, n = place_tile(tile, T, (N + WIDTH - 1) // WIDTH, BLOCK_T, WIDTH)
+    return t, n, first, last, shared, part
+
+
+@gluon.jit
+def _scale_words(ptrs, stride, chunk, GROUPS: gl.constexpr, GROUP: gl.constexpr):
+    words = ()
+    for j in gl.static_range(4 // GROUP):
+        group = gl.minimum(chunk * (4 // GROUP) + j, GROUPS - 1)
+        words += (gl.load(ptrs + group.to(gl.int64) * stride),)  # type: ignore[assignment]
+    return words
+
+
+@gluon.jit
+def _zero(words, DTYPE: gl.constexpr):
+    """−(128 + z) in bf16, −(1024 + z) in fp16: the zero point is in the lowest bits of the mantissa."""
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
+        return ((words & 15) | 0xC300).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    else:
+        return ((words & 15) | 0xE400).to(gl.int16).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def _unpacked(w, words, x_dtype: gl.constexpr):
+    zero, _ = gl.broadcast(_zero(words, x_dtype)[:, None], w)
+    return unpack(w, zero)
+
+
+@gluon.jit
+def _factor(words):
+    return (words & -16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _add_parts(acc, sums_ptr, counter_ptr, part, SPLIT: gl.constexpr):
+    """Store this part's sums. The last program to arrive returns the sum of all parts, and True."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
+    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    t = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    at = (row // 8 % 2 * 256 + row // 16 * 64 + row % 8 * 8) + (t // 8 * 512 + t % 8)  # a warp's stores are contiguous
+    gl.store(sums_ptr + part * SIZE + at, acc, cache_modifier=".cg")
+    cta_barrier()  # every thread's stores come before the one thread's release
+    last = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+    if last:
+        acc = gl.zeros(acc.shape, gl.float32, LAYOUT)
+        for i in gl.static_range(SPLIT):
+            acc += gl.load(sums_ptr + i * SIZE + at, cache_modifier=".cg")
+        gl.store(counter_ptr, 0)
+    return acc, last
+
+
+@gluon.jit
+def _bias(ptr, n, N, first, acc):
+    if ptr is not None:
+        acc += gl.load(ptr + first + gl.minimum(n, N - 1)).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def _outputs(t0, n0, T, N, acc):
+    """Offsets in the output for sums acc [columns, tokens], and which of them exist."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    n = n0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    t = t0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    return t.to(gl.int64) * N + n, (n < N) & (t < T)
+
+
+@gluon.jit
+def _multiply(
+    ring, pointers, T, N, full_tiles, K: gl.constexpr, QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr,
+    PDL: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Task of one group of four warps: 64 of the tile's weight rows."""
+    x_tiles, w_tiles, full, empty = ring
+    scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr = pointers
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    BLOCK_T: gl.constexpr = x_tiles.shape[1]
+    GATED: gl.constexpr = ACTIVATION is not None
+    GROUPS: gl.constexpr = (K + 32 * QUANTUM - 1) // (32 * QUANTUM)
+    EXACT: gl.constexpr = BLOCK_T <= 128 and QUANTUM > 1
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
+    t0, n0, first, last, shared, own_part = _place(T, N, full_tiles, K, BLOCK_T, GATED, SPLIT)
+    n0 += (32 if GATED else 64) * GROUP
+    r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))
+    if GATED:
+        row = gl.minimum(n0 + r // 16 * 8 + r % 8, N - 1) + gl.where(r // 8 % 2 == 1, N, 0)
+        all_rows = 2 * N
+    else:
+        row = gl.minimum(n0 + r, N - 1)
+        all_rows = N
+    scales = scale_ptr + row
+    words = _scale_words(scales, all_rows, first, GROUPS, QUANTUM)
+    if PDL:
+        gdc_wait()  # these warps write the output, and the fetching warp's wait does not cover them
+    acc = gl.zeros([64, BLOCK_T], gl.float32, WIDE)
+    if residual_ptr is not None:  # here, where registers are free for all loads at once
+        place, inside = _outputs(t0, n0, T, N, acc)
+        if SPLIT > 1:
+            inside = inside & (own_part <= 0)
+        acc = gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)
+    for i in range(last - first):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        own = w_tiles.index(stage).slice(64 * GROUP, 64)
+        if GATED:
+            STORED: gl.constexpr = (
+                gl.zeros([64, 32], gl.int16, LEFT).reshape([4, 2, 8, 32]).permute((1, 0, 2, 3)).reshape([64, 32]).type.layout
+            )
+            w = gl.convert_layout(_alternating(own.load(STORED)), LEFT, assert_trivial=True)
+        else:
+            w = own.load(LEFT)
+        fence_async_shared()  # TMA overwrites words that threads have read
+        # Loaded a step before they are used (past the end, the last ones again), and after the fence, which waits for loads.
+        following = _scale_words(scales, all_rows, first + i + 1, GROUPS, QUANTUM)
+        left_x, right_x = x_tiles.index(2 * stage).permute((1, 0)), x_tiles.index(2 * stage + 1).permute((1, 0))
+        q = _unpacked(w, words[0], x_tiles.dtype)
+        if EXACT:
+            a = _side_by_side(q[0], q[1])
+            if QUANTUM == 2:
+                q = _unpacked(w, words[1], x_tiles.dtype)
+            b = _side_by_side(q[2], q[3])
+            part = gl.zeros([64, BLOCK_T], gl.float32, WIDE)
+            part = warpgroup_mma(a, left_x, part, use_acc=False, is_async=True)
+            scale = gl.convert_layout(_factor(words[0]), gl.SliceLayout(1, WIDE), assert_trivial=True)
+            if QUANTUM == 4:
+                part = warpgroup_mma(b, right_x, part, is_async=True)
+                part, a, b = warpgroup_mma_wait(0, deps=[part, a, b])
+                mbarrier.arrive(empty.index(stage))
+                acc += part * scale[:, None]
+            else:
+                part, a = warpgroup_mma_wait(0, deps=[part, a])
+                acc += part * scale[:, None]
+                part = warpgroup_mma(b, right_x, part, use_acc=False, is_async=True)
+                scale = gl.convert_layout(_factor(words[1]), gl.SliceLayout(1, WIDE), assert_trivial=True)
+                part, b = warpgroup_mma_wait(0, deps=[part, b])
+                mbarrier.arrive(empty.index(stage))
+                acc += part * scale[:, None]
+        else:
+            parts = ()
+            for j in gl.static_range(4):
+                if (QUANTUM == 1 and j > 0) or (QUANTUM == 2 and j == 2):
+                    q = _unpacked(w, words[j // QUANTUM], x_tiles.dtype)
+                parts += (_scaled(q[j], _factor(words[j // QUANTUM])[:, None]),)  # type: ignore[assignment]
+            a, b = _side_by_side(parts[0], parts[1]), _side_by_side(parts[2], parts[3])  # type: ignore[misc]
+            acc = warpgroup_mma(a, left_x, acc, is_async=True)
+            acc = warpgroup_mma(b, right_x, acc, is_async=True)
+            acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])
+            mbarrier.arrive(empty.index(stage))
+        words = following
+    mine = True
+    if SPLIT > 1:  # noqa: SIM102 (SPLIT is a constant)
+        if own_part >= 0:
+            pair = shared * 2 + GROUP
+            acc, mine = _add_parts(acc, sums_ptr + pair * (SPLIT * 64 * BLOCK_T), counters_ptr + pair, own_part, SPLIT)
+    if mine:
+        if GATED:
+            result, up = _of_pairs(acc)
+            n = n0 + gl.arange(0, 32, gl.SliceLayout(1, result.type.layout))
+            result = activate(_bias(bias_ptr, n, N, 0, result), ACTIVATION) * _bias(bias_ptr, n, N, N, up)
+        else:
+            n = n0 + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+            result = _bias(bias_ptr, n, N, 0, acc)
+        at, stored = _outputs(t0, n0, T, N, result)
+        gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@prepared
+@gluon.jit(do_not_specialize=["T", "N", "full_tiles"])
+def _gemm_int4_sm90_kernel(
+    x, weight, scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, T, N, full_tiles, K: gl.constexpr,
+    QUANTUM: gl.constexpr, ACTIVATION: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """A tile of out [T, N]. Groups have 32 · QUANTUM columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
+    x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, x.block_type.shape[0], 64], x.layout)
+    w_tiles = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 32], weight.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    ring = (x_tiles, w_tiles, full, empty)
+    pointers = (scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr)
+    GATED: gl.constexpr = ACTIVATION is not None
+    gl.warp_specialize(
+        [
+            (_multiply, (ring, pointers, T, N, full_tiles, K, QUANTUM, ACTIVATION, SPLIT, PDL, 0)),
+            (_multiply, (ring, pointers, T, N, full_tiles, K, QUANTUM, ACTIVATION, SPLIT, PDL, 1)),
+            (_fetch, (x, weight, scale_ptr, x_tiles, w_tiles, full, empty, T, N, full_tiles, K, QUANTUM, GATED, SPLIT,
+             PDL)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+def token_block(T: int) -> int:
+    """The tokens of a tile, by the number of tokens."""
+    return 32 if T <= 32 else 64 if T <= 64 else 128 if T <= 128 else _WIDEST
+
+
+def token_regime(T: int) -> int:
+    """T padded to whole tiles, up to 512, else to a power of two."""
+    block = token_block(T)
+    return cdiv(T, block) * block if T <= 2 * _WIDEST else 1 << (T - 1).bit_length()
+
+
+def padded_tokens(T: int) -> int:
+    """T padded to whole tiles."""
+    return cdiv(T, token_block(T)) * token_block(T)
+
+
+def stages(block_t: int, programs: int = 1) -> int:
+    """The chunks that fit in shared memory."""
+    return min(6, (_SHARED // programs - 1024) // (block_t * 256 + _ROWS * 64))
+
+
+def accepts(product: Product) -> bool:
+    """Whether TMA can move x: 16 bits, and rows and addresses aligned to 16 bytes."""
+    x, weight = product.x, product.weight
+    if weight.dtype != torch.int16 or x.element_size() != 2:
+        return False
+    return (x.data_ptr() | weight.data_ptr() | x.shape[1] * 2) % 16 == 0
+
+
+def candidates(T: int, N: int, K: int, gated: bool, num_sms: int) -> list[Int4Sm90Config]:
+    """The configurations worth considering: tiles as wide as T, up to 256, or half as wide; each with the most parts of K."""
+    widest, chunks, found = token_block(T), cdiv(K, INT4_CHUNK), []
+    for block_t in (widest, widest // 2):
+        if block_t in _STEP:
+            shared = cdiv(T, block_t) * cdiv(N, _ROWS // (2 if gated else 1)) % num_sms
+            programs = min(num_sms, _MOST_SUMS // (_ROWS * block_t))
+            most = 1 if shared == 0 else max(1, min(programs // shared, _MOST_PARTS, chunks // 4))
+            splits = sorted({cdiv(chunks, cdiv(chunks, split)) for split in range(1, most + 1)})
+            found += [Int4Sm90Config(block_t, stages(block_t), split) for split in splits]
+    return found
+
+
+def predicted(c: Int4Sm90Config, T: int, N: int, K: int, gated: bool, num_sms: int) -> float:
+    """Predicted microseconds: full rounds of programs, then the last one, whose programs may share tiles."""
+    tiles, chunks = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), cdiv(K, INT4_CHUNK)
+    full, shared = divmod(tiles, num_sms)
+    ends = _ROUND + _ROUND_OF_TOKEN * c.block_t
+    time = full * (chunks * _STEP[c.block_t] + ends)
+    if shared:
+        time += cdiv(chunks, c.split) * _STEP[c.block_t] + ends
+        time += 0.0 if c.split == 1 else 0.5 + c.split * (c.block_t / 128) ** 2
+    return time
+
+
+def choose_int4_sm90_config(T: int, N: int, K: int, gated: bool, num_sms: int) -> Int4Sm90Config:
+    """The candidate with the least predicted time. It depends on T only through `token_regime`."""
+    found = candidates(T, N, K, gated, num_sms)
+    return min(found, key=lambda c: predicted(c, T, N, K, gated, num_sms))
+
+
+def share_tiles(c: Int4Sm90Config, T: int, N: int, gated: bool, num_sms: int) -> tuple[int, int]:
+    """(tiles of one program each, tiles that several programs share).
+
+    A configuration is for the most tokens of its regime. With fewer, more tiles may be left over than can be shared.
+    """
+    tiles, programs = cdiv(T, c.block_t) * cdiv(N, _ROWS // (2 if gated else 1)), num_sms * c.programs
+    shared = tiles % programs
+    if shared * c.split > min(programs, _MOST_SUMS // (_ROWS * c.block_t)):
+        shared = 0
+    return tiles - shared, shared
+
+
+@cached_lookup
+def lookup_int4_sm90_config(device: torch.device, tokens: int, N: int, K: int, gated: bool) -> Int4Sm90Config:
+    """The tuned configuration for a shape, or else the rule's. `tokens`: a token regime."""
+    tuned = TUNABLE.find(device, bucket(T=tokens, N=N, K=K, gated=gated))
+    return tuned or choose_int4_sm90_config(tokens, N, K, gated, sm_count(device))
+
+
+def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> None:
+    """Write the output of a product that `accepts` does not refuse. Without a workspace, K is not split."""
+    x, weight, out, bias, residual, activation, scale, _, workspace, _, pdl = product
+    T, N, K = product.shape
+    if scale is None:
+        raise InputError("missing", where="scale", expected="scale words")
+    gated = activation is not None
+    c = config or lookup_int4_sm90_config(x.device, token_regime(T), N, K, gated)
+    full, shared = share_tiles(c, T, N, gated, sm_count(x.device))
+    split, sums, counters = 1, None, None
+    if workspace is not None and c.split > 1:
+        chunks = cdiv(K, INT4_CHUNK)
+        split = cdiv(chunks, cdiv(chunks, c.split))  # no part is empty
+        sums, counters = workspace.sums(shared * split * _ROWS * c.block_t), workspace.counters(2 * shared)
+    else:
+        full, shared = full + shared, 0
+    _gemm_int4_sm90_kernel[(full + shared * split,)](
+        Tiled(x, tma_tile(c.block_t, 64, 2)), Tiled(weight, tma_tile(32 if gated else _ROWS, 32, 2)), scale, bias, residual, out,
+        sums, counters, T, N, full, K=K, QUANTUM=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, SPLIT=split,
+        STAGES=c.num_stages, REGISTERS=240 if c.programs == 1 else 112,
+        maxnreg=None if c.programs == 1 else _REGISTERS // (384 * c.programs) // 8 * 8, **launch_options(4, 1, pdl),
+    )  # fmt: skip

@@ -1,0 +1,331 @@
+"""Linear layers of 1 to 8 tokens with 4-bit weights (layout: `int4`): words go from memory to tensor cores through registers.
+
+A program computes a few rows for all tokens. Its warps divide K, each has neighbouring chunks of 128 columns, and
+nothing is shared until their sums are added at the end. So no warp waits for another, and each has several tiles in flight, the
+first of them before it waits for the kernel that computes x. With one token the norm is fused, as in `gemv`.
+
+A thread loads 8 neighbouring words of a row at once, 16 bytes. The order of the columns in a product is free if x has the
+same one, so these words are the left operands (m16n8k16) of two steps of 16 columns, four times over. x is loaded in the same
+way, from L1. A word is unpacked as in `int4`: q − z, exact in 16 bits. Each group's sum is multiplied by its scale in fp32.
+
+Integer instructions limit the kernel, not FMAs: a shift or a mask takes two issue cycles of an SM's quarter. Unpacking needs 7
+of them for 8 weights (fp16: 5), where fp32 FMAs (`gemv_int4`) need 12.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, sm_count
+from minirt.kernels.linear.gemm_sm90 import activate
+from minirt.kernels.linear.product import Product
+from minirt.kernels.prepared import prepared
+from minirt.kernels.reference import INT4_CHUNK, int4_group
+
+MAX_TOKENS = 8  # the columns of the MMA
+
+
+@dataclass(frozen=True)
+class Int4SmallConfig:
+    """A launch configuration of `gemm_int4_small`.
+
+    Args:
+        rows: outputs of a program: 16 or 32. A gated program reads two weight rows for each.
+        num_warps: warps of a program, each with its own part of K.
+        tiles: tiles of each warp in flight.
+        chains: sums that the products of a group are added to in turn: 1 or 2.
+        registers: the most registers of a thread; None for no limit.
+    """
+
+    rows: int
+    num_warps: int
+    tiles: int
+    registers: int | None = None
+    chains: int = 1
+
+
+TUNABLE = Tunable("gemm_int4_small", Int4SmallConfig, (__file__,))
+
+
+@gluon.jit
+def unpack(w, zero):
+    """Words → the four tiles q − z of their nibbles, exact. `zero`: −(128 + z) in bf16, −(1024 + z) in fp16."""
+    if zero.dtype == gl.bfloat16:
+        # 128 + q, then − (128 + z)
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 w1, w2, w3, n0, n1, n2, n3, one;
+            shr.u32 w1, $4, 4;
+            shr.u32 w2, $4, 8;
+            shr.u32 w3, $4, 12;
+            lop3.b32 n0, $4, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 n1, w1, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 n2, w2, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 n3, w3, 0x000f000f, 0x43004300, 0xea;
+            mov.b32 one, 0x3f803f80;
+            fma.rn.bf16x2 $0, n0, one, $5;
+            fma.rn.bf16x2 $1, n1, one, $5;
+            fma.rn.bf16x2 $2, n2, one, $5;
+            fma.rn.bf16x2 $3, n3, one, $5;
+            }""",
+            "=r,=r,=r,=r,r,r", [w, zero], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        # 1024 + q, then − (1024 + z); and 1024 + 16q, a sixteenth of it, then − (64 + z)
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 w2, n0, n1, n2, n3, sixteenth, rest, more;
+            shr.u32 w2, $4, 8;
+            lop3.b32 n0, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 n1, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 n2, w2, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 n3, w2, 0x00f000f0, 0x64006400, 0xea;
+            mov.b32 sixteenth, 0x2c002c00;
+            mov.b32 more, 0x63806380;
+            add.rn.f16x2 rest, $5, more;
+            add.rn.f16x2 $0, n0, $5;
+            fma.rn.f16x2 $1, n1, sixteenth, rest;
+            add.rn.f16x2 $2, n2, $5;
+            fma.rn.f16x2 $3, n3, sixteenth, rest;
+            }""",
+            "=r,=r,=r,=r,r,r", [w, zero], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _times(x, y):
+    """x · y, rounded to their 16-bit dtype, two values at a time."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r", [x, y], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _first_chunk(warp, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """The first chunk of a warp. The first warps have one chunk more than the others if WARPS does not divide the chunks."""
+    MOST: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
+    return warp * (MOST - 1) + gl.minimum(warp, CHUNKS - WARPS * (MOST - 1))
+
+
+@gluon.jit
+def _columns(ptrs, k, i: gl.constexpr, j: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
+    """Columns of x, or of the norm's weight, for nibble j of tile i. Masked only if they may reach past K."""
+    COUNT: gl.constexpr = (K + 128 * WARPS - 1) // (128 * WARPS)
+    if K % (128 * WARPS) == 0 or i < COUNT - 2:
+        return gl.load(ptrs + (128 * i + 32 * j))
+    else:
+        return gl.load(ptrs + (128 * i + 32 * j), mask=k + (128 * i + 32 * j) < K, other=0.0)
+
+
+@gluon.jit
+def _tile(weight, scales, stride, wide_warp, warp, i: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    """Tile i of each warp: (words, the scale words of each of its groups). Zero past the last one of a warp."""
+    CHUNKS: gl.constexpr = (K + 127) // 128
+    COUNT: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
+    MORE: gl.constexpr = CHUNKS - WARPS * (COUNT - 1)  # warps that have COUNT tiles
+    GROUPS: gl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
+    MOST: gl.constexpr = 4 // GROUP  # groups of a chunk
+    if i < COUNT - 1 or MORE == WARPS:
+        words = gl.load(weight + 32 * i, eviction_policy="evict_first")
+    else:
+        words = gl.load(weight + 32 * i, mask=wide_warp < MORE, other=0, eviction_policy="evict_first")
+    tile = (words,)
+    for g in gl.static_range(MOST):
+        scale_ptrs = scales + (i * MOST + g) * stride
+        if i < COUNT - 2 or (MORE == WARPS and GROUPS == CHUNKS * MOST):
+            tile += (gl.load(scale_ptrs),)  # type: ignore[assignment]
+        else:
+            group = (_first_chunk(warp, CHUNKS, WARPS) + i) * MOST + g
+            valid = (group < GROUPS) & ((i < COUNT - 1) | (warp < MORE))
+            tile += (gl.load(scale_ptrs, mask=valid, other=0),)  # type: ignore[assignment]
+    return tile
+
+
+@gluon.jit
+def _multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
+    """acc + a tile's products. x: the columns of the four nibbles of its words."""
+    LEFT: gl.constexpr = tile[0].type.layout
+    SUMS: gl.constexpr = acc.type.layout
+    for g in gl.static_range(4 // GROUP):
+        words = tile[1 + g]
+        scale = (words & -16).to(gl.float32, bitcast=True)
+        # −(128 + z) or −(1024 + z): the zero point is in the lowest bits of the mantissa.
+        if x[0].dtype == gl.bfloat16:
+            zero = ((words & 15) | 0xC300).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        else:
+            zero = ((words & 15) | 0xE400).to(gl.int16).to(gl.float16, bitcast=True)
+        zero = gl.convert_layout(zero, gl.SliceLayout(2, LEFT), assert_trivial=True)
+        zero, _ = gl.broadcast(zero[:, :, None], tile[0])
+        q = unpack(tile[0], zero)
+        # Two chains of products, because each product waits for the one before it in its chain.
+        part = gl.zeros(acc.shape, gl.float32, SUMS)
+        other = part
+        for j in gl.static_range(GROUP * g, GROUP * g + GROUP):
+            if CHAINS == 2 and GROUP > 1 and j % 2 == 1:
+                other = mma_v2(q[j], x[j], other)
+            else:
+                part = mma_v2(q[j], x[j], part)
+        if CHAINS == 2 and GROUP > 1:
+            part += other
+        acc += part * scale[:, :, None]
+    return acc
+
+
+@gluon.jit
+def _square_sum(x_ptr, K: gl.constexpr, SIZE: gl.constexpr):
+    """The sum of the squares of one token."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([min(8, SIZE // (32 * gl.num_warps()))], [32], [gl.num_warps()], [0])
+    k = gl.arange(0, SIZE, LAYOUT)
+    x = gl.load(x_ptr + k, mask=k < K, other=0.0).to(gl.float32)
+    return gl.sum(x * x, 0)
+
+
+@gluon.jit
+def _finished(acc, inverse_rms, bias_ptr, row, N, first):
+    """Sums over the warps, and the bias."""
+    result = gl.sum(acc, 0) * inverse_rms
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + first + gl.minimum(row, N - 1)).to(gl.float32)
+        result += bias[:, None]
+    return result
+
+
+@prepared
+@gluon.jit(do_not_specialize=["T", "N"])
+def _gemm_int4_small_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    T,
+    N,
+    eps,
+    K: gl.constexpr,
+    SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    WARPS: gl.constexpr,
+    TILES: gl.constexpr,
+    CHAINS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """ROWS columns of out [T, N]. Groups have 32 · GROUP columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
+    if PDL:
+        gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
+    CHUNKS: gl.constexpr = (K + 127) // 128
+    COUNT: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS  # tiles of a warp
+    GATED: gl.constexpr = ACTIVATION is not None
+    all_rows = (2 * N if GATED else N).to(gl.int64)
+    n0 = gl.program_id(0) * ROWS
+    # Rows past the end, and tokens past T, repeat the last one instead of being masked. They are not stored.
+    wide_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+    row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT))), N - 1)[None, :, None]
+    word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    weight = weight_ptr + (row.to(gl.int64) * (CHUNKS * 32) + (_first_chunk(wide_warp, CHUNKS, WARPS) * 32 + word))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
+    scale_row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS))), N - 1)[None, :]
+    scales = scale_ptr + (scale_row + _first_chunk(warp, CHUNKS, WARPS) * (4 // GROUP) * all_rows)
+    up = N.to(gl.int64) * (CHUNKS * 32)
+    gate_tiles, up_tiles = (), ()
+    for i in gl.static_range(TILES):
+        gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i, K, GROUP, WARPS),)  # type: ignore[assignment]
+        if GATED:
+            up_tiles += (_tile(weight + up, scales + N, all_rows, wide_warp, warp, i, K, GROUP, WARPS),)  # type: ignore[assignment]
+    if PDL:
+        gdc_wait()
+    t = gl.minimum(gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))), T - 1)[None, None, :]
+    right_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
+    k = _first_chunk(right_warp, CHUNKS, WARPS) * 128
+    k += gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
+    x_ptrs = x_ptr + (t.to(gl.int64) * K + k)
+    acc = gl.zeros([WARPS, ROWS, BLOCK_T], gl.float32, SUMS)
+    acc_up = acc
+    for i in gl.static_range(COUNT):
+        x = ()
+        for j in gl.static_range(4):
+            columns = _columns(x_ptrs, k, i, j, K, WARPS)
+            if norm_ptr is not None:
+                weights, _ = gl.broadcast(_columns(norm_ptr + k, k, i, j, K, WARPS), columns)
+                columns = _times(columns, weights)
+            x += (columns,)  # type: ignore[assignment]
+        acc = _multiply(gate_tiles[i], x, acc, GROUP, CHAINS)
+        if i + TILES < COUNT:
+            gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),)  # type: ignore[assignment]
+        if GATED:
+            acc_up = _multiply(up_tiles[i], x, acc_up, GROUP, CHAINS)
+            if i + TILES < COUNT:
+                up_tiles += (  # type: ignore[assignment]
+                    _tile(weight + up, scales + N, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),
+                )
+    inverse_rms = 1.0
+    if norm_ptr is not None:
+        # The root mean square divides the finished sums. x is in L1 by now.
+        inverse_rms = gl.rsqrt(_square_sum(x_ptr, K, SIZE) / K + eps)
+    ENDS: gl.constexpr = gl.SliceLayout(0, SUMS)
+    n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, ENDS))
+    result = _finished(acc, inverse_rms, bias_ptr, n, N, 0)
+    if GATED:
+        result = activate(result, ACTIVATION) * _finished(acc_up, inverse_rms, bias_ptr, n, N, N)
+    token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ENDS))[None, :]
+    at = token.to(gl.int64) * N + n[:, None]
+    stored = (n[:, None] < N) & (token < T)
+    if residual_ptr is not None:
+        result += gl.load(residual_ptr + at, mask=stored, other=0.0).to(gl.float32)
+    gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def accepts(product: Product) -> bool:
+    """Whether the kernel can compute this product: 4-bit weights and 16-bit activations."""
+    return product.weight.dtype == torch.int16 and product.x.element_size() == 2
+
+
+def choose_int4_small_config(N: int, K: int, gated: bool, num_sms: int) -> Int4SmallConfig:
+    """The configuration for a shape, by a rule from sweeps over the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
+    chunks = cdiv(K, INT4_CHUNK)
+    if chunks >= 64:
+        return Int4SmallConfig(16, 8, 4, 128)
+    # Three programs of a gated product share the registers of an SM.
+    return Int4SmallConfig(16, min(4, next_power_of_2(chunks)), 4 if gated else 7, 168 if gated else None)
+
+
+@cached_lookup
+def lookup_int4_small_config(device: torch.device, N: int, K: int, gated: bool) -> Int4SmallConfig:
+    """The tuned configuration for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(N=N, K=K, gated=gated))
+    return tuned or choose_int4_small_config(N, K, gated, sm_count(device))
+
+
+def gemm_int4_small(
+    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: Int4SmallConfig | None = None
+) -> None:
+    """Write the output of a product of 1 to 8 tokens. With one token, x is normalized first if `norm_weight` [K] is given."""
+    x, weight, out, bias, residual, activation, scale, *_ = product
+    T, N, K = product.shape
+    if scale is None:
+        raise InputError("missing", where="scale", expected="scale words")
+    c = config or lookup_int4_small_config(x.device, N, K, activation is not None)
+    _gemm_int4_small_kernel[(cdiv(N, c.rows),)](
+        x, norm_weight, weight, scale, bias, residual, out, T, N, eps, K=K, SIZE=max(32 * c.num_warps, next_power_of_2(K)),
+        GROUP=int4_group(K, scale.shape[0]) // 32, ACTIVATION=activation, ROWS=c.rows, BLOCK_T=MAX_TOKENS, WARPS=c.num_warps,
+        TILES=min(c.tiles, cdiv(cdiv(K, INT4_CHUNK), c.num_warps)), CHAINS=c.chains, maxnreg=c.registers,
+        **launch_options(c.num_warps, 1, product.pdl),
+    )  # fmt: skip

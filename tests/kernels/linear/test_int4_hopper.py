@@ -1,0 +1,107 @@
+"""The kernels for 4-bit weights that only Hopper has, on a GPU or emulated. Catches: nibbles in another order than x's columns,
+zero points or scales of a neighbouring group or row, tiles of a warp that are skipped or added twice, gate and up swapped, tails
+of N, K and T, the residual read after it was overwritten, missing barriers around the sums over warps."""
+
+import os
+
+import pytest
+import torch
+
+from minirt.kernels import reference
+from minirt.kernels.launch import Workspace
+from minirt.kernels.linear.int4_sm90 import (
+    Int4Sm90Config,
+    choose_int4_sm90_config,
+    gemm_int4_sm90,
+    share_tiles,
+    token_regime,
+)
+from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
+from minirt.kernels.linear.product import Product
+
+from .test_int4 import EPS, expected, four_bits
+
+# (T, N, K, group, activation, norm, configuration): chunks that the warps do not divide, columns that no chunk fills, rows past
+# the last, more tiles in flight than there are.
+SMALL = [
+    (1, 24, 640, 128, None, True, Int4SmallConfig(16, 4, 2)),
+    (1, 19, 456, 32, "silu", True, Int4SmallConfig(16, 2, 1)),
+    (5, 40, 1000, 64, None, False, Int4SmallConfig(32, 4, 9)),
+    (8, 17, 328, 128, "gelu_tanh", False, Int4SmallConfig(16, 1, 2)),
+    (7, 33, 577, 32, None, False, Int4SmallConfig(16, 4, 1, None, 2)),
+    (2, 16, 256, 128, None, False, Int4SmallConfig(16, 8, 4)),
+]
+
+
+@pytest.fixture
+def on_hopper():
+    if "MINIRT_EMULATE" not in os.environ and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
+    T, N, K, group, activation, normed, config = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
+    norm = make(K, dtype=half_dtype) if normed else None
+    residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
+    product = Product(x, words, out, bias, residual, activation, scale)
+    h, wide = x, x.double()
+    if norm is not None:
+        h = reference.rms_norm(x, norm, EPS)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
+    eager, _ = expected(h, words, scale, exact, bias, residual, activation)
+    truth = wide @ exact.T + bias.double()
+    truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
+    gemm_int4_small(product, norm, EPS, config)
+    agrees(out, eager, truth)
+    if residual is not None:  # in place
+        gemm_int4_small(product._replace(out=residual), norm, EPS, config)
+        assert torch.equal(residual, out)
+
+
+# (T, N, K, group, activation, configuration): more chunks than stages, chunks that the parts do not divide, several tiles.
+LARGE = [
+    (40, 140, 712, 128, None, Int4Sm90Config(64, 2, 3)),
+    (100, 88, 584, 64, "silu", Int4Sm90Config(32, 3, 2)),
+    (130, 72, 392, 32, None, Int4Sm90Config(128, 2, 2)),
+    (129, 35, 264, 128, "silu", Int4Sm90Config(256, 2)),
+    (20, 150, 640, 64, None, Int4Sm90Config(128, 3)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large(case, half_dtype, make, nan, agrees, device, on_hopper):
+    T, N, K, group, activation, config = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
+    residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
+    workspace = Workspace(device)
+    product = Product(x, words, out, bias, residual, activation, scale, workspace=workspace)
+    gemm_int4_sm90(product, config)
+    agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
+    assert not workspace.counters(1).any()
+    if residual is not None:  # in place
+        gemm_int4_sm90(product._replace(out=residual), config)
+        assert torch.equal(residual, out)
+
+
+@pytest.mark.parametrize("sms", [132, 78, 20])
+def test_configurations_fit_the_workspace(sms):
+    """Of well-known models: partial sums and counters of every shared tile, also with fewer tokens than the regime's most."""
+    workspace = Workspace("meta")
+    for hidden, heads, inter in ((896, 1152, 4864), (3584, 4608, 18944), (4096, 6144, 14336), (8192, 10240, 29568)):
+        for N, K, gated in ((heads, hidden, False), (hidden, hidden, False), (inter, hidden, True), (hidden, inter, False)):
+            for T in (9, 33, 65, 100, 130, 256, 300, 700, 2048):
+                c = choose_int4_sm90_config(token_regime(T), N, K, gated, sms)
+                assert 1 <= c.split <= -(-K // 128)
+                full, shared = share_tiles(c, T, N, gated, sms)
+                assert full + shared == -(-T // c.block_t) * -(-N // (64 if gated else 128))
+                assert shared * c.split <= sms
+                workspace.sums(shared * c.split * 128 * c.block_t)
+                workspace.counters(2 * shared)
