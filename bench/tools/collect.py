@@ -60,12 +60,8 @@ def _runs() -> dict[str, list[str]]:
             runs[f"decode-{model.lower()}-{kind}"] = [*own, "-c", "128", *flags]
     for model in _FOUR_BITS:
         runs[f"steps-int4-{model.lower()}"] = ["steps.py", model, "int4"]
-    wide = ["--max-num-seqs", "256", "--max-model-len", "4096", "--skip-check"]
-    steps = ["decode", *wide, "-b", "1,3,8,24,64,100,256", "-c", "128"]
-    prompts = ["prefill", *wide, "-p", "512,2048", "--repeats", "7"]
     for name, words in _STORED_FORMATS.items():
-        runs[f"decode-{name}"] = ["stored_format.py", *words, *steps]
-        runs[f"prefill-{name}"] = ["stored_format.py", *words, *prompts]
+        runs[f"steps-{name}"] = ["stored_format.py", *words, "steps"]
     for limit in _STEP_LIMITS:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]

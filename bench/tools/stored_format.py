@@ -1,8 +1,9 @@
-"""Runs `minirt bench` on a preset whose checkpoint is quantized, with random weights.
+"""Runs a benchmark on a preset whose checkpoint is quantized, with random weights.
 
 python bench/tools/stored_format.py [--set NAME=NUMBER]… FORMAT PRESET COMMAND …     FORMAT: a key of FORMATS
 
-The command has the name of a benchmark and its options: `decode -b 1,8`. Only a config.json is written, to a temporary folder.
+The command is `steps` for `steps.py`, or a benchmark of `minirt bench` and its options: `decode -b 1,8`. Only a config.json is
+written, to a temporary folder.
 `--set` changes a field of it, for widths that are no multiple of a tile.
 """
 
@@ -62,8 +63,11 @@ def main(words: list[str]) -> int:
         folder = Path(parent, f"{options.preset}-{options.format}")
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-        bench = [sys.executable, "-m", "minirt", "bench", *options.command, "--model", str(folder), "--random-weights"]
-        return subprocess.run([*bench, "-o", "json", "--quiet"], check=False).returncode
+        if options.command == ["steps"]:
+            command = [str(Path(__file__).with_name("steps.py")), str(folder)]
+        else:
+            command = ["-m", "minirt", "bench", *options.command, "--model", str(folder), "--random-weights", "-o", "json", "-q"]
+        return subprocess.run([sys.executable, *command], check=False).returncode
 
 
 if __name__ == "__main__":

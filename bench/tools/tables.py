@@ -245,17 +245,16 @@ def int4_table(records: Records) -> str:
 
 def formats_table(records: Records) -> str:
     """Steps and prompts of one model with each stored format of its weights."""
-    columns = list(dict.fromkeys(name.split("-", 2)[2] for name in records))  # h200-decode-fp8-blocks
+    columns = [name.split("-", 2)[2] for name in records]  # h200-steps-fp8-blocks
     found: dict[str, list[list[str]]] = {}
-    for name, record in records.items():
-        column = columns.index(name.split("-", 2)[2])
+    for column, record in enumerate(records.values()):
         for row in record["results"]:
-            if record["benchmark"] == "decode":
-                line, time, share = f"decode step, batch {row['batch_size']}", row["step_s"], row["share_of_limit"]
+            if "batch_size" in row:
+                line, time, share = f"decode step, batch {row['batch_size']}", row["step_s"], f"{row['share_of_limit']:.0%}"
             else:
-                line, time, share = f"prompt of {row['input_len']}", row["time_to_first_token_s"], row["share_of_matmul_ceiling"]
+                line, time, share = f"prompt of {row['input_len']}", row["time_to_first_token_s"], NONE
             cells = found.setdefault(line, [[NONE, NONE] for _ in columns])
-            cells[column] = [milliseconds(time["median"] * 1e3), f"{share:.0%}"]
+            cells[column] = [milliseconds(time["median"] * 1e3), share]
     heads = [head for column in columns for head in (column, "% of limit")]
     return table(["ms", *heads], [[line, *(cell for pair in cells for cell in pair)] for line, cells in found.items()])
 
@@ -881,10 +880,11 @@ BLOCKS = {
         "context of 128 tokens:",
     ),
     "formats": Block(
-        tuple(f"h200-{kind}-{name}" for kind in ("decode", "prefill") for name in _STORED_FORMATS), formats_table, _MODELS,
+        tuple(f"h200-steps-{name}" for name in _STORED_FORMATS), formats_table, _MODELS,
         "Qwen2.5-7B with quantized weights, random values. `fp8-blocks` has a scale for each 128 × 128 weights, `fp8-channels` "
         "(compressed-tensors) one for each output channel, and `fp8-odd-widths` is `fp8-blocks` with widths that are no "
-        "multiples of a tile (`bench/tools/stored_format.py`); the LM head is in bf16:",
+        "multiples of a tile (`bench/tools/stored_format.py`); the LM head is in bf16. The limit of a step is the time to read "
+        "the weights and the KV cache:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,

@@ -32,7 +32,7 @@ def test_every_run_is_a_command(name):
         preset = next(i for i, word in enumerate(words) if models.preset(word) is not None)
         if words[0] == "stored_format.py":
             assert words[preset - 1] in stored_format.FORMATS
-            parsed(["bench", *words[preset + 1 :]])
+            assert words[preset + 1 :] == ["steps"]
         return
     command, options = parsed(words)
     assert {"chunking": "prefill"}.get(kind := name.split("-")[0], kind) == command
