@@ -24,6 +24,7 @@ from minirt.errors import DeviceFailedError, EngineError, MinirtError
 
 T = TypeVar("T")
 AnyError = TypeVar("AnyError", bound=MinirtError)
+_MOST_FRUITLESS = 3
 
 
 @dataclass(eq=False)
@@ -99,6 +100,7 @@ class EngineThread:
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._commands: deque[_Command] = deque()  # taken from the inbox, not carried out yet
         self._current: _Command | None = None
+        self._fruitless = 0  # exceptions in a row that ended neither a command nor a request
         self._outboxes: dict[int, _Outbox] = {}  # by id of an open request
         self._ids = itertools.count()
         self._ended: EngineError | DeviceFailedError | None = None  # why the thread has ended
@@ -233,6 +235,7 @@ class EngineThread:
             engine = self.engine
             if engine.has_work and (rest := engine.step(self._deliver)):
                 self._deliver(rest)
+            self._fruitless = 0
 
     def _take_commands(self) -> bool:
         """Carry out the commands in the inbox. Waits for a command if there is nothing else to do. Returns False at `_Stop`."""
@@ -301,14 +304,22 @@ class EngineThread:
             outbox.open.discard(request_id)
 
     def _recover(self, error: BaseException) -> None:
-        """Continue after an exception at any line. The engine drops the requests that have started; each ends with an error."""
+        """Continue after an exception at any line. The engine drops the requests that have started; each ends with an error.
+
+        If exceptions come again and again before any request has started, all requests end: else they would come for ever.
+        """
         self.engine.recover()
         command, self._current = self._current, None
         if command is not None:
             self._refuse(command, error)
             if command in self._commands:
                 self._commands.remove(command)
-        for request_id in [i for i in self._outboxes if i not in self.engine]:
+        failed = [i for i in self._outboxes if i not in self.engine]
+        self._fruitless = 0 if failed or command is not None else self._fruitless + 1
+        if self._fruitless == _MOST_FRUITLESS:
+            failed, self._fruitless = list(self._outboxes), 0
+        for request_id in failed:
+            self.engine.abort(request_id)
             self._fail(request_id, error)
 
     def _refuse(self, command: _Command, error: BaseException) -> None:

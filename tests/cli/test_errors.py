@@ -259,7 +259,7 @@ from minirt.cli import files
 from minirt.engine import engine
 from minirt.errors import DeviceFailedError
 
-def fails(self):
+def fails(self, deliver):
     raise DeviceFailedError("the GPU failed", found="CUDA error: …")
 
 engine.Engine.step = fails

@@ -244,6 +244,17 @@ def test_an_exception_in_one_command_leaves_the_waiting_requests(thread):
     assert at_rest(it, cache)
 
 
+def test_exceptions_before_any_request_has_started_end_the_waiting_requests(thread, monkeypatch):
+    """Else the engine's thread would try for ever, and its callers would wait for ever."""
+    it, cache = thread()
+    with monkeypatch.context() as patch:
+        patch.setattr(it.engine, "step", lambda deliver: 1 / 0)
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            complete(it, [[7, 8], [9]])
+    assert complete(it, [[7, 8]]) == expected([[7, 8]])
+    assert at_rest(it, cache)
+
+
 @pytest.fixture
 def interrupts_are_raised():
     """As in a program: processes that run tests side by side may ignore SIGINT."""
