@@ -86,7 +86,7 @@ def main() -> None:
                 ratios += [taken[cached] / taken[uncached]] if pair >= 0 else []
         low, high = interval(ratios)
         row |= {"ratio_without_hits": statistics.median(ratios), "low": low, "high": high}
-        record = machine("prefix-cache", cached.device, ["python", "bench/tools/prefix_cache.py", *sys.argv[1:]], None)
+        record = machine("prefix", cached.device, ["python", "bench/tools/prefix_cache.py", *sys.argv[1:]], None)
     print(json.dumps(record | {"model": options.model, "results": [row]}, indent=1))
 
 

@@ -16,6 +16,8 @@ from minirt.errors import MinirtError
 
 BATCHES, PROMPTS, CONTEXT, REPEATS = (1, 3, 8, 24, 64, 100, 256), (512, 2048), 128, 5
 
+_WHY = "tests/kernels/linear compares the kernels of each format with fp64, tests/loading the weights with other projects' tools"
+
 
 def main(words: list[str]) -> None:
     if len(words) not in (1, 2) or words[1:] not in ([], ["fp8"], ["int4"]):
@@ -49,7 +51,8 @@ def main(words: list[str]) -> None:
             results.append({"input_len": length, "time_to_first_token_s": summarize(seconds[2:])})
     command = ["python", "bench/tools/steps.py", *words]
     shared = machine("steps", pick_device("cuda"), command, ceiling)
-    print(json.dumps(shared | {"model": model, "quantization": quantization, "results": results}, indent=1, ensure_ascii=False))
+    own = {"model": model, "quantization": quantization, "correctness": {"checked": False, "why": _WHY}, "results": results}
+    print(json.dumps(shared | own, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

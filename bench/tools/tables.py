@@ -383,13 +383,14 @@ def loading_table(records: Records) -> str:
         speeds = sorted({f"{run['gb_per_s']:.1f}" for run in runs}, key=float)
         last = [runs[-1].get(name) for name in ("weights_gb", "gpu_resident_gb", "gpu_peak_gb")]
         rows.append([
-            f"{runs[0]['bytes'] / 1e9:.1f} GB" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else ""),
+            f"{runs[0]['bytes'] / 1e9:.1f} GB" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else "")
+            + (f", {checkpoint}" if (checkpoint := runs[0].get("checkpoint")) else ""),
             speeds[0] if len(speeds) == 1 else f"{speeds[0]} to {speeds[-1]}",
             f"{max(run['host_peak_gb'] for run in runs):.1f}",
             *(NONE if size is None else f"{size:.2f}" for size in last),
         ])  # fmt: skip
     names = ["checkpoint, in the page cache", "GB/s", "peak host memory, GB", "weights, GB"]
-    return table([*names, "GPU memory after loading, GB", "peak GPU memory to first tokens, GB"], rows)
+    return table([*names, "GPU memory after loading, GB", "peak GPU memory, GB"], rows)
 
 
 def served_table(records: Records) -> str:
@@ -955,8 +956,9 @@ BLOCKS = {
         "(`bench/tools/startup.py`):",
     ),
     "loading": Block(
-        tuple(f"h200-loading-{name}" for name in ("bf16", "fp8", "mixture-bf16", "mixture-fp8")), loading_table, _SYSTEM,
-        "Loading a checkpoint (`bench/tools/loading.py`):",
+        tuple(f"h200-loading-{name}" for name in ("bf16", "fp8", "w4a16", "mixture-bf16", "mixture-fp8")), loading_table, _SYSTEM,
+        "Loading a checkpoint (`bench/tools/loading.py`). Peak GPU memory is that of loading and the first tokens; of 4-bit "
+        "weights, that of loading alone:",
     ),
     "served": Block(
         ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,

@@ -26,10 +26,10 @@ REQUIRED = {
 }  # fmt: skip
 SCRIPTS = {
     "trace": "gpu_trace.py", "startup": "startup.py", "ablation": "ablation.py", "power": "power.py", "memory": "memory_cases.py",
-    "mixture": "mixture.py",
+    "mixture": "mixture.py", "steps": "steps.py", "served": "served.py", "sampling": "sampling_cost.py", "prefix": "prefix_cache.py",
 }  # fmt: skip
-UNCHECKED = ("trace", "startup", "power", "memory")  # they time what runs beside the kernels: nothing in them is right or wrong
-WITHOUT_CEILING = ("trace", "startup", "tune", "power", "memory")  # these have no limit that they are compared with
+UNCHECKED = ("trace", "startup", "power", "memory", "served", "sampling", "prefix")  # they time what runs beside the kernels: nothing in them is right or wrong
+WITHOUT_CEILING = ("trace", "startup", "tune", "power", "memory", "served", "sampling", "prefix")  # these have no limit that they are compared with
 
 
 DOCS = tables.README.parent / "docs"
@@ -166,7 +166,7 @@ def test_a_result_says_where_it_comes_from(file):
     assert not weights or weights == {format_of(record)}
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "w4a16"])
 def test_a_load_says_where_it_ran(name):
     """`bench/tools/loading.py` reads a folder that is nobody else's: its result holds no command."""
     record = tables.load(f"h200-loading-{name}")
