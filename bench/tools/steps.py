@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from minirt.errors import MinirtError
@@ -49,9 +50,9 @@ def main(words: list[str]) -> None:
                 generator.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0))
                 seconds.append(time.perf_counter() - began)
             results.append({"input_len": length, "time_to_first_token_s": summarize(seconds[2:])})
-    command = ["python", "bench/tools/steps.py", *words]
+    command = ["python", "bench/tools/steps.py", Path(model).name, *words[1:]]
     shared = machine("steps", pick_device("cuda"), command, ceiling)
-    own = {"model": model, "quantization": quantization, "correctness": {"checked": False, "why": _WHY}, "results": results}
+    own = {"model": Path(model).name, "quantization": quantization, "correctness": {"checked": False, "why": _WHY}, "results": results}
     print(json.dumps(shared | own, indent=1, ensure_ascii=False))
 
 
