@@ -52,7 +52,8 @@ def main(words: list[str]) -> None:
             results.append({"input_len": length, "time_to_first_token_s": summarize(seconds[2:])})
     command = ["python", "bench/tools/steps.py", Path(model).name, *words[1:]]
     shared = machine("steps", pick_device("cuda"), command, ceiling)
-    own = {"model": Path(model).name, "quantization": quantization, "correctness": {"checked": False, "why": _WHY}, "results": results}
+    own: dict[str, Any] = {"model": Path(model).name, "quantization": quantization}
+    own |= {"correctness": {"checked": False, "why": _WHY}, "results": results}
     print(json.dumps(shared | own, indent=1, ensure_ascii=False))
 
 
