@@ -1015,10 +1015,13 @@ def pages() -> list[Path]:
 
 
 def block(name: str) -> str:
-    """The content of a block: text, table, and the results with their commits; "" if no result is stored."""
+    """The content of a block: text, table, and the results with their commits. Without stored results, the command for them."""
     own = BLOCKS[name]
     records = stored(own.sources)
-    made = own.make(records) if records else ""
+    if not records:
+        runs = " ".join(source.removeprefix("h200-") for source in own.sources)
+        return f"{own.says}\n\nNo results are stored yet. `python bench/tools/collect.py FOLDER {runs}` makes them.".strip()
+    made = own.make(records)
     parts = (own.says, made, origin(records) if own.names else "") if made else ()
     return "\n\n".join(filter(None, parts))
 

@@ -118,13 +118,14 @@ def test_all_that_is_stored_or_collected_is_shown():
     assert [name for name in names if not any(fnmatchcase(name, source) for source in sources)] == []
 
 
-def test_a_block_without_results_is_empty(tmp_path, monkeypatch):
+def test_a_block_without_results_names_the_command(tmp_path, monkeypatch):
     stored = tables.RESULTS
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     before, after = "a\n<!-- ablation -->\n", "<!-- end of ablation -->\nb\n"
-    assert tables.render(f"{before}| old | 1 |\n{after}") == before + after
     text = tables.render(before + after)
-    assert text == before + after
+    assert text.startswith(before + tables.BLOCKS["ablation"].says)
+    assert text.endswith(f"`python bench/tools/collect.py FOLDER ablation-bf16 ablation-fp8` makes them.\n{after}")
+    assert tables.render(f"{before}| old | 1 |\n{after}") == tables.render(text) == text
     shutil.copy(stored / "h200-ablation-bf16.json", tmp_path)
     full = tables.render(text)
     assert full.startswith(before + tables.BLOCKS["ablation"].says)
