@@ -71,6 +71,9 @@ class Fleet:
             worker.stop()
 
 
+pytestmark = pytest.mark.xdist_group("router")  # one process starts the workers
+
+
 @pytest.fixture(scope="module")
 def started(folder, tmp_path_factory):
     smg = install(ROOT / ".cache" / f"smg-{sys.implementation.cache_tag}")

@@ -31,7 +31,12 @@ def install(folder: Path) -> Path:
     if done.returncode:
         shutil.rmtree(part, ignore_errors=True)
         raise RuntimeError(f"cannot install {PACKAGES[0]}, the tests' router, from the package index:\n{done.stderr[-2000:]}")
-    part.rename(folder)
+    try:
+        part.rename(folder)
+    except OSError:  # another test process was faster
+        shutil.rmtree(part)
+        if not folder.exists():
+            raise
     return folder
 
 
