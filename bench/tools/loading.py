@@ -5,7 +5,7 @@ python bench/tools/loading.py hub FOLDER [PRESET]       the same as a Hub cache:
 python bench/tools/loading.py measure MODEL [OPTION …]  loads a model once and prints JSON
 
 FORMAT is bf16 or one of stored_format.py, LAYERS the number of layers. Options: `--quantize fp8` or `--quantize int4`, and
-`--weights-only`, which neither warms up nor generates: memory peaks are then those of loading.
+`--weights-only`, which neither warms up nor generates, so that the memory peaks are those of loading alone.
 """
 
 import json

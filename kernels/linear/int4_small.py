@@ -8,8 +8,8 @@ A thread loads 8 neighbouring words of a row at once, 16 bytes. The order of the
 same one, so these words are the left operands (m16n8k16) of two steps of 16 columns, four times over. x is loaded in the same
 way, from L1. A word is unpacked as in `int4`: q − z, exact in 16 bits. Each group's sum is multiplied by its scale in fp32.
 
-Integer instructions limit the kernel, not FMAs: a shift or a mask takes two issue cycles of an SM's quarter. Unpacking needs 7
-of them for 8 weights (fp16: 5), where fp32 FMAs (`gemv_int4`) need 12.
+Integer instructions limit the kernel, not FMAs: a shift or a mask takes two issue cycles of an SM's quarter. To unpack 8 weights
+takes 7 shifts and masks in bf16 and 5 in fp16; the fp32 kernel `gemv_int4` needs 12.
 """
 
 from dataclasses import dataclass

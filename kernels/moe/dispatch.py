@@ -33,7 +33,8 @@ def router_logits(
 ) -> Tensor | LogitParts:
     """rms_norm(x) · weightᵀ, for `mixture_residual`: x [T, H], norm_weight [H] or None (no norm), weight [E, H] → [T, E].
 
-    Of two or more tokens, they are still in parts. `workspace`, `pdl`: as for the linear layers.
+    With two or more tokens, K is split and the partial sums are not added yet (`LogitParts`).
+    `workspace`, `pdl`: as for the linear layers.
     """
     if x.shape[0] > 1:
         return router.router_logits(x, norm_weight, eps, weight, pdl=pdl)

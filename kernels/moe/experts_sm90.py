@@ -5,9 +5,9 @@ few as 8 tokens, and an expert with few tokens costs little more than reading it
 two groups of four warps multiply, each for 64 rows of two strips of the weight: strips of gate and up, or two neighbouring
 strips. Fetching continues while the groups activate and store.
 
-A tile of many tokens has 128 or 64 rows of x and `more` of them, which a second MMA multiplies. With heights between the powers
-of two, nearly every expert of a long prompt has a single tile: with 2,048 tokens, 8 of 128 experts each, an expert has 128 ± 11
-tokens, and 160 rows hold them. So its weights pass from L2 to an SM once, and that takes longer than multiplying.
+A tile of many tokens has 128 or 64 rows of x, and `more` rows that a second MMA multiplies. So heights between the powers of two
+are possible. In a prompt of 2,048 tokens, of which each uses 8 of 128 experts, an expert has 128 ± 11 tokens. A tile of 160 rows
+holds nearly all of them, so an expert's weights pass from L2 to an SM once. That takes longer than multiplying.
 
 The rows of x are in the order of `Routing.order`, so the tokens of an expert are contiguous. A tile that reaches past the end of
 an expert's tokens also multiplies rows of the next expert. MMA columns are independent, and those results are not stored.
