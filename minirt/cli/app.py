@@ -6,6 +6,7 @@ folder. `options`, `files`, `output` and `process` hold what they share.
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -74,7 +75,8 @@ def _usage(error: click.ClickException) -> str:
     else:
         text = error.format_message()
         text = text[:1].lower() + text[1:]
-    text, context = text.rstrip("."), getattr(error, "ctx", None)
+    text = re.sub(r"is not a valid (integer|float) range$", r"is not a valid \1", text.rstrip("."))
+    context = getattr(error, "ctx", None)
     return f"{text} (see {context.command_path if context else 'minirt'} --help)"
 
 

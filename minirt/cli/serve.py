@@ -1,6 +1,7 @@
 """`minirt serve`: the OpenAI-compatible server."""
 
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 
     try:
         content = yaml.safe_load(read_bounded_text(Path(value), limit=_MAX_CONFIG, error=InputError))
+    except InputError as error:  # its hint is that for a file of a model
+        raise InputError(error.what, where=value, expected=error.expected, found=error.found) from error
     except yaml.YAMLError as error:
         raise InputError(f"is not YAML: {' '.join(str(error).split())}", where=value) from error
     content = {} if content is None else content
@@ -109,6 +112,10 @@ def serve(quiet: bool, **options: Any) -> None:
     keys = options["api_key"] or tuple(filter(None, [os.environ.get("MINIRT_API_KEY")]))
     if any(not key for key in keys):
         raise InputError("is empty", where="--api-key")
+    for origin in options["allow_origin"]:
+        if origin not in ("*", "null") and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
+            expected = "*, or scheme://host or scheme://host:port, as browsers send it: without a path or a slash at its end"
+            raise InputError("not an origin", where="--allow-origin", expected=expected, found=origin)
     server = ServerOptions(
         model=name, served_model_names=options["served_model_name"], api_keys=keys,
         metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"],

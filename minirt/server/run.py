@@ -1,6 +1,7 @@
 """`serve`: the front process from its start to its end: the engine's process, the HTTP server, signals, draining."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -50,7 +51,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(2048)
     except (OSError, OverflowError) as error:
         what = f"cannot listen: {getattr(error, 'strerror', None) or error}"
-        raise InputError(what, where=f"--host {host} --port {port}") from error
+        hint = "end the other program, or give another --port; 0 takes a free one" if getattr(error, "errno", None) == errno.EADDRINUSE else None
+        raise InputError(what, where=f"--host {host} --port {port}", hint=hint) from error
     return listening
 
 

@@ -69,11 +69,26 @@ def test_files_of_options_that_are_wrong(call, tmp_path, text, words):
     assert seen is None
 
 
+def test_a_file_of_options_that_is_missing(call, tmp_path):
+    """It is the user's own file, so the advice for a model's file would be wrong."""
+    result, _ = call("--config", tmp_path / "none.yaml")
+    refused(result, "none.yaml: cannot be read")
+    assert "get the file again" not in result[2]
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "a.example", "https://a.example/", "https://a.example/page", ""])
+def test_origins_that_no_browser_sends(call, origin):
+    result, seen = call("-q", "--allow-origin", "https://a.example:8443", "--allow-origin", origin)
+    refused(result, f"--allow-origin: not an origin; expected *, or scheme://host", code=2)
+    assert seen is None
+
+
 def test_a_value_in_the_file_that_the_option_does_not_take(call, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("port: 70000")
     result, _ = call("--config", file)
     refused(result, "--port", code=2)
+    refused(call("--port", "80x")[0], "--port: '80x' is not a valid integer (see", code=2)
 
 
 def test_the_key_of_the_environment(call, monkeypatch):

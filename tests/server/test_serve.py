@@ -3,8 +3,10 @@
 import asyncio
 import json
 import math
+import os
 import signal
 import socket
+import sys
 import threading
 
 import openai
@@ -389,7 +391,12 @@ def test_the_engine_is_killed(folder, tmp_path):
 
 
 def test_loads_that_fail(tmp_path):
-    """What the engine's process refuses, and what the front refuses meanwhile. The processes run side by side."""
+    """What the engine's process refuses, and what the front refuses meanwhile. The processes run side by side.
+
+    They have no NumPy, of which PyTorch warns while it is imported: stderr has one line all the same.
+    """
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     words = tmp_path / "words.txt"
     words.write_text("word " * 9000)
     starts = {
@@ -397,7 +404,7 @@ def test_loads_that_fail(tmp_path):
         ("--tool-call-parser", "response_template"): (2, ["--tool-call-parser", "response_template"]),
         ("--warm-prompt", str(words), "--kv-cache-memory", "8MiB"): (1, ["words.txt", "the prompt is too long"]),
     }
-    running = [start("serve", "--device", "cpu", "-q", "--port", "0", *arguments) for arguments in starts]
+    running = [start("serve", "--device", "cpu", "-q", "--port", "0", *arguments, env=path) for arguments in starts]
     for process, (code, words) in zip(running, starts.values(), strict=True):
         text = process.communicate(timeout=120)[1].decode()
         assert process.returncode == code, text
@@ -418,4 +425,5 @@ def test_starts_that_fail(arguments, code, words, capfd, monkeypatch):
 
 def test_a_port_that_is_taken(capfd, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        refused(caller(capfd, monkeypatch)("serve", "--port", taken.getsockname()[1], "-q"), "cannot listen", code=2)
+        result = caller(capfd, monkeypatch)("serve", "--port", taken.getsockname()[1], "-q")
+        refused(result, "cannot listen", "another --port", code=2)
