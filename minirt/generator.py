@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -22,7 +23,7 @@ from minirt.engine.gc_freeze import freeze_gc
 from minirt.engine.kv_cache import KVCache, page_bytes
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.scheduler import check_limits
-from minirt.errors import EngineError, InputError, UnsupportedError, printable
+from minirt.errors import ConfigError, EngineError, InputError, UnsupportedError, printable
 from minirt.layers.base import Layer
 from minirt.loading.load import load
 from minirt.loading.memory import MemoryOptions, measured_plan, out_of_memory_while
@@ -127,6 +128,9 @@ class Generator:
             OutOfMemoryError: each says what to do.
         """
         started = time.perf_counter()
+        _check_options(options)
+        if progress is not None and not callable(progress):
+            raise InputError("not a function", where="progress", expected="a function of three arguments", found=repr(progress)[:80])
         settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
         loaded = load(settings, progress)
         with out_of_memory_while("allocating KV pages", loaded.model.device):
@@ -322,13 +326,17 @@ class Generator:
             self._engine.call(lambda engine: engine.observe(None))
 
     def step_read_bytes(self, tokens: int, experts: Mapping[str, float] | None = None) -> int:
-        """Bytes of weights that a decode step of so many tokens reads. In a mixture of experts, more tokens read more experts:
-        it counts `experts`, the number of distinct ones that each named layer uses, or else those expected if all are equally
-        likely."""
+        """Bytes of weights that a decode step of so many tokens reads.
+
+        Args:
+            experts: layer name → number of distinct experts that the layer uses in the step. Of a layer that is not named: the
+                expected number if all experts are equally likely.
+        """
         return self.model.step_read_bytes(tokens, experts)
 
     @property
     def kv_cache_bytes(self) -> int:
+        """Bytes of the KV cache; 0 after `close`."""
         return self._cache.nbytes if self._cache else 0
 
     def close(self) -> None:
@@ -391,6 +399,17 @@ class Generator:
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse names that are no fields of `LoadOptions`, with the most similar ones."""
+    known = [own.name for own in fields(LoadOptions)]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else "minirt.LoadOptions describes them"
+            expected = f"one of {', '.join(known)}"
+            raise ConfigError("unknown option", where="from_pretrained", expected=expected, found=name, hint=hint)
 
 
 class Completions:

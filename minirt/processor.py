@@ -12,7 +12,7 @@ from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from minirt.engine.request import Request, TokenOutput
-from minirt.errors import InputError, TokenizerError, inside
+from minirt.errors import InputError, TokenizerError, inside, shortened
 from minirt.outputs import Completion, CompletionStream, Piece, Samples
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
@@ -82,6 +82,9 @@ class Processor:
             # Checking a long prompt's tokens one by one would take as long as launching its kernels.
             if set(map(type, prompt)) == {int}:
                 return list(prompt)
+            if any(isinstance(token, str | list | tuple) for token in prompt):
+                expected = "a text, or a list, tuple or array of token ids"
+                raise InputError("a list of prompts where one prompt is expected", expected=expected, found=shortened(repr(prompt), 80))
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if _is_array(prompt):
             return _array_tokens(prompt)
@@ -158,7 +161,8 @@ class Processor:
             TokenizerError: the model has none.
         """
         if self._tokenizer is None:
-            raise TokenizerError("the model has no tokenizer", where=self._name, hint="give token ids instead of text")
+            what, hint = "the model has no tokenizer", "give token ids instead of text; a conversation needs a tokenizer"
+            raise TokenizerError(what, where=self._name, hint=hint)
         return self._tokenizer
 
     def limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
@@ -264,8 +268,9 @@ def _one_for_each(prompts: Any, params: Any) -> tuple[Sequence[Any], Sequence[An
     if isinstance(params, SamplingParams) or params is None:
         params = [params] * len(prompts)
     if not isinstance(params, list | tuple) or len(params) != len(prompts):
-        what, found = "one SamplingParams for each prompt", repr(params)[:80]
-        raise InputError(what, where="params", expected=len(prompts), found=found)
+        many = isinstance(params, list | tuple)
+        what, found = "not one SamplingParams for each prompt", len(params) if many else type(params).__name__
+        raise InputError(what, where="params", expected=f"one for all, or a list of {len(prompts)}", found=found)
     return prompts, params
 
 

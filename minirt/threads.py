@@ -38,7 +38,8 @@ def set_threads(threads: int | None) -> None:
     if threads is not None:
         most = os.cpu_count() or 1
         if type(threads) is not int or not 1 <= threads <= most:
-            raise ConfigError("not a number of threads", where="--threads", expected=f"1 to {most}, the CPUs here", found=threads)
+            expected, found = f"an integer from 1 to {most}, the CPUs here", repr(threads)[:80]
+            raise ConfigError("not a number of threads", where="--threads", expected=expected, found=found)
         torch.set_num_threads(threads)
     elif not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ) and torch.get_num_threads() > usable_cpus():
         torch.set_num_threads(usable_cpus())

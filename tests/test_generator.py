@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import add_tokenizer
 
-from minirt import Generator, Samples, SamplingParams
+from minirt import Generator, LoadOptions, Samples, SamplingParams
 from minirt.errors import (
     CheckpointError,
     ConfigError,
@@ -173,8 +173,8 @@ def test_parameters_for_each_prompt(generator):
     done = generator.generate(list(PROMPTS), [params(n) for n in counts])
     assert [len(c.token_ids) for c in done] == counts
     assert all(c.finish_reason == "length" for c in done)
-    for wrong in ([params()] * 3, [], {"temperature": 1}, "params", 7):
-        with pytest.raises(InputError, match="SamplingParams"):
+    for wrong, found in (([params()] * 3, 3), ([], 0), ({"temperature": 1}, "dict"), ("params", "str"), (7, "int")):
+        with pytest.raises(InputError, match=f"SamplingParams for each prompt.*a list of 4; found {found}$"):
             generator.generate(list(PROMPTS), wrong)
     for wrong in ([params()], {"temperature": 1}):
         with pytest.raises(InputError, match="SamplingParams"):
@@ -210,6 +210,13 @@ def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(generator):
         generator.generate(["hello", [5] * 256], params())
     assert free_pages(generator) == before
     assert idle(generator)
+
+
+def test_a_list_of_prompts_for_a_method_of_one_prompt(generator):
+    for call in (lambda p: next(generator.stream(p)), generator.warm_prompt, generator.logits, generator.encode):
+        for prompts in (["hello", "a"], [[5, 6], [7]]):
+            with pytest.raises(InputError, match="a list of prompts where one prompt is expected"):
+                call(prompts)
 
 
 @pytest.mark.parametrize("prompts", [["hello", ""], ["hello", [5, 211]], ["hello", [5] * 256]], ids=lambda p: ascii(p)[:30])
@@ -625,6 +632,29 @@ def test_nan_logits_are_reported_and_nothing_stays(copy):
 def test_options_that_would_be_ignored(folder, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         load(folder, **options)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("torch_dtype", "or dtype?"), ("enable_prefix_caching", "did you mean prefix_cache"),
+    ("tensor_parallel_size", "one of model, revision, device"), ("Device", "did you mean device"),
+])  # fmt: skip
+def test_options_that_do_not_exist(name, words, folder):
+    """The error names `from_pretrained`, not the dataclass that holds its options, and similar names."""
+    for call in (lambda **own: load(folder, **own), lambda **own: Generator.from_pretrained(LoadOptions(), **own)):
+        with pytest.raises(ConfigError, match=f"from_pretrained: unknown option.*found {name}") as error:
+            call(**{name: 1})
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("option", "words"), [
+    ({"max_model_len": "256"}, "not a number of tokens.*an integer from 1 to 256; found '256'"),
+    ({"kv_cache_memory": "4GiB"}, "not a number of bytes.*found '4GiB'"),
+    ({"threads": "2"}, "an integer from 1 to .*found '2'"), ({"progress": True}, "progress: not a function.*found True"),
+])  # fmt: skip
+def test_options_of_another_type(option, words, folder):
+    """The message shows that the value is a text, and does not call it too small."""
+    with pytest.raises(MinirtError, match=words):
+        load(folder, **option)
 
 
 def test_peak_memory_is_that_of_the_generators_device(folder, monkeypatch):

@@ -245,6 +245,8 @@ def _listed(folder: Path) -> list[str]:
 def _contents(folder: Path) -> str:
     """The end of a hint that lists the folder's weight files with other names; "" if there are none."""
     files = _listed(folder)
+    if "adapter_config.json" in files:
+        return "; the folder holds a LoRA adapter, and adapters are not supported: merge it into its model"
     other = [name for name in files if name.endswith(".safetensors") and name != _SINGLE]
     if len(other) == 1:
         return f"; if {other[0]} is the whole model, rename it to {_SINGLE}"
@@ -296,7 +298,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     """Turn exceptions of huggingface_hub into a ModelNotFoundError with the cause and a hint."""
     from huggingface_hub import constants, errors
 
-    local = "download it elsewhere and give the folder, or use --random-weights"
+    local = "download it elsewhere and give the folder, or give the name of a preset, with --random-weights"
     try:
         yield
     except MinirtError:

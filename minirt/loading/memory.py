@@ -211,5 +211,6 @@ def _pages_in(memory: int, one: int) -> int:
     if type(memory) is not int or memory < max(one, 1):
         expected = f"{format_size(max(one, 1), up=True)} (one page) or more"
         found = format_size(memory) if type(memory) is int and memory > 0 else repr(memory)
-        raise ConfigError("too small", where="--kv-cache-memory", expected=expected, found=found)
+        what = "too small" if type(memory) is int else "not a number of bytes"
+        raise ConfigError(what, where="--kv-cache-memory", expected=expected, found=found)
     return memory // max(one, 1)

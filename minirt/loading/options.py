@@ -126,6 +126,7 @@ def pick_length(config: ModelConfig, asked: int | None) -> int:
     if asked is None:
         return config.context_len
     if type(asked) is not int or not 1 <= asked <= config.context_len:
-        expected = f"1 to {config.context_len}"
-        raise ConfigError("outside the model's context", where="--max-model-len", expected=expected, found=asked)
+        what = "outside the model's context" if type(asked) is int else "not a number of tokens"
+        expected = f"an integer from 1 to {config.context_len}"
+        raise ConfigError(what, where="--max-model-len", expected=expected, found=repr(asked)[:80])
     return asked

@@ -160,6 +160,7 @@ def test_missing_shards_are_listed(tmp_path: Path) -> None:
         (["pytorch_model.bin"], "found pytorch_model.bin"),
         (["a.gguf", "b.gguf", "c.gguf", "d.gguf", "e.gguf"], "found a.gguf, b.gguf, c.gguf, d.gguf …"),
         (["weights.safetensors", "pytorch_model.bin"], "if weights.safetensors is the whole model, rename it"),
+        (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter"),
         ([SHARDS[0], SHARDS[1]], f"found {SHARDS[0]}, {SHARDS[1]}"),
     ],
 )
