@@ -23,7 +23,9 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
         InputError: names the message and the field that is wrong.
     """
     if not isinstance(messages, list) or not messages:
-        raise InputError("not a non-empty list of messages", found=shortened(repr(messages), 80))
+        what = "the conversation is empty" if messages == [] else "not a conversation"
+        found = None if messages == [] else shortened(repr(messages), 80)
+        raise InputError(what, where="messages", expected="a list of one or more messages", found=found)
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

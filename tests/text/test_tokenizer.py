@@ -309,6 +309,7 @@ def test_failing_template(template: str, word: str, tmp_path: Path) -> None:
         with pytest.raises(TokenizerError, match=word) as caught:
             tokenizer.encode_chat([ONE])
         assert caught.value.where == tmp_path / "tokenizer_config.json"
+        assert ("correct the template" in str(caught.value)) == (word == "TemplateSyntaxError")
     assert tokenizer.encode("a")  # plain prompts still work
     tokenizer = load(save(byte_level(), tmp_path))
     assert not tokenizer.has_chat_template
@@ -324,7 +325,7 @@ BAD_CHATS: list[Any] = [
 
 @pytest.mark.parametrize("messages", BAD_CHATS, ids=range(len(BAD_CHATS)))
 def test_messages_are_checked(messages: Any, tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="^messages: the conversation is empty; expected" if messages == [] else "messages"):
         tokenizers["smollm2"].render_chat(messages)
 
 
