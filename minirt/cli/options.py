@@ -413,7 +413,8 @@ def require_triton() -> None:
     from minirt.device import triton_installed
 
     if not triton_installed():
-        raise MinirtError("Triton is not installed, and this command needs its kernels", hint="pip install triton")
+        hint = "pip install triton numpy; without a GPU, Triton's interpreter needs NumPy"
+        raise MinirtError("Triton is not installed, and this command needs its kernels", hint=hint)
 
 
 def set_up_triton(cuda: bool, dtype: str | None) -> None:
@@ -434,6 +435,8 @@ def set_up_triton(cuda: bool, dtype: str | None) -> None:
             raise ConfigError(str(reason), where="TRITON_INTERPRET", hint="unset it")
         return
     if reason is not None:
+        if dtype != "bfloat16":  # the dtype is not the reason
+            raise UnsupportedError(reason)
         raise UnsupportedError(reason, where=f"--dtype {dtype}", expected="float32 or float16 on a CPU")
     if not interprets and "triton" in sys.modules:
         raise MinirtError("Triton is already imported without its interpreter", hint="run with TRITON_INTERPRET=1 set")

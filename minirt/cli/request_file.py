@@ -8,6 +8,7 @@ lines are skipped. `read_prompt_lines` checks everything that can be checked wit
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from minirt.cli.options import encode_prompt, prompt_limit
@@ -81,7 +82,9 @@ def _request(line: bytes, number: int, where: str, params: SamplingParams) -> Pr
     known = (*_KINDS, *SAMPLING_KEYS, "id")
     for key in value:
         if key not in known:
-            raise InputError("unknown key", where=f"{where}, {json.dumps(key)}", expected=f"one of {', '.join(known)}")
+            near = get_close_matches(key, known, n=1)
+            hint, expected = f"did you mean {near[0]}?" if near else None, f"one of {', '.join(known)}"
+            raise InputError("unknown key", where=f"{where}, {json.dumps(key)}", expected=expected, hint=hint)
     value = {key: item for key, item in value.items() if item is not None}
     kinds = [kind for kind in _KINDS if kind in value]
     if len(kinds) != 1:
@@ -108,8 +111,8 @@ def _parse(line: bytes, where: str) -> Any:
         byte = f"byte 0x{line[error.start]:02x} at offset {error.start} of the line"
         raise InputError("not valid UTF-8", where=where, found=byte) from error
     except json.JSONDecodeError as error:
-        found = f"{error.msg} at column {error.colno}"
-        raise InputError("not valid JSON", where=where, expected="one JSON string or object", found=found) from error
+        what = f"not valid JSON: {error.msg} at column {error.colno}"
+        raise InputError(what, where=where, expected="one JSON string or object") from error
     except (ValueError, RecursionError) as error:  # a repeated key, a number of thousands of digits, deep nesting
         raise InputError(f"not acceptable JSON: {error}", where=where) from error
 

@@ -154,7 +154,7 @@ def test_sampling_values_of_a_line(run, folder, expected, file):
 NAN = b'{"prompt": "x", "temperature": NaN}'
 DEEP = b"[" * 100_000
 BAD = {
-    "not JSON": (b"{", ["not valid JSON", "column 2"]),
+    "not JSON": (b"{", ["not valid JSON: ", "column 2"]),
     "a bare word": (b"hello", ["not valid JSON", "column 1"]),
     "two values": (b'"a" "b"', ["not valid JSON"]),
     "a number": (5, ["a text or an object", "found 5"]),
@@ -163,7 +163,7 @@ BAD = {
     "deep": (DEEP, ["not acceptable JSON"]),
     "a long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ["not acceptable JSON"]),
     "twice": (b'{"prompt": "x", "id": 1, "id": 2}', ['"id" appears twice']),
-    "unknown key": ({"prompt": "x", "max_token": 5}, ['"max_token"', "unknown key", "max_tokens"]),
+    "unknown key": ({"prompt": "x", "max_token": 5}, ['"max_token"', "unknown key", "did you mean max_tokens?"]),
     "no prompt": ({"max_tokens": 5}, ["not one prompt", "found none"]),
     "two prompts": ({"prompt": "x", "messages": CHAT}, ["not one prompt", "prompt and messages"]),
     "null": ({"prompt": None}, ["not one prompt", "found none"]),
