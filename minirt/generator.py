@@ -130,7 +130,8 @@ class Generator:
         started = time.perf_counter()
         _check_options(options)
         if progress is not None and not callable(progress):
-            raise InputError("not a function", where="progress", expected="a function of three arguments", found=repr(progress)[:80])
+            expected, found = "a function of three arguments", repr(progress)[:80]
+            raise InputError("not a function", where="progress", expected=expected, found=found)
         settings = replace(model, **options) if isinstance(model, LoadOptions) else LoadOptions(model=model, **options)
         loaded = load(settings, progress)
         with out_of_memory_while("allocating KV pages", loaded.model.device):

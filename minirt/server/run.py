@@ -51,7 +51,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(2048)
     except (OSError, OverflowError) as error:
         what = f"cannot listen: {getattr(error, 'strerror', None) or error}"
-        hint = "end the other program, or give another --port; 0 takes a free one" if getattr(error, "errno", None) == errno.EADDRINUSE else None
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE
+        hint = "end the other program, or give another --port; 0 takes a free one" if taken else None
         raise InputError(what, where=f"--host {host} --port {port}", hint=hint) from error
     return listening
 

@@ -81,7 +81,8 @@ class ChatTemplate:
             text = (self._tool_renderer if tools else self._renderer).render(names)
         except RenderingError as error:
             damaged = str(error).startswith("TemplateSyntaxError")
-            hint = "correct the template, or get the file again" if damaged else "check the messages and the order of their roles; the template may be damaged"
+            hint = "check the messages and the order of their roles; the template may be damaged"
+            hint = "correct the template, or get the file again" if damaged else hint
             raise TokenizerError(f"the chat template failed: {error}", where=self._file, hint=hint) from error
         if mark:
             text = self._up_to(mark, text)

@@ -79,7 +79,7 @@ def test_a_file_of_options_that_is_missing(call, tmp_path):
 @pytest.mark.parametrize("origin", ["localhost:3000", "a.example", "https://a.example/", "https://a.example/page", ""])
 def test_origins_that_no_browser_sends(call, origin):
     result, seen = call("-q", "--allow-origin", "https://a.example:8443", "--allow-origin", origin)
-    refused(result, f"--allow-origin: not an origin; expected *, or scheme://host", code=2)
+    refused(result, "--allow-origin: not an origin; expected *, or scheme://host", code=2)
     assert seen is None
 
 
