@@ -78,7 +78,8 @@ def find_gpu(text: str) -> AbsentGPU:
         if colon and re.fullmatch(r"[0-9]{1,2}\.[0-9]", number) is None:
             raise InputError("not a compute capability")
     except InputError:
-        expected = f"a memory of at least 1GiB, such as 24GiB, or 24GiB:8.9 with a compute capability, or one of {', '.join(_KNOWN)}"
+        sizes = "a memory of at least 1GiB, such as 24GiB, or 24GiB:8.9 with a compute capability"
+        expected = f"{sizes}, or one of {', '.join(_KNOWN)}"
         raise DeviceError("unknown GPU", where="--gpu", expected=expected, found=text) from None
     major, minor = map(int, number.split(".")) if number else _LOWEST
     return AbsentGPU(format_size(memory), memory, (major, minor), assumed=not number)

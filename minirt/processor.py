@@ -83,7 +83,7 @@ class Processor:
             if set(map(type, prompt)) == {int}:
                 return list(prompt)
             if any(isinstance(token, str | list | tuple) for token in prompt):
-                what, expected = "a list of prompts where one prompt is expected", "a text, or a list, tuple or array of token ids"
+                what, expected = "a list of prompts where one prompt is expected", "a text, or token ids"
                 raise InputError(what, expected=expected, found=shortened(repr(prompt), 80))
             return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if _is_array(prompt):
