@@ -165,10 +165,23 @@ def convert(value: dict[str, Any], kind: type[Any_]) -> Any_:
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         missing = re.fullmatch("Object missing required field `(.*)`", what)
-        field = path.rstrip("`").lstrip(".") or (missing[1] if missing else "body")
+        field = ".".join(filter(None, (path.rstrip("`").lstrip("."), missing and missing[1]))) or "body"
+        if missing:
+            raise bad_field(field[:100], "is missing") from None
+        if types := re.fullmatch("Expected `(.*)`, got `(.*)`", what):
+            raise bad_field(field[:100], "wrong type", expected=_in_words(types[1]), found=_in_words(types[2])) from None
         raise HTTPError(400, what[:300], param=field[:100]) from None
     except RecursionError:
         raise HTTPError(400, "the body is nested too deeply", param="body") from None
+
+
+_TYPES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
+_TYPES |= {"array": "a list", "object": "an object"}
+
+
+def _in_words(types: str) -> str:
+    """msgspec's names of types, "float | null", as those of JSON."""
+    return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
 _KINDS: dict[type, dict[str, tuple[bool, bool]]] = {}

@@ -6,7 +6,12 @@ import socket
 import threading
 from urllib.parse import urlsplit
 
+import pytest
 from support.server import events, message
+
+from minirt.server.completions import CompletionRequest
+from minirt.server.errors import HTTPError
+from minirt.server.protocol import convert
 
 TEXT, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
@@ -18,6 +23,25 @@ def nested(levels):
     for _ in range(levels):
         value = {"a": value}
     return value
+
+
+TYPES = [
+    ({"temperature": "0.7"}, "temperature: wrong type; expected a number or null; found a string"),
+    ({"stream": 1}, "stream: wrong type; expected true or false or null; found an integer"),
+    ({"stop": 5}, "stop: wrong type; expected a string or a list or null; found an integer"),
+    ({"stop": [5]}, "stop[0]: wrong type; expected a string; found an integer"),
+    ({"max_tokens": "5"}, "max_tokens: wrong type; expected an integer or null; found a string"),
+    ({"stream_options": []}, "stream_options: wrong type; expected an object or null; found a list"),
+    ({}, "prompt: is missing"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), TYPES, ids=lambda own: str(own)[:20])
+def test_wrong_types_are_told_in_the_words_of_json(fields, message):
+    with pytest.raises(HTTPError) as error:
+        convert(fields | ({"prompt": "a"} if fields else {}), CompletionRequest)
+    assert str(error.value) == message
+    assert error.value.param == message.partition(":")[0]
 
 
 def completions(**fields):
