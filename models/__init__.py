@@ -72,8 +72,8 @@ def preset(name: str) -> Preset | None:
 def preset_names() -> list[str]:
     """The names of all presets, with "[-Instruct]" where both forms exist: "Qwen2.5-7B[-Instruct]"."""
     names = [name for name, _, _ in raw_configs()]
-    bases = [name for name in names if not name.endswith("-Instruct")]
-    return [f"{name}[-Instruct]" if f"{name}-Instruct" in names else name for name in bases]
+    second = {f"{name}-Instruct" for name in names}.intersection(names)
+    return [f"{name}[-Instruct]" if f"{name}-Instruct" in second else name for name in names if name not in second]
 
 
 @cache

@@ -97,7 +97,8 @@ def _table(rows: list[dict[str, Any]], title: str) -> str:
     names = {row["name"] for row in rows}
     table = Table(title=title)
     for column in ("model", "Hub id", "parameters", "bf16", "fp8", "fits"):
-        table.add_column(column, justify="right" if column in ("parameters", "bf16", "fp8") else "left")
+        right = column in ("parameters", "bf16", "fp8")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")  # no name is cut
     for row in rows:
         if row["name"].removesuffix("-Instruct") != row["name"] and row["name"].removesuffix("-Instruct") in names:
             continue
@@ -107,7 +108,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> str:
         sizes = (format_bytes(row["bf16_bytes"]), format_bytes(row["fp8_bytes"]))
         table.add_row(row["name"] + suffix, hub, f"{row['parameters'] / 1e6:,.1f} M", *sizes, fits)
     printed, terminal = io.StringIO(), sys.stdout.isatty()
-    width = None if terminal else 130
+    width = None if terminal else 150
     console = Console(file=printed, width=width, force_terminal=terminal, markup=False, emoji=False, highlight=False)
     console.print(table)
     return printed.getvalue()

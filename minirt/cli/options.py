@@ -139,7 +139,10 @@ memory_options = option_group(
         "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
         help="Maximum number of sequences in one step; further requests wait. It sizes the KV cache and the CUDA graphs.",
     ),
-    click.option("--kv-cache-memory", type=Size(), help="Memory for KV pages, e.g. 4GiB."),
+    click.option(
+        "--kv-cache-memory", type=Size(),
+        help="Memory for KV pages, e.g. 4GiB; never more than --max-num-seqs sequences of full length need.",
+    ),
     click.option(
         "--gpu-memory-utilization", type=float,
         help="The share of a GPU's free memory that weights, KV pages and steps may take; default: 0.9.",
@@ -179,7 +182,7 @@ warm_prompt_option = click.option(
     help="Compute a file's text at load and keep its KV pages, for prompts that begin with it (repeatable).",
 )  # fmt: skip
 sampling_options = option_group(
-    click.option("--max-tokens", type=int, help="Maximum number of new tokens."),
+    click.option("--max-tokens", type=int, help="Maximum number of new tokens; default: 256."),
     click.option("--temperature", type=float, help="0 is greedy."),
     click.option("--top-k", type=int, help="Keep the k most probable tokens."),
     click.option("--top-p", type=float, help="Keep the most probable tokens up to this probability mass."),

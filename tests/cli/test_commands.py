@@ -535,6 +535,7 @@ def test_models(run, monkeypatch):
     assert len(presets) == len(record["models"]) == 38
     for module in ("minirt.device", "minirt.loading.memory"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: 20 << 30)
+    assert "…" not in run("models", "--device", "cpu")[1], "names that are cut cannot be copied"
     record = json.loads(run("models", "--device", "cpu", "--json")[1])
     fits = {row["name"]: row["fits_with"] or row["fits"] for row in record["models"]}
     narrow = "--dtype bfloat16"
