@@ -295,7 +295,7 @@ class Generator:
 
     @property
     def max_waiting(self) -> int | None:
-        """Requests that may wait behind those of a step; more are refused. None: any number."""
+        """Maximum number of requests that wait while a step computes others; further ones are refused. None: no limit."""
         return self._live.max_waiting
 
     @property

@@ -86,7 +86,7 @@ class Engine:
         model: `model(batch, cache)` → logits [R, V]: a `Model`, or any callable with this signature.
         vocab_size: the number of token ids; prompts with other ids are refused.
         max_num_batched_tokens: tokens of the largest step; None: 8,192 on a GPU, 512 on a CPU.
-        max_waiting: how many requests may wait behind those of a step. None: any number.
+        max_waiting: maximum number of requests that wait while a step computes others; further ones are refused. None: no limit.
         prefix_cache: whether requests share KV pages that hold the same beginning.
         cuda_graphs: run small steps as CUDA graphs. Needs a `Model` on a GPU whose layers can all be captured.
         lookahead: number of steps started before the tokens of an earlier step are read, 0 or 1. None: 1 on a GPU, else 0.
@@ -121,7 +121,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._requests: dict[int, _RequestState] = {}
         self._constraints = constraints
-        self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request, which the scheduler does not have yet
+        self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request id; not in the scheduler yet
         self._device_errors = _DeviceErrors()
         self._device = device
         self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends

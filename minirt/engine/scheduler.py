@@ -86,7 +86,7 @@ def check_limits(max_num_seqs: int, max_num_batched_tokens: int | None, max_wait
 
 
 class Scheduler:
-    """Running sequences before waiting ones. Of these, the lowest priority value first, then first come, first served.
+    """Schedules running sequences first. Then waiting ones, by priority value (the lowest first), then by arrival.
 
     When pages run out, preempts the running sequence with the highest priority value, the youngest of several. A waiting sequence
     preempts none.
@@ -150,10 +150,10 @@ class Scheduler:
             self._added.append(sequence)
 
     def refused(self) -> list[Sequence]:
-        """Of the sequences added since the last step, the latest that do not fit into `max_waiting`. Call it after `schedule`.
+        """The sequences to refuse: as many as wait above `max_waiting`, the latest of those added since the last step.
 
-        So nothing is refused that the step computes. A group counts as one sequence until its prompt is computed. The caller
-        removes them.
+        Call it after `schedule`, so that no sequence is refused that the step computes. A group counts as one sequence until its
+        prompt is computed. The caller removes them.
         """
         if self.max_waiting is None or not self._added:
             return []
@@ -188,7 +188,7 @@ class Scheduler:
             del self._followers[sequence.group]
 
     def _release_followers(self, sequence: Sequence) -> None:
-        """If it leads its group, and the others can share the full pages of its prompt by now, or never: let them run."""
+        """Let the rest of a group run, once its leader's full prompt pages are in the prefix cache; at once if there is none."""
         full = (sequence.prompt_len - 1) // self._cache.page_size
         if sequence.leads and (self.prefix_cache is None or sequence.num_registered >= full):
             sequence.leads = False
@@ -254,9 +254,9 @@ class Scheduler:
         return list(chosen.values())
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit.
+        """Give a waiting sequence its slot and the cached pages of its prefix, if all of its tokens fit. Returns whether they do.
 
-        Otherwise it would soon be preempted.
+        A sequence that does not fit would soon be preempted.
         """
         allocator, size = self._cache.allocator, self._cache.page_size
         if self._blocked == (sequence.id, allocator.num_changes):

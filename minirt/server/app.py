@@ -21,7 +21,7 @@ Handler = Callable[[Front, Exchange], Awaitable[None]]
 _GENERATE: Mapping[str, Handler] = {**chat.ROUTES, **completions.ROUTES, **responses.ROUTES, **messages.ROUTES}
 ROUTES: Mapping[str, Handler] = {**_GENERATE, **tokenization.ROUTES, **admin.ROUTES, **page.ROUTES}
 _PUBLIC = ("/", "/health", "/ping")  # paths that need no API key
-_QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, which are asked all the time
+_QUIET = ("/health", "/ping", "/metrics")  # paths without a line in the log, because they are polled
 
 
 class App:
@@ -58,7 +58,7 @@ class App:
             error = own
         except TimeoutError:
             error = HTTPError(504, "the request took too long", expected=f"at most {self._options.request_timeout} s")
-        except RecursionError:  # a value that could just be read
+        except RecursionError:  # parsing it did not recurse too deeply, but its handling did
             error = HTTPError(400, "the body is nested too deeply", param="body")
         except Exception as unforeseen:
             traceback.print_exc(file=sys.stderr)
