@@ -1,4 +1,4 @@
-"""`minirt serve`: the OpenAI-compatible server."""
+"""`minirt serve`: the server with OpenAI's and Anthropic's APIs."""
 
 import os
 import re
@@ -96,7 +96,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
 @quiet_option
 @debug_option
 def serve(quiet: bool, **options: Any) -> None:
-    """Serve the model over HTTP with OpenAI's APIs: /v1/chat/completions, /v1/responses and /v1/completions.
+    """Serve the model over HTTP with OpenAI's APIs, /v1/chat/completions, /v1/responses and /v1/completions, and
+    Anthropic's /v1/messages.
 
     SIGTERM or Ctrl-C lets running requests end; a second one ends at once.
     """
