@@ -198,7 +198,7 @@ NOT_FOR_THIS_MODEL = {
     "too long": ("x" * 400, ["at most 255 tokens"]),
     "surrogate": (b'"lone \\udce9"', ["surrogate"]),
     "messages": ({"messages": [{"role": "user"}]}, ["messages[0]"]),
-    "no messages": ({"messages": []}, ["not a non-empty list of messages"]),
+    "no messages": ({"messages": []}, ["the conversation is empty"]),
 }
 
 
