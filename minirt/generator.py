@@ -81,7 +81,7 @@ class Generator:
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
         limits = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
         self.unused_tensors: tuple[str, ...] = ()
         self._model: Model | None = model
@@ -233,7 +233,7 @@ class Generator:
             The number of its first tokens that are kept: a multiple of the page size (64).
         Raises:
             UnsupportedError: there is no prefix cache.
-            ContextLengthError: pinned prompts would take more than half of the KV pages.
+            ContextLengthError: pinned prompts would take more than half of the KV pages, or pages that an open request may need.
         """
         if self.prefix_cache_stats is None:
             raise UnsupportedError("there is no prefix cache to keep a prompt in", where=self.name)
@@ -391,6 +391,13 @@ class Generator:
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece
+
+
+def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(tokens, list | tuple) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        expected, found = f"a list of integers from 0 to {vocab_size - 1}", repr(tokens)[:80]
+        raise InputError("not token ids of this model", where="eos_token_ids", expected=expected, found=found)
+    return tuple(tokens)
 
 
 class Completions:

@@ -106,9 +106,7 @@ class Processor:
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
-        if params is not None and not isinstance(params, SamplingParams):
-            raise InputError("not SamplingParams", where="params", found=type(params).__name__)
-        return resolve_sampling(params, self._generation_config)
+        return resolve_sampling(_one(params), self._generation_config)
 
     def prepare(
         self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None
@@ -163,7 +161,8 @@ class Processor:
 
     def limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
         """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
-        return self._backend.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
+        own = params if isinstance(params, EffectiveSampling) else _one(params)
+        return self._backend.max_len - 1 if own is None or own.truncate_prompt_tokens is None else None
 
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""

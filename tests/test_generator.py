@@ -144,6 +144,13 @@ def test_a_generator_is_made_by_from_pretrained():
         Generator(None)
 
 
+@pytest.mark.parametrize("ends", [(2, 211), (-1,), ("2",), (True,), 2, None])
+def test_ends_are_token_ids_of_the_model(generator, ends):
+    """An end that has no logit would be written behind the row of logits, where `min_tokens` forbids it."""
+    with pytest.raises(InputError, match=r"^eos_token_ids: .*from 0 to 210"):
+        Generator(generator.model, eos_token_ids=ends)
+
+
 def test_what_a_generator_and_its_plan_show(folder):
     with load(folder) as generator:
         shown, table = repr(generator), str(generator.plan)
@@ -407,6 +414,9 @@ def test_chat_is_the_rendered_prompt(generator):
     for wrong in ([], [{}], [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]):
         with pytest.raises(InputError):
             generator.chat(wrong)
+    for wrong in ({"max_tokens": 3}, [params()], "params"):
+        with pytest.raises(InputError, match=r"^params: .*SamplingParams"):
+            generator.chat(messages, wrong)
 
 
 # Sampling
