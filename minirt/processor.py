@@ -12,7 +12,7 @@ from numbers import Integral, Number
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 from minirt.engine.request import Request, TokenOutput
-from minirt.errors import InputError, TokenizerError, inside
+from minirt.errors import InputError, TokenizerError, inside, shortened
 from minirt.outputs import Completion, CompletionStream, Piece, Samples
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
@@ -170,11 +170,21 @@ class Processor:
         return tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
 
     def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
-        """The bad words in token ids. Raises TokenizerError if settings about text meet a model without a tokenizer."""
+        """The bad words in token ids.
+
+        Raises:
+            TokenizerError: settings about text meet a model without a tokenizer.
+            InputError: a bad word has no tokens, so that nothing would be forbidden.
+        """
         for name, what in (("stop", "stop strings need"), ("bad_words", "bad words need")):
             if getattr(sampling, name) and self._tokenizer is None:
                 raise TokenizerError(f"{what} a tokenizer", where=self._name, found=f"from {sampling.sources[name]}")
-        return tuple(ids for word in sampling.bad_words for ids in self.text().spellings(word))
+        spelled = [self.text().spellings(word) for word in sampling.bad_words]
+        for word, spellings in zip(sampling.bad_words, spelled, strict=True):
+            if not spellings:
+                found = f'"{shortened(word)}"'
+                raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=found)
+        return tuple(ids for spellings in spelled for ids in spellings)
 
 
 @dataclass

@@ -480,7 +480,21 @@ def test_bad_words_are_not_generated(generator):
     found = generator.generate("hello", params(30, bad_words=word)).token_ids
     for spelling in generator.tokenizer.spellings(word):
         assert all(tuple(found[i : i + len(spelling)]) != spelling for i in range(len(found)))
-    assert generator.tokenizer.spellings(" the")[0] == tuple(generator.encode("the")[1:])
+    (plain,), (spaced,) = (generator.encode(text)[1:] for text in ("the", " the"))
+    for word in ("the", " the"):
+        with pytest.raises(InputError, match="bad_words: no token is left"):  # both are forbidden
+            generator.check("hello", params(allowed_token_ids=[plain, spaced], bad_words=word))
+        generator.check("hello", params(allowed_token_ids=[plain, spaced, 5], bad_words=word))
+
+
+def test_a_bad_word_without_tokens_is_refused(copy):
+    path = copy / "tokenizer.json"
+    removes = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": removes}))
+    with load(copy) as generator:
+        generator.check("hello", params(bad_words=["a~"]))
+        with pytest.raises(InputError, match=r'^bad_words: .*no tokens.*found "~"'):
+            generator.check("hello", params(bad_words=["a", "~"]))
 
 
 def test_stop_tokens_and_min_tokens(generator):
@@ -501,6 +515,11 @@ def test_stop_tokens_and_min_tokens(generator):
     assert generator.tokenizer.eos_token_id not in unstopped.token_ids
     stop = unstopped.text[4:6]
     assert generator.generate("hello", params(30, stop=stop, min_tokens=30)).text == unstopped.text
+    pieces = [piece.text for piece in generator.stream("hello", params(30))]
+    i = next(i for i in range(2, 30) if pieces[i] and pieces[i] not in "".join(pieces[:i]))
+    for least, ended in ((i, True), (i + 1, False)):  # as in vLLM: the last of `min_tokens` tokens does not end the text either
+        done = generator.generate("hello", params(30, stop=pieces[i], min_tokens=least))
+        assert (len(done.token_ids) == i + 1) == ended
 
 
 def test_special_tokens_and_no_text(generator):
