@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,8 @@ def test_samples(folder, prefix_cache):
         assert isinstance(many[0], Samples)
         assert many[0].prompt_token_ids == prompt
         assert many[0].error is None
+        failed = replace(many[0].outputs[2], error=InputError("x"))
+        assert Samples(prompt, [*many[0].outputs[:2], failed]).error is failed.error
         assert [c.token_ids for c in many[0].outputs] == [c.token_ids for c in alone]
         assert len({tuple(c.token_ids) for c in alone}) > 2
         assert [c.cached_tokens for c in many[0].outputs] == ([0, 128, 128, 128] if prefix_cache else [0] * 4)
