@@ -4,6 +4,7 @@ Catches text that differs between generate and stream, requests that leak or dis
 clear messages, and memory that is still held after close.
 """
 
+import asyncio
 import gc
 import json
 import re
@@ -18,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import add_tokenizer
 
-from minirt import Generator, Samples, SamplingParams
+from minirt import AsyncGenerator, Generator, Samples, SamplingParams
+from minirt.engine.request import TokenOutput
 from minirt.errors import (
     CheckpointError,
     ConfigError,
@@ -277,6 +279,31 @@ def test_priorities(folder):
                 small.generate(["hello", "a"], params(2), priority=wrong)
 
 
+def test_every_method_passes_its_priority_on(generator, monkeypatch):
+    seen, inner, messages = [], generator._processor.prepare, [{"role": "user", "content": "hello"}]
+
+    def prepare(prompts, own, priority, **options):
+        seen.append(priority)
+        return inner(prompts, own, priority, **options)
+
+    monkeypatch.setattr(generator._processor, "prepare", prepare)
+    generator.generate("a", params(1), priority=1)
+    list(generator.completions(["a"], params(1), priority=2))
+    generator.chat(messages, params(1), priority=3)
+    list(generator.stream("a", params(1), priority=4))
+    list(generator.stream_completion("a", params(1), priority=5))
+
+    async def run():
+        agen = AsyncGenerator(generator)
+        await agen.generate("a", params(1), priority=6)
+        await agen.chat(messages, params(1), priority=7)
+        [_ async for _ in agen.stream("a", params(1), priority=8)]
+        [_ async for _ in agen.stream_completion("a", params(1), priority=9)]
+
+    asyncio.run(run())
+    assert seen == [*range(1, 10)]
+
+
 def test_max_waiting(folder):
     with load(folder, max_num_seqs=1, max_waiting=1) as small:
         assert small.max_waiting == 1
@@ -357,6 +384,28 @@ def test_stop_strings_end_the_text_before_them(generator):
         assert done.text == full[: full.find(stop)]
         assert done.finish_reason == "stop"
     assert generator.generate("hello", params(40, stop=["no such text"])).text == full
+
+
+def test_a_request_that_ends_at_a_stop_string_is_aborted(generator):
+    """Also while the call's other requests run."""
+    stop = generator.generate("hello", params(6)).text[2:4]
+    running = generator.completions(["hello", "a"], [params(200, stop=stop), params(200)])
+    assert next(running)[0] == 0
+    assert generator._engine.call(lambda engine: len(engine._requests)) == 1
+    running.close()
+
+
+def test_several_tokens_at_once_count_up_to_the_stop_string(generator):
+    done = generator.generate("hello", params(6, logprobs=0))
+    pieces = [piece.text for piece in generator.stream("hello", params(6))]
+    end = next(i for i in range(1, 5) if pieces[i] and pieces[i] not in "".join(pieces[:i]))
+    call = generator._processor.prepare("hello", params(6, stop=pieces[end], logprobs=0), single=True)
+    (request,) = call.start()
+    _, piece = call.push(TokenOutput(request.id, tuple(done.token_ids), None, logprobs=tuple(done.logprobs)))
+    assert (piece.finish_reason, call.open) == ("stop", {})
+    assert piece.text == call.result().text == "".join(pieces[:end])
+    assert list(piece.token_ids) == call.result().token_ids == done.token_ids[: end + 1]
+    assert call.result().logprobs == done.logprobs[: end + 1]
 
 
 def test_streams_may_be_interleaved_or_left(generator):
