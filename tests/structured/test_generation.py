@@ -157,7 +157,8 @@ def test_settings_that_leave_no_token(generator):
         assert f"none for generated token {len(ended[i].token_ids)}" in str(ended[i].error)
         assert count in (None, len(ended[i].token_ids))
     assert ended[1].token_ids == generator.generate(STORY, params(4)).token_ids
-    assert ended[4].text == "cat", "a bias is no mask, and where only an end fits, min_tokens does not forbid it"
+    why = "a bias is no mask, and where only an end fits, min_tokens does not forbid it"
+    assert (ended[4].text, ended[4].finish_reason) == ("cat", "stop"), why
 
 
 def test_settings_that_narrow_a_grammar(generator):
