@@ -170,6 +170,11 @@ def test_pinned_prompts_stay():
     with pytest.raises(ContextLengthError):
         it.check([1] * (10 * PAGE))
     consistent(cache.allocator)
+    it.recover()  # after an exception nothing is pinned any more, and the same pages can be pinned again
+    assert cache.allocator.num_free == 16
+    complete(it, prompt, 1)
+    assert it.pin(prompt) == 12
+    assert cache.allocator.num_free == 13
 
 
 def test_pinning_starves_no_open_request():
