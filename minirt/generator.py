@@ -229,6 +229,8 @@ class Generator:
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
 
+        If an exception in a layer ends the running requests, nothing is kept any more.
+
         Returns:
             The number of its first tokens that are kept: a multiple of the page size (64).
         Raises:
