@@ -184,6 +184,8 @@ class PackedExperts(PackedLinear):
             [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
         )
         self.num_experts, self.fused = num_experts, None if fused is None else f"{prefix}.{fused}"
+        if fused is not None:  # no producer stores quantized experts as one tensor with known scales
+            self.modules = ()
 
     @property
     def no_triton(self) -> str | None:
