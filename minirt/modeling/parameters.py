@@ -205,7 +205,7 @@ class PackedExperts(PackedLinear):
     def expected(self) -> Iterator[TensorSpec]:
         if self.format is not None and not self.format.experts:
             what, where = f"experts in the format {self.format.name} are not supported", self.parts[0].name
-            raise UnsupportedError(what, where=where, hint="use FP8 weights")
+            raise UnsupportedError(what, where=where, hint="use FP8 weights: --quantize fp8, or a checkpoint in FP8")
         if self.fused is None:
             yield from super().expected()
         else:
