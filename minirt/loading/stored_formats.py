@@ -218,10 +218,11 @@ class _Search:
         for name, *_ in expected:
             entry = (self.entries or {}).get(name)
             prefix = name.rpartition(".")[0]
-            scaled = any(f"{prefix}.{scale}" in (self.entries or {}) for scale in (*_SCALES, "scales"))
-            if entry is not None and (entry.dtype == E4M3 or scaled):
+            scales = [scale for scale in (*_SCALES, "scales") if f"{prefix}.{scale}" in (self.entries or {})]
+            if entry is not None and (entry.dtype == E4M3 or scales):
                 what, where = "only linear layers can be quantized", f"{entry.file}: {name}"
-                raise UnsupportedError(what, where=where, expected=" or ".join(FLOATS), found=entry.dtype, hint=_HINT)
+                expected, found = f"{' or '.join(FLOATS)}, without scales", " with ".join((entry.dtype, *scales))
+                raise UnsupportedError(what, where=where, expected=expected, found=found, hint=_HINT)
 
     def refuse_tied_copy(self) -> None:
         """Refuse a quantized head if the model's head is tied to the embedding."""
