@@ -82,7 +82,7 @@ class Generator:
         check_limits(max_num_seqs, max_num_batched_tokens, max_waiting)
         limits = MemoryOptions(kv_cache_memory, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, cuda_graphs)
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = _end_ids(eos_token_ids, model.config.vocab_size)
         self.load_time_s, self.warm_up_time_s, self.bytes_read = 0.0, 0.0, 0
         self.unused_tensors: tuple[str, ...] = ()
         self._model: Model | None = model
@@ -234,11 +234,13 @@ class Generator:
     def warm_prompt(self, prompt: Prompt) -> int:
         """Compute a prompt now and never evict its KV pages, so that requests that begin with it need not compute it again.
 
+        If an exception in a layer ends the running requests, nothing is kept any more.
+
         Returns:
             The number of its first tokens that are kept: a multiple of the page size (64).
         Raises:
             UnsupportedError: there is no prefix cache.
-            ContextLengthError: pinned prompts would take more than half of the KV pages.
+            ContextLengthError: pinned prompts would take more than half of the KV pages, or pages that an open request may need.
         """
         if self.prefix_cache_stats is None:
             raise UnsupportedError("there is no prefix cache to keep a prompt in", where=self.name)
@@ -411,6 +413,13 @@ def _check_options(options: Mapping[str, Any]) -> None:
             hint = f"did you mean {' or '.join(near)}?" if near else "minirt.LoadOptions describes them"
             expected = f"one of {', '.join(known)}"
             raise ConfigError("unknown option", where="from_pretrained", expected=expected, found=name, hint=hint)
+
+
+def _end_ids(tokens: Any, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(tokens, list | tuple) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        expected, found = f"a list of integers from 0 to {vocab_size - 1}", repr(tokens)[:80]
+        raise InputError("not token ids of this model", where="eos_token_ids", expected=expected, found=found)
+    return tuple(tokens)
 
 
 class Completions:

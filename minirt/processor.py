@@ -109,9 +109,7 @@ class Processor:
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
-        if params is not None and not isinstance(params, SamplingParams):
-            raise InputError("not SamplingParams", where="params", found=type(params).__name__)
-        return resolve_sampling(params, self._generation_config)
+        return resolve_sampling(_one(params), self._generation_config)
 
     def prepare(
         self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None
@@ -167,7 +165,8 @@ class Processor:
 
     def limit(self, params: SamplingParams | EffectiveSampling | None) -> int | None:
         """The number of tokens above which a prompt is refused without tokenizing it. None: it will be truncated."""
-        return self._backend.max_len - 1 if params is None or params.truncate_prompt_tokens is None else None
+        own = params if isinstance(params, EffectiveSampling) else _one(params)
+        return self._backend.max_len - 1 if own is None or own.truncate_prompt_tokens is None else None
 
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
@@ -175,11 +174,21 @@ class Processor:
         return tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
 
     def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
-        """The bad words in token ids. Raises TokenizerError if settings about text meet a model without a tokenizer."""
+        """The bad words in token ids.
+
+        Raises:
+            TokenizerError: settings about text meet a model without a tokenizer.
+            InputError: a bad word has no tokens, so that nothing would be forbidden.
+        """
         for name, what in (("stop", "stop strings need"), ("bad_words", "bad words need")):
             if getattr(sampling, name) and self._tokenizer is None:
                 raise TokenizerError(f"{what} a tokenizer", where=self._name, found=f"from {sampling.sources[name]}")
-        return tuple(ids for word in sampling.bad_words for ids in self.text().spellings(word))
+        spelled = [self.text().spellings(word) for word in sampling.bad_words]
+        for word, spellings in zip(sampling.bad_words, spelled, strict=True):
+            if not spellings:
+                found = f'"{shortened(word)}"'
+                raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=found)
+        return tuple(ids for spellings in spelled for ids in spellings)
 
 
 @dataclass

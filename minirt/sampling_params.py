@@ -144,7 +144,8 @@ class SamplingParams:
             multiplied; 1 is off.
         logit_bias: token id → a number from -100 to 100 that is added to its logit.
         allowed_token_ids: the only tokens that may be drawn.
-        bad_words: texts that are not generated: the token that would complete one is never drawn.
+        bad_words: texts that are not generated: the token that would complete one is never drawn. They are forbidden as the
+            tokenizer splits them, at the beginning of a word and within; other tokens with the same text are not.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: make no text, only token ids.
         truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the model can take.

@@ -11,6 +11,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +151,8 @@ def test_it_gives_what_a_generator_gives(folder):
                 assert completion.token_ids == [t for p in pieces for t in p.token_ids] == expected.token_ids
                 assert (await agen.generate("hello", own)).token_ids == expected.token_ids
             assert "stop" in {expected.finish_reason}
+            await agen.generate("hello", replace(stopped, max_tokens=200))
+            assert at_rest(plain), "a request that has ended at a stop string is aborted"
             prompts, own = ["hello", [1, 2, 3], "x" * 150], [short, stopped, None]
             assert [c.text for c in await agen.generate(prompts, own)] == [c.text for c in plain.generate(prompts, own)]
             assert await agen.generate([]) == []

@@ -4,11 +4,13 @@ Catches text that differs between generate and stream, requests that leak or dis
 clear messages, and memory that is still held after close.
 """
 
+import asyncio
 import gc
 import json
 import re
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import add_tokenizer
 
-from minirt import Generator, LoadOptions, Samples, SamplingParams
+from minirt import AsyncGenerator, Generator, LoadOptions, Samples, SamplingParams
+from minirt.engine.request import TokenOutput
 from minirt.errors import (
     CheckpointError,
     ConfigError,
@@ -144,6 +147,13 @@ def test_a_generator_is_made_by_from_pretrained():
         Generator(None)
 
 
+@pytest.mark.parametrize("ends", [(2, 211), (-1,), ("2",), (True,), 2, None])
+def test_ends_are_token_ids_of_the_model(generator, ends):
+    """An end that has no logit would be written behind the row of logits, where `min_tokens` forbids it."""
+    with pytest.raises(InputError, match=r"^eos_token_ids: .*from 0 to 210"):
+        Generator(generator.model, eos_token_ids=ends)
+
+
 def test_what_a_generator_and_its_plan_show(folder):
     with load(folder) as generator:
         shown, table = repr(generator), str(generator.plan)
@@ -237,6 +247,8 @@ def test_samples(folder, prefix_cache):
         assert isinstance(many[0], Samples)
         assert many[0].prompt_token_ids == prompt
         assert many[0].error is None
+        failed = replace(many[0].outputs[2], error=InputError("x"))
+        assert Samples(prompt, [*many[0].outputs[:2], failed]).error is failed.error
         assert [c.token_ids for c in many[0].outputs] == [c.token_ids for c in alone]
         assert len({tuple(c.token_ids) for c in alone}) > 2
         assert [c.cached_tokens for c in many[0].outputs] == ([0, 128, 128, 128] if prefix_cache else [0] * 4)
@@ -272,6 +284,31 @@ def test_priorities(folder):
         for wrong in (None, 1.0, True, "1", [0], [0, None]):
             with pytest.raises(InputError, match="priority"):
                 small.generate(["hello", "a"], params(2), priority=wrong)
+
+
+def test_every_method_passes_its_priority_on(generator, monkeypatch):
+    seen, inner, messages = [], generator._processor.prepare, [{"role": "user", "content": "hello"}]
+
+    def prepare(prompts, own, priority, **options):
+        seen.append(priority)
+        return inner(prompts, own, priority, **options)
+
+    monkeypatch.setattr(generator._processor, "prepare", prepare)
+    generator.generate("a", params(1), priority=1)
+    list(generator.completions(["a"], params(1), priority=2))
+    generator.chat(messages, params(1), priority=3)
+    list(generator.stream("a", params(1), priority=4))
+    list(generator.stream_completion("a", params(1), priority=5))
+
+    async def run():
+        agen = AsyncGenerator(generator)
+        await agen.generate("a", params(1), priority=6)
+        await agen.chat(messages, params(1), priority=7)
+        [_ async for _ in agen.stream("a", params(1), priority=8)]
+        [_ async for _ in agen.stream_completion("a", params(1), priority=9)]
+
+    asyncio.run(run())
+    assert seen == [*range(1, 10)]
 
 
 def test_max_waiting(folder):
@@ -356,6 +393,28 @@ def test_stop_strings_end_the_text_before_them(generator):
     assert generator.generate("hello", params(40, stop=["no such text"])).text == full
 
 
+def test_a_request_that_ends_at_a_stop_string_is_aborted(generator):
+    """Also while the call's other requests run."""
+    stop = generator.generate("hello", params(6)).text[2:4]
+    running = generator.completions(["hello", "a"], [params(200, stop=stop), params(200)])
+    assert next(running)[0] == 0
+    assert generator._engine.call(lambda engine: len(engine._requests)) == 1
+    running.close()
+
+
+def test_several_tokens_at_once_count_up_to_the_stop_string(generator):
+    done = generator.generate("hello", params(6, logprobs=0))
+    pieces = [piece.text for piece in generator.stream("hello", params(6))]
+    end = next(i for i in range(1, 5) if pieces[i] and pieces[i] not in "".join(pieces[:i]))
+    call = generator._processor.prepare("hello", params(6, stop=pieces[end], logprobs=0), single=True)
+    (request,) = call.start()
+    _, piece = call.push(TokenOutput(request.id, tuple(done.token_ids), None, logprobs=tuple(done.logprobs)))
+    assert (piece.finish_reason, call.open) == ("stop", {})
+    assert piece.text == call.result().text == "".join(pieces[:end])
+    assert list(piece.token_ids) == call.result().token_ids == done.token_ids[: end + 1]
+    assert call.result().logprobs == done.logprobs[: end + 1]
+
+
 def test_streams_may_be_interleaved_or_left(generator):
     before = free_pages(generator)
     expected = [generator.generate(p, params(n)).token_ids for p, n in zip(PROMPTS, (5, 24, 9, 16), strict=True)]
@@ -414,6 +473,9 @@ def test_chat_is_the_rendered_prompt(generator):
     for wrong in ([], [{}], [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]):
         with pytest.raises(InputError):
             generator.chat(wrong)
+    for wrong in ({"max_tokens": 3}, [params()], "params"):
+        with pytest.raises(InputError, match=r"^params: .*SamplingParams"):
+            generator.chat(messages, wrong)
 
 
 # Sampling
@@ -477,7 +539,21 @@ def test_bad_words_are_not_generated(generator):
     found = generator.generate("hello", params(30, bad_words=word)).token_ids
     for spelling in generator.tokenizer.spellings(word):
         assert all(tuple(found[i : i + len(spelling)]) != spelling for i in range(len(found)))
-    assert generator.tokenizer.spellings(" the")[0] == tuple(generator.encode("the")[1:])
+    (plain,), (spaced,) = (generator.encode(text)[1:] for text in ("the", " the"))
+    for word in ("the", " the"):
+        with pytest.raises(InputError, match="bad_words: no token is left"):  # both are forbidden
+            generator.check("hello", params(allowed_token_ids=[plain, spaced], bad_words=word))
+        generator.check("hello", params(allowed_token_ids=[plain, spaced, 5], bad_words=word))
+
+
+def test_a_bad_word_without_tokens_is_refused(copy):
+    path = copy / "tokenizer.json"
+    removes = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": removes}))
+    with load(copy) as generator:
+        generator.check("hello", params(bad_words=["a~"]))
+        with pytest.raises(InputError, match=r'^bad_words: .*no tokens.*found "~"'):
+            generator.check("hello", params(bad_words=["a", "~"]))
 
 
 def test_stop_tokens_and_min_tokens(generator):
@@ -498,6 +574,11 @@ def test_stop_tokens_and_min_tokens(generator):
     assert generator.tokenizer.eos_token_id not in unstopped.token_ids
     stop = unstopped.text[4:6]
     assert generator.generate("hello", params(30, stop=stop, min_tokens=30)).text == unstopped.text
+    pieces = [piece.text for piece in generator.stream("hello", params(30))]
+    i = next(i for i in range(2, 30) if pieces[i] and pieces[i] not in "".join(pieces[:i]))
+    for least, ended in ((i, True), (i + 1, False)):  # as in vLLM: the last of `min_tokens` tokens does not end the text either
+        done = generator.generate("hello", params(30, stop=pieces[i], min_tokens=least))
+        assert (len(done.token_ids) == i + 1) == ended
 
 
 def test_special_tokens_and_no_text(generator):

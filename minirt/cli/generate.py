@@ -1,7 +1,7 @@
 """`minirt generate`: complete prompts one after the other; with --prompts, many at once (`generate_many`)."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -23,6 +23,9 @@ from minirt.cli.options import (
 )
 from minirt.cli.output import completion_record, completion_summary, json_line, note, write
 from minirt.errors import MinirtError, inside
+
+if TYPE_CHECKING:
+    from minirt.outputs import Samples
 
 _NO_PROMPT = "no prompt: give PROMPT, --prompt-file or --prompts, or pipe a text to stdin"
 
@@ -50,7 +53,7 @@ def generate(
     takes everything verbatim.
 
     Each text is followed by a newline; the prompt is not repeated. With --json, each prompt is a line with a JSON object. A model
-    without a tokenizer takes token ids ("1 2 3") and prints token ids.
+    without a tokenizer takes token ids ("1 2 3") and prints token ids. The samples of --n are printed when all are complete.
 
     --prompts runs many requests through the engine at once, for throughput. Each line of FILE is a JSON string or a JSON
     object. An object has one of "prompt", "messages" (a conversation) and "prompt_token_ids". It may override the command
@@ -91,12 +94,23 @@ def generate(
                 raise error if place is None or error.is_usage else error.within(place) from error
         for place, text, tokens in zip(places, texts, inputs, strict=True):
             with inside(place):
-                for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
-                    if not as_json:
-                        write(piece.text if shows_text else f"{piece.token_ids[0]} ")
-            write(json_line({"prompt": text, **completion_record(completion)}) if as_json else "\n")
-            if not quiet:
-                note(completion_summary(generator, completion))
+                if params.n > 1:
+                    samples = cast("Samples", generator.generate(tokens, params)).outputs
+                else:
+                    for piece, completion in generator.stream_completion(tokens, params):  # noqa: B007 (used after the loop)
+                        if not as_json:
+                            write(piece.text if shows_text else f"{piece.token_ids[0]} ")
+                    samples = [completion]
+            for i, completion in enumerate(samples):
+                sample = {"sample": i} if params.n > 1 else {}
+                if as_json:
+                    write(json_line({"prompt": text, **sample, **completion_record(completion)}))
+                elif sample:
+                    write((completion.text if shows_text else " ".join(map(str, completion.token_ids))) + "\n")
+                else:
+                    write("\n")
+                if not quiet:
+                    note(completion_summary(generator, completion))
 
 
 def _piped() -> str:

@@ -215,8 +215,9 @@ sampling_options = option_group(
         "--reasoning-end", metavar="TEXT", help="Schema, regex, choice or grammar begin after this text, such as </think>."
     ),
 )
-# For what prints its results as JSON.
+# For what prints results that are complete, also as JSON.
 detail_options = option_group(
+    click.option("--n", type=int, help="Samples of each prompt, each a result of its own. Default: 1."),
     click.option("--no-detokenize", is_flag=True, help="Make no text: print token ids."),
     click.option("--truncate-prompt-tokens", type=int, help="Keep this many last tokens of a prompt; -1: as many as fit."),
     click.option("--logprobs", type=int, help="With --json: log-probabilities of new tokens and of so many most probable ones."),
@@ -262,7 +263,7 @@ def sampling_params(options: dict[str, Any]) -> "SamplingParams":
              "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids",
              "skip_special_tokens")  # fmt: skip
     given = {name: options[name] for name in names} | {name: options[name] or None for name in ("stop", "bad_words")}
-    given |= {name: options.get(name) for name in ("truncate_prompt_tokens", "logprobs", "prompt_logprobs")}
+    given |= {name: options.get(name) for name in ("n", "truncate_prompt_tokens", "logprobs", "prompt_logprobs")}
     given["detokenize"] = not options.get("no_detokenize", False)
     given["structured_outputs"] = _structured_outputs(options)
     biases = dict(options["logit_bias"])

@@ -64,7 +64,8 @@ def note(text: str) -> None:
 
 def completion_record(completion: "Completion") -> dict[str, Any]:
     """The fields that --json prints for a completion, in addition to its request. Missing values are null."""
-    record = {name: getattr(completion, name) for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")}
+    names = ("prompt_token_ids", "token_ids", "text", "finish_reason", "cached_tokens")
+    record = {name: getattr(completion, name) for name in names}
     for name in ("time_to_first_token_s", "decode_tokens_per_s", "peak_memory_bytes"):
         record[name] = getattr(completion, name) or None
     if completion.error is not None:

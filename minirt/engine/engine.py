@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minirt.device import is_device_failure, is_out_of_memory, peak_memory
 from minirt.engine.kv_cache import KVCache
-from minirt.engine.logits_processors import Rules
+from minirt.engine.logits_processors import Rules, unpacked
 from minirt.engine.prefix_cache import PrefixCacheStats
 from minirt.engine.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from minirt.engine.runner import ProgressCallback, Runner, Step
@@ -122,6 +122,7 @@ class Engine:
         self._requests: dict[int, _RequestState] = {}
         self._constraints = constraints
         self._compiling: dict[int, Future[TokenConstraint]] = {}  # by request id; not in the scheduler yet
+        self._compiled = deque[int]()  # requests in `_compiling` whose constraint is there; other threads append
         self._device_errors = _DeviceErrors()
         self._device = device
         self._peak_memory: int | None = None  # on a GPU; asking takes up to 76 µs, so it is not done when a request ends
@@ -141,7 +142,8 @@ class Engine:
 
     def pin(self, prompt_token_ids: Seq[int]) -> int:
         """Never evict the cached pages of a prompt. Returns the number of tokens in them. See `Generator.warm_prompt`."""
-        return self._scheduler.pin(array("q", prompt_token_ids))
+        longest = max((request.sequence.final_len for request in self._requests.values()), default=0)
+        return self._scheduler.pin(array("q", prompt_token_ids), longest)
 
     @property
     def max_waiting(self) -> int | None:
@@ -221,9 +223,7 @@ class Engine:
             if largest >= self._vocab_size:
                 what, expected = "the model has no logits for a token of a bad word", f"ids from 0 to {self._vocab_size - 1}"
                 raise InputError(what, where="bad_words", expected=expected, found=largest)
-            forbidden = {token for token, _, prefix in rules.bans if not prefix}
-            allowed = range(self._vocab_size) if rules.allowed is None else rules.allowed
-            if forbidden.issuperset(allowed):
+            if rules.banned(()).issuperset(range(self._vocab_size) if rules.allowed is None else rules.allowed):
                 what = "no token is left to draw: bad_words and min_tokens forbid all that are allowed"
                 where = "min_tokens" if rules.end_ids else "bad_words"
                 raise InputError(what, where=where, expected="an allowed token that is not forbidden", found="none")
@@ -238,14 +238,30 @@ class Engine:
         )  # fmt: skip
         ends = frozenset(() if sampling.ignore_eos else request.eos_token_ids) | frozenset(sampling.stop_token_ids)
         scores = None if sampling.prompt_logprobs is None else list[TokenLogprobs]()
+        if (constraint := self._prepare(len(prompt), sampling, ends)) is not None:
+            self._compiling[request.id] = constraint  # first, so that no exception leaves a request without its constraint
         self._requests[request.id] = _RequestState(sequence, sampling, ends, request.rules, scores)
-        if (spec := sampling.structured_outputs) is None:
+        if constraint is None:
             self._scheduler.add(sequence)
-        elif self._constraints is not None:
-            self._compiling[request.id] = self._constraints.prepare(spec, tuple(ends), sampling.min_tokens)
         else:
-            self._compiling[request.id] = Future()
-            self._compiling[request.id].set_exception(_no_constraints())
+            self._announce(request.id, constraint)
+
+    def _prepare(self, prompt_len: int, sampling: EffectiveSampling, ends: frozenset[int]) -> Future[TokenConstraint] | None:
+        """The constraint of a new request, or the error with which it ends; None: it has no constraint."""
+        try:
+            self._scheduler.check_length(prompt_len)  # again: a prompt that was pinned since lowers the limit
+        except ContextLengthError as error:
+            return _failed(error)
+        if (spec := sampling.structured_outputs) is None:
+            return None
+        if self._constraints is None:
+            return _failed(_no_constraints())
+        return self._constraints.prepare(spec, tuple(ends), sampling.min_tokens)
+
+    def _announce(self, request_id: int, constraint: Future[TokenConstraint]) -> None:
+        """Have `_add_compiled` look at a constraint once it is there, so that those that are not cost a step nothing."""
+        compiled = self._compiled
+        constraint.add_done_callback(lambda _: compiled.append(request_id))
 
     def __contains__(self, request_id: int) -> bool:
         """Whether a request is open: added, and neither ended nor aborted."""
@@ -254,7 +270,9 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """Drop a request at any time. Unknown ids are ignored, because the request may just have ended."""
         request, compiling = self._requests.pop(request_id, None), self._compiling.pop(request_id, None)
-        if request is not None and compiling is None:
+        if compiling is not None:
+            compiling.cancel()
+        elif request is not None:
             self._scheduler.remove(request.sequence)
 
     def recover(self) -> None:
@@ -266,6 +284,8 @@ class Engine:
         self._in_flight.clear()
         self._requests = {i: request for i, request in self._requests.items() if not request.sequence.has_started}
         self._compiling = {i: future for i, future in self._compiling.items() if i in self._requests}
+        for request_id, constraint in self._compiling.items():
+            self._announce(request_id, constraint)
         self._scheduler.reset(request.sequence for i, request in self._requests.items() if i not in self._compiling)
 
     def step(self, deliver: Deliver | None = None) -> list[TokenOutput]:
@@ -282,7 +302,7 @@ class Engine:
             Exception: a layer or the engine itself failed. Call `recover` before the next step.
         """
         with self._device_errors:
-            outputs = self._add_compiled() if self._compiling else []
+            outputs = self._add_compiled() if self._compiled else []
             work = self._scheduler.schedule()
             outputs += [self._fail(sequence.id, self._queue_full()) for sequence in self._scheduler.refused()]
             while work and (problem := self._start(work, outputs, deliver)) is not None:
@@ -304,9 +324,12 @@ class Engine:
     def _add_compiled(self) -> list[TokenOutput]:
         """Hand requests whose constraints are compiled to the scheduler. Returns the errors of those that failed."""
         outputs = []
-        for request_id, future in [(i, future) for i, future in self._compiling.items() if future.done()]:
-            request = self._requests[request_id]
-            if (error := future.exception()) is None:
+        while self._compiled:
+            request_id = self._compiled[0]
+            if (future := self._compiling.get(request_id)) is None:  # it was aborted, or announced twice
+                pass
+            elif (error := future.exception()) is None:
+                request = self._requests[request_id]
                 request.constraint = future.result()
                 del self._compiling[request_id]
                 self._scheduler.add(request.sequence)
@@ -314,6 +337,7 @@ class Engine:
                 outputs.append(self._fail(request_id, error))
             else:
                 outputs.append(self._fail(request_id, EngineError(f"a grammar could not be compiled: {error!r}")))
+            self._compiled.popleft()  # last, so that an exception above loses no request
         return outputs
 
     def _start(
@@ -402,14 +426,7 @@ class Engine:
         sequence, ends, count = request.sequence, None, 0
         for token in tokens:
             if token < 0:  # the sampler returns −1 for unusable logits
-                where = f"generated token {len(sequence.tokens) - sequence.prompt_len}"
-                hint = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
-                what = "the logits are NaN or +inf, or only -inf"
-                rules = request.rules
-                if request.constraint is not None or (rules is not None and (rules.bans or rules.allowed is not None)):
-                    what += ", or the settings of the request leave no token"
-                error = NumericsError(what, where=where, hint=hint)
-                return TokenOutput(sequence.id, (), "error", error)
+                return TokenOutput(sequence.id, (), "error", self._no_token(request))
             sequence.tokens.append(token)
             count += 1
             ends = "stop" if token in request.ends else "length" if len(sequence.tokens) >= sequence.final_len else None
@@ -423,6 +440,27 @@ class Engine:
             sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached, logprobs=tuple(logprobs[:count]),
             prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s,
         )  # fmt: skip
+
+    def _no_token(self, request: _RequestState) -> InputError | NumericsError:
+        """Why the sampler has drawn no token: the settings of the request leave none, or the logits are unusable."""
+        sequence, rules, vocab = request.sequence, request.rules, self._vocab_size
+        generated = sequence.tokens[sequence.prompt_len :]
+        left = set(range(vocab) if rules is None or rules.allowed is None else rules.allowed)
+        left -= set() if rules is None else rules.banned(generated)
+        if request.constraint is not None and self._constraints is not None:
+            mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
+            self._constraints.fill(mask, [request.constraint])
+            left.intersection_update(unpacked(mask, vocab)[0].nonzero().flatten().tolist())
+        place = f"generated token {len(generated)}"
+        if left:
+            remedy = "--check-weights finds damaged weights; --dtype float32 rules out overflow"
+            return NumericsError("the logits are NaN or +inf, or only -inf", where=place, hint=remedy)
+        masks = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+        names = [name for name in masks if getattr(request.sampling, name)]
+        grammar = names[:2] == ["structured_outputs", "allowed_token_ids"]
+        hint = "a grammar needs an end-of-sequence token, too" if grammar else None
+        expected, found = f"a token that fits {' and '.join(names)}", f"none for {place}"
+        return InputError("no token is left to draw", where=names[-1], expected=expected, found=found, hint=hint)
 
     def _queue_full(self) -> QueueFullError:
         limit = self._scheduler.max_waiting
@@ -494,6 +532,12 @@ class Engine:
                     expected=f"an integer from 0 to {self._vocab_size - 1}",
                     found=repr(token),
                 )
+
+
+def _failed(error: MinirtError) -> Future[TokenConstraint]:
+    future: Future[TokenConstraint] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _no_constraints() -> UnsupportedError:

@@ -79,6 +79,11 @@ class Rules:
         words = [(word[-1], _ALWAYS, word[:-1]) for word in self.bad_words]
         return words + [(token, min(self.min_tokens, _ALWAYS), ()) for token in self.end_ids]
 
+    def banned(self, generated: Sequence[int]) -> set[int]:
+        """The tokens that `bans` forbid after the generated tokens. The host needs them for errors only."""
+        count, known = len(generated), tuple(generated)
+        return {token for token, until, prefix in self.bans if count < until and known[count - len(prefix) :] == prefix}
+
 
 _NONE = Rules()
 
@@ -221,9 +226,9 @@ def process(logits: Tensor, rows: Tensor, step: Tensor, slots: Slots, mask: Tens
     meta = torch.where(ruled, slots.meta[at], 0)
     flags = meta[:, :1]
     if mask is not None:
-        x.masked_fill_(~_unpacked(mask, x.shape[1]), -torch.inf)
+        x.masked_fill_(~unpacked(mask, x.shape[1]), -torch.inf)
     if slots.allowed.shape[1]:
-        x.masked_fill_((flags & ALLOWED > 0) & ~_unpacked(slots.allowed[at], x.shape[1]), -torch.inf)
+        x.masked_fill_((flags & ALLOWED > 0) & ~unpacked(slots.allowed[at], x.shape[1]), -torch.inf)
     entries = torch.arange(slots.biases.shape[1], device=x.device)
     inside = entries < meta[:, 1:2]
     x.scatter_add_(1, torch.where(inside, slots.bias_ids[at], 0).long(), torch.where(inside, slots.biases[at], 0.0))
@@ -252,7 +257,7 @@ def _banned(at: Tensor, count: Tensor, step: Tensor, slots: Slots, vocab: int) -
     return torch.zeros(len(at), vocab, dtype=torch.int32, device=at.device).scatter_add_(1, ids, banned.int()) > 0
 
 
-def _unpacked(mask: Tensor, vocab: int) -> Tensor:
+def unpacked(mask: Tensor, vocab: int) -> Tensor:
     """[B, ceil(V / 32)] int32 → [B, V] bool."""
     bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
     return (bits & 1).bool().flatten(1)[:, :vocab]

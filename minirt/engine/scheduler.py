@@ -296,11 +296,13 @@ class Scheduler:
         sequence.num_registered = full
         self._release_followers(sequence)
 
-    def pin(self, tokens: array) -> int:
+    def pin(self, tokens: array, longest: int = 0) -> int:
         """Hold the cached pages of a prompt, so that they are never evicted. Returns the number of tokens in them.
 
+        Args:
+            longest: number of tokens that an open request may reach; the other pages must hold them.
         Raises:
-            ContextLengthError: pinned prompts would take more than half of all pages.
+            ContextLengthError: pinned prompts would take more than half of all pages, or pages that an open request may need.
         """
         if self.prefix_cache is None:
             return 0
@@ -311,9 +313,16 @@ class Scheduler:
                 "pinned prompts take too many KV pages", expected=f"at most half of {self._cache.num_pages}", found=len(pinned),
                 hint="raise --kv-cache-memory, or pin less",
             )  # fmt: skip
+        room = (self._cache.num_pages - len(pinned)) * self._cache.page_size
+        if longest > room:
+            raise ContextLengthError(
+                "an open request may need the KV pages of the pinned prompt", expected=f"at most {room} tokens", found=longest,
+                hint="pin prompts before other requests run, lower their max_tokens, or raise --kv-cache-memory",
+            )  # fmt: skip
         self._cache.allocator.share([page for page in pages if page not in self._pinned])
         self._pinned = pinned
-        self.max_len = min(self.max_len, (self._cache.num_pages - len(pinned)) * self._cache.page_size)
+        if room < self.max_len:
+            self.max_len, self._limit = room, "--kv-cache-memory"
         return len(pages) * self._cache.page_size
 
     def limit_tokens(self, most: int) -> None:

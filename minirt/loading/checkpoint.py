@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ DERIVED = "rotary_emb.inv_freq"
 MAP_BYTES = 64 << 20
 THREADS = 4
 MAX_SHOWN = 200  # characters of a name or a text from a file in a message
+_OTHER = "config.json describes another model, or another format of its weights"
 MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
@@ -131,7 +132,7 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
 
 
 def match(
-    model: Model, entries: dict[str, Entry], allow_unused: bool = False
+    model: Model, entries: Mapping[str, Entry], allow_unused: bool = False
 ) -> tuple[dict[str, list[Parameter]], tuple[str, ...]]:
     """Match the checkpoint's tensors with the weight holders of the model.
 
@@ -157,21 +158,22 @@ def match(
             expected=_some(missing),
             hint="the checkpoint is incomplete, or config.json describes another model",
         )
-    scales = model.formats.unused_scales if model.formats else ()
+    checked = (*model.formats.unused_scales, *model.formats.zero_biases) if model.formats else ()
     specs = {name: spec for name, (_, spec) in wanted.items()}
     for name, spec in specs.items():
         entry = entries[name]
         if entry.shape != spec.shape and entry.shape not in spec.also:
             raise CheckpointError(
-                "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape)
+                "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape), hint=_OTHER
             )
-    for entry in (entries[n] for n in entries if n in specs or n in scales or _tied_copy(model, n)):
+    for entry in (entries[n] for n in entries if n in specs or n in checked or _tied_copy(model, n)):
         dtypes = specs[entry.name].dtypes if entry.name in specs else FLOATS
         if entry.dtype not in dtypes:
+            expected = " or ".join(dtypes)
             raise CheckpointError(
-                "wrong dtype", where=f"{entry.file}: {entry.name}", expected=" or ".join(dtypes), found=entry.dtype
+                "wrong dtype", where=f"{entry.file}: {entry.name}", expected=expected, found=entry.dtype, hint=_OTHER
             )
-    known = {*specs, *scales}
+    known = {*specs, *checked}
     unused = tuple(
         sorted(n for n in entries if n not in known and not n.endswith(DERIVED) and not _tied_copy(model, n))
     )
@@ -236,6 +238,8 @@ def load(
         pool.shutdown(wait=True, cancel_futures=True)
     for name in model.formats.unused_scales if model.formats else ():
         _read([entries[name]], _check_scale)
+    for name in model.formats.zero_biases if model.formats else ():
+        _read([entries[name]], _check_zero)
     for entry in tied:
         _read([entry], lambda e, tensor: _check_tied(model, e, tensor))
     if model.device.type == "cuda":
@@ -285,6 +289,14 @@ def _check_scale(entry: Entry, tensor: torch.Tensor, negative: bool = False) -> 
         raise CheckpointError(what, where=f"{entry.file}: {entry.name}", expected=expected, found=found)
 
 
+def _check_zero(entry: Entry, tensor: torch.Tensor) -> None:
+    """Refuse a bias of a linear that has none, unless it adds nothing."""
+    if tensor.any():
+        what, found = "the model has no bias here", f"{int((tensor != 0).sum())} values that are not zero"
+        where, hint = f"{entry.file}: {entry.name}", "config.json describes another model"
+        raise CheckpointError(what, where=where, expected="no bias, or zeros", found=found, hint=hint)
+
+
 def _check_tied(model: Model, entry: Entry, tensor: torch.Tensor) -> None:
     table = model.layers[0].table.weight  # type: ignore[attr-defined]  # the embedding
     if tensor.shape != table.shape or not torch.equal(tensor.to(table.device, table.dtype), table):
@@ -306,5 +318,5 @@ def _some(names: Sequence[str], count: int = 4) -> str:
     return ", ".join(name[:MAX_SHOWN] for name in names[:count]) + (f", … ({len(names)} in total)" if len(names) > count else "")
 
 
-def _folder(entries: dict[str, Entry]) -> Path | str:
+def _folder(entries: Mapping[str, Entry]) -> Path | str:
     return next(iter(entries.values())).file.parent if entries else "checkpoint"

@@ -96,14 +96,17 @@ def choose_formats(
 def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     """The model with its plan resolved. No weight is read or allocated. `gpu`: plan for it, instead of a device that is here.
 
-    If the weights are quantized, the headers of their files are read, also from the Hub. If that fails, the plan follows what
-    config.json states, and has a note.
+    The headers of local weight files are read, and must be those of the model. If the weights are quantized, they are also read
+    from the Hub. If that fails, the plan follows what config.json states, and has a note.
     """
     target = pick_device(options.device) if gpu is None else gpu
     found = find(options.model, options.revision, need_weights=False)
     config = found.config
     layers = in_order(config, options.layers(config) if options.layers else models.build(config))
-    planned = Model(config, layers, choose_formats(options, layers, found, _headers(found)))
+    entries = _headers(found)
+    planned = Model(config, layers, choose_formats(options, layers, found, entries))
+    if entries is not None:
+        checkpoint.match(planned, entries, options.layers is not None)
     planned.device = cast(torch.device, target)
     planned.dtype = pick_dtype(options.dtype, config, planned.device)
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
@@ -148,13 +151,13 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
 
 
 def _headers(found: Found) -> Mapping[str, Entry] | None:
-    """The headers of quantized weights: of local files, else from the Hub. None if there are none."""
-    if found.files is None or found.quantization is None:
+    """The headers of the weights: of local files, else from the Hub if the weights are quantized. None if there are none."""
+    if found.files is None:
         return None
     files = with_present_weights(found.files)
     if files.weight_files:
         return checkpoint.read_headers(files.weight_files, files.weight_index)
-    if files.revision is None:
+    if files.revision is None or found.quantization is None:
         return None
     with suppress(ModelNotFoundError):
         return {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}

@@ -5,8 +5,8 @@ tensors mean. Where the two contradict each other, loading is refused.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from minirt.errors import CheckpointError, ConfigError, UnsupportedError
 from minirt.layers import Layer
@@ -14,6 +14,7 @@ from minirt.loading.checkpoint import MAX_SHOWN, Entry
 from minirt.modeling.formats import (
     E4M3,
     FLOATS,
+    INT32,
     FormatChoice,
     LinearFormat,
     StoredFp8,
@@ -22,12 +23,14 @@ from minirt.modeling.formats import (
     StoredInt4Gptq,
     StoredInt4Packed,
 )
+from minirt.modeling.parameters import Parameter
 from minirt.modeling.quantization_config import Int4Scheme, QuantizationConfig, Scheme
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _PACKED = ("weight_packed", "qweight")  # the last components of the names of 4-bit weights
 # Scales of FP8 pages; "output_scale" of k_proj and v_proj is an older name of them. minirt computes one for each token and head.
 _KV_SCALES = ("k_scale", "v_scale", "output_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")  # the second is transformers' name
 _HINT = "load the unquantized checkpoint; minirt quantizes while loading, with --quantize fp8 or int4"
 # Ends of tensor names that only these formats have.
 _FOREIGN = {
@@ -35,6 +38,7 @@ _FOREIGN = {
     "qzeros": "AWQ or GPTQ weights",
     "weight_packed": "4-bit weights of compressed-tensors",
     "weight_scale_2": "NVFP4 weights",
+    "weight_global_scale": "NVFP4 weights",
     "weight_zero_point": "weights with zero points",
     "weight_g_idx": "weights whose groups are columns in the order of their activations",
     "SCB": "8-bit weights of bitsandbytes",
@@ -53,6 +57,7 @@ class StoredFormats(FormatChoice):
     checkpoint: str | None = None
     notes: tuple[str, ...] = ()
     unused_scales: tuple[str, ...] = ()
+    zero_biases: tuple[str, ...] = ()
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
         return self.formats.get(modules[0]) if modules else None
@@ -77,6 +82,7 @@ def stored_formats(
         _refuse_foreign(entries, stated)
     schemes: dict[str, Scheme | Int4Scheme] = {}
     modules: list[str] = []
+    biases: list[str] = []
     layers = list(layers)
     plain = [p for layer in layers for p in layer.parameters() if not any(p is own for own in layer.quantizable())]
     for parameter in plain:
@@ -85,14 +91,17 @@ def stored_formats(
     for layer in layers:
         for parameter in layer.quantizable():
             if tables.intersection(parameter.modules):
+                search.refuse_tied_copy()
                 continue
             modules += parameter.modules
             found = {module: search.scheme(module) for module in parameter.modules}
             if len(set(found.values())) > 1:
-                shown = ", ".join(f"{module}.weight: {scheme or 'not quantized'}" for module, scheme in found.items())
+                first = {scheme: module for module, scheme in reversed(found.items())}  # a packed linear may have many modules
+                shown = ", ".join(f"{first[s]}.weight: {s or 'not quantized'}" for s in dict.fromkeys(found.values()))
                 what = "these weights are computed together and must have one format"
                 raise UnsupportedError(what, where=layer.name, found=shown, hint=_HINT)
             schemes |= {module: scheme for module, scheme in found.items() if scheme is not None}
+            biases += search.biases(parameter, schemes)
     if stated is None:
         return None
     if not schemes:
@@ -103,11 +112,13 @@ def stored_formats(
     kinds = sorted(set(map(str, schemes.values())))
     return StoredFormats(
         {module: search.format(module, scheme) for module, scheme in schemes.items()}, f"{stated.method}: {'; '.join(kinds)}",
-        tuple(_notes(schemes.values(), inputs, kv, entries is None)), (*inputs, *kv),
+        tuple(_notes(schemes.values(), inputs, kv, biases, entries is None)), (*inputs, *kv), tuple(biases),
     )  # fmt: skip
 
 
-def _notes(schemes: Iterable[Scheme | Int4Scheme], inputs: Sequence[str], kv: Sequence[str], unseen: bool) -> Iterable[str]:
+def _notes(
+    schemes: Iterable[Scheme | Int4Scheme], inputs: Sequence[str], kv: Sequence[str], biases: Sequence[str], unseen: bool
+) -> Iterable[str]:
     kinds = {scheme.activations for scheme in schemes if isinstance(scheme, Scheme)}
     if unseen:
         yield "the weight files could not be looked at: the formats are those that config.json states"
@@ -118,6 +129,8 @@ def _notes(schemes: Iterable[Scheme | Int4Scheme], inputs: Sequence[str], kv: Se
         yield "config.json states 16-bit activations; steps of several tokens round them to FP8"
     if kv:
         yield f"{len(kv)} scales of the KV cache are not used: FP8 pages have a scale for each token and head"
+    if biases:
+        yield f"{len(biases)} biases of linear layers that have none are not used; loading checks that they are zero"
 
 
 class _Search:
@@ -130,7 +143,8 @@ class _Search:
     def format(self, module: str, scheme: Scheme | Int4Scheme) -> LinearFormat:
         """The format of a quantized linear."""
         if isinstance(scheme, Scheme):
-            return StoredFp8Blocks(scheme.scale_name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor")
+            name = scheme.scale_name
+            return StoredFp8Blocks(name) if scheme.scales == "block" else StoredFp8(scheme.scales == "tensor", name)
         if scheme.layout == "gptq":
             indices = self.entries is not None and f"{module}.g_idx" in self.entries
             return StoredInt4Gptq(scheme.group, scheme.symmetric, scheme.zero_offset, indices)
@@ -170,6 +184,8 @@ class _Search:
         if said is None:
             what = "the weight is quantized, but config.json says it is not"
             raise ConfigError(what, where=where, found=weight.dtype, hint=f"correct {self.stated.where.rpartition('.')[0]}")
+        if isinstance(said, Scheme) and said.scales == "tensor" and self.stated.method == "fp8" and len(scales) == 1:
+            said = replace(said, scale_name=scales[0])  # vLLM's and transformers' names of it
         if isinstance(said, Int4Scheme) or scales != [said.scale_name]:
             found, expected = ", ".join(scales), f"{said.scale_name} ({said})"
             raise CheckpointError("the scale is not that of the stated format", where=where, expected=expected, found=found)
@@ -202,10 +218,26 @@ class _Search:
         for name, *_ in expected:
             entry = (self.entries or {}).get(name)
             prefix = name.rpartition(".")[0]
-            scaled = any(f"{prefix}.{scale}" in (self.entries or {}) for scale in (*_SCALES, "scales"))
-            if entry is not None and (entry.dtype == E4M3 or scaled):
+            scales = [scale for scale in (*_SCALES, "scales") if f"{prefix}.{scale}" in (self.entries or {})]
+            if entry is not None and (entry.dtype == E4M3 or scales):
                 what, where = "only linear layers can be quantized", f"{entry.file}: {name}"
-                raise UnsupportedError(what, where=where, expected=" or ".join(FLOATS), found=entry.dtype, hint=_HINT)
+                expected, found = f"{' or '.join(FLOATS)}, without scales", " with ".join((entry.dtype, *scales))
+                raise UnsupportedError(what, where=where, expected=expected, found=found, hint=_HINT)
+
+    def refuse_tied_copy(self) -> None:
+        """Refuse a quantized head if the model's head is tied to the embedding."""
+        for name in ("weight", *_PACKED):
+            entry = (self.entries or {}).get(f"lm_head.{name}")
+            if entry is not None and entry.dtype in (E4M3, INT32):
+                what = "config.json ties the head to the embedding, but the checkpoint has a quantized head"
+                hint = "set tie_word_embeddings to false in config.json"
+                raise ConfigError(what, where=f"{entry.file}: {entry.name}", hint=hint)
+
+    def biases(self, parameter: Parameter, quantized: Container[str]) -> list[str]:
+        """Names of biases of quantized linears that have none. AutoGPTQ writes zeros: Qwen's releases have them."""
+        own = {name for name, *_ in parameter.expected()}
+        names = [f"{module}.bias" for module in parameter.modules if module in quantized]
+        return [name for name in names if name in (self.entries or ()) and name not in own]
 
     def warn_of_unlisted(self) -> None:
         """Warn of linears that are not quantized though config.json does not list them so; the tensors are believed."""
@@ -220,7 +252,7 @@ class _Search:
         places |= {module.rpartition(".")[0] for module in modules}
         found = [(name, *name.rpartition(".")[::2]) for name in self.entries or ()]
         kv = [name for name, prefix, last in found if last in _KV_SCALES and prefix in places]
-        return [name for name, prefix, last in found if last == "input_scale" and prefix in inputs], kv
+        return [name for name, prefix, last in found if last in _INPUT_SCALES and prefix in inputs], kv
 
 
 def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | None) -> None:

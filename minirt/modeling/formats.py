@@ -162,14 +162,18 @@ class StoredFp8(_Fp8Rows):
 
     A scale for the whole weight is repeated for each of its rows, which gives the same numbers and lets the parts of a packed
     linear keep scales of their own.
+
+    Attributes:
+        scale: the last component of the scale's name.
     """
 
     per_tensor: bool = False
+    scale: str = "weight_scale"
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,))
         shape, also = ((1,), ((), (1, 1))) if self.per_tensor else ((rows, 1), ((rows,),))
-        yield TensorSpec(f"{module}.weight_scale", shape, also=also, positive=True)
+        yield TensorSpec(f"{module}.{self.scale}", shape, also=also, positive=True)
 
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
         start = sum(rows[:part])
@@ -445,11 +449,13 @@ class FormatChoice(ABC):
         checkpoint: the format of the checkpoint, for people; None: its weights are not quantized.
         notes: what a user should know of it.
         unused_scales: checkpoint tensors that are checked, and not used: scales of activations and of the KV cache.
+        zero_biases: checkpoint tensors that must be zero, and are not used: biases of quantized linears that have none.
     """
 
     checkpoint: str | None = None
     notes: tuple[str, ...] = ()
     unused_scales: tuple[str, ...] = ()
+    zero_biases: tuple[str, ...] = ()
 
     @abstractmethod
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:

@@ -184,6 +184,8 @@ class PackedExperts(PackedLinear):
             [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
         )
         self.num_experts, self.fused = num_experts, None if fused is None else f"{prefix}.{fused}"
+        if fused is not None:  # no producer stores quantized experts as one tensor with known scales
+            self.modules = ()
 
     @property
     def no_triton(self) -> str | None:
@@ -203,7 +205,7 @@ class PackedExperts(PackedLinear):
     def expected(self) -> Iterator[TensorSpec]:
         if self.format is not None and not self.format.experts:
             what, where = f"experts in the format {self.format.name} are not supported", self.parts[0].name
-            raise UnsupportedError(what, where=where, hint="use FP8 weights")
+            raise UnsupportedError(what, where=where, hint="use FP8 weights: --quantize fp8, or a checkpoint in FP8")
         if self.fused is None:
             yield from super().expected()
         else:

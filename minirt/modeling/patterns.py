@@ -1,7 +1,8 @@
 """`matches`: regular expressions from a model's files, in time that a pattern cannot blow up. Imports no torch.
 
 Python's `re` backtracks, so a pattern such as `(a|a)*$` takes exponential time. Here the set of all positions that a match can
-reach goes through the pattern once. That decides whether a match exists, which is all that is asked.
+reach goes through the pattern once. That decides whether a match exists, which is all that is asked. A lookahead is decided once
+for each position.
 """
 
 import re
@@ -15,6 +16,7 @@ from minirt.errors import UnsupportedError
 
 MAX_LENGTH = 512  # characters of a pattern
 _MAX_DEPTH = 6  # groups and repeats inside each other
+_LOOKAHEADS = (ops.ASSERT, ops.ASSERT_NOT)
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
 _CATEGORIES = {
     ops.CATEGORY_DIGIT: str.isdecimal,
@@ -34,35 +36,35 @@ def matches(pattern: str, text: str) -> bool:
     Raises:
         UnsupportedError: see `check`.
     """
-    return bool(_ends(parsed(pattern), text, frozenset({0})))
+    return bool(_ends(parsed(pattern, lookaheads=True), text, frozenset({0})))
 
 
 def check(pattern: str) -> None:
     """Refuse what `matches` does not know.
 
-    It knows literals, classes, groups, alternatives, repeats and anchors; not back references, lookarounds and flags.
+    It knows literals, classes, groups, alternatives, repeats, anchors and lookaheads; not back references, lookbehinds and flags.
 
     Raises:
         UnsupportedError: the pattern is no regular expression, or uses something else.
     """
-    parsed(pattern)
+    parsed(pattern, lookaheads=True)
 
 
 @lru_cache(maxsize=4096)
-def parsed(pattern: str) -> Any:
-    """The syntax tree of a pattern that `check` accepts, as Python's own parser makes it."""
+def parsed(pattern: str, lookaheads: bool = False) -> Any:
+    """The syntax tree of a pattern that `check` accepts, as Python's own parser makes it. `lookaheads`: it may have some."""
     if len(pattern) > MAX_LENGTH:
         raise UnsupportedError("the pattern is too long", expected=f"at most {MAX_LENGTH} characters", found=len(pattern))
     try:
         tree = parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise UnsupportedError("not a regular expression", found=repr(pattern)[:80]) from error
-    if tree.state.flags & ~re.UNICODE or not _known(tree, 0):
+    if tree.state.flags & ~re.UNICODE or not _known(tree, 0, lookaheads):
         raise UnsupportedError("the regular expression is not simple enough", found=repr(pattern)[:80])
     return tree
 
 
-def _known(nodes: Iterable[Any], depth: int) -> bool:
+def _known(nodes: Iterable[Any], depth: int, lookaheads: bool) -> bool:
     """Whether `_ends` knows all of these nodes."""
     for operation, argument in nodes:
         if operation is ops.IN:
@@ -70,11 +72,13 @@ def _known(nodes: Iterable[Any], depth: int) -> bool:
         elif operation is ops.AT:
             known = argument in _ANCHORS
         elif operation is ops.SUBPATTERN:
-            known = not argument[1] and not argument[2] and _known(argument[3], depth + 1)  # no flags of its own
+            known = not argument[1] and not argument[2] and _known(argument[3], depth + 1, lookaheads)  # no flags of its own
         elif operation is ops.BRANCH:
-            known = all(_known(branch, depth + 1) for branch in argument[1])
+            known = all(_known(branch, depth + 1, lookaheads) for branch in argument[1])
         elif operation in _REPEATS:
-            known = _known(argument[2], depth + 1)
+            known = _known(argument[2], depth + 1, lookaheads)
+        elif operation in _LOOKAHEADS:
+            known = lookaheads and argument[0] > 0 and _known(argument[1], depth + 1, lookaheads)
         else:
             known = operation in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY)
         if not known or depth > _MAX_DEPTH:
@@ -95,9 +99,17 @@ def _ends(nodes: Iterable[Any], text: str, starts: frozenset[int]) -> frozenset[
             starts = frozenset().union(*(_ends(branch, text, starts) for branch in argument[1]))
         elif operation in _REPEATS:
             starts = _repeated(argument[2], text, starts, int(argument[0]), int(argument[1]))
+        elif operation in _LOOKAHEADS:
+            starts = frozenset(i for i in starts if _holds(argument[1], text, i) == (operation is ops.ASSERT))
         else:
             starts = frozenset(i + 1 for i in starts if i < len(text) and accepts(operation, argument, text[i]))
     return starts
+
+
+@lru_cache(maxsize=1 << 14)
+def _holds(body: Any, text: str, start: int) -> bool:
+    """Whether a lookahead's `body` matches at `start`."""
+    return bool(_ends(body, text, frozenset({start})))
 
 
 def _repeated(body: Any, text: str, starts: frozenset[int], least: int, most: int) -> frozenset[int]:

@@ -149,7 +149,7 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
         raise UnsupportedError(what, where=config.place("compression_config"), found=f"quant_method {method[:60]!r}", hint=_HINT)
     stated = None
     if config.raw.get("quantization_config") is not None:
-        fields = config.nested("quantization_config")
+        fields = _stated(config, "quantization_config")
         method = fields.string("quant_method", default="unnamed")
         if method not in METHODS:
             raise UnsupportedError(
@@ -172,6 +172,12 @@ def read_quantization(config: Fields, hf_quant_config: Fields | None = None) -> 
             expected=f"modelopt, {_listed(own)}", found=f"{stated.method}, {_listed(stated)}", hint="remove the wrong one",
         )  # fmt: skip
     return stated
+
+
+def _stated(fields: Fields, name: str) -> Fields:
+    """The fields of a nested object, except those that are null: producers write null for what they leave out."""
+    nested = fields.nested(name)
+    return Fields({name: value for name, value in nested.raw.items() if value is not None}, nested.where, nested.prefix)
 
 
 def _listed(config: QuantizationConfig) -> str:
@@ -231,11 +237,11 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         raise UnsupportedError("the checkpoint is not compressed", where=where, expected="compressed", found=shown(status))
     groups = []
     for name in fields.nested("config_groups").raw:
-        group = fields.nested("config_groups").nested(name)
+        group = _stated(fields.nested("config_groups"), name)
         targets = _modules(group, "targets")
-        if group.raw.get("weights") is not None:
+        if "weights" in group.raw:
             _check_format(group, known, planned)
-            packed = "pack-quantized" in (group.raw.get("format"), fields.raw.get("format"))
+            packed = group.raw.get("format", fields.raw.get("format")) == "pack-quantized"
             groups.append((targets, _read_scheme(group, packed)))
     if not groups:
         what, hint = "no group has quantized weights", "remove quantization_config if no weight is quantized"
@@ -256,7 +262,7 @@ def _check_format(fields: Fields, known: tuple[str, ...], planned: tuple[str, ..
 
 def _read_scheme(group: Fields, packed: bool) -> Scheme | Int4Scheme:
     """The scheme of a group. `packed`: its format is pack-quantized."""
-    weights = group.nested("weights")
+    weights = _stated(group, "weights")
     bits = weights.integer("num_bits", default=8, maximum=64)
     kind = weights.string("type", default="int")
     if (kind, bits, packed) == ("int", 4, True):
@@ -296,7 +302,8 @@ def _read_scheme(group: Fields, packed: bool) -> Scheme | Int4Scheme:
 
 def _read_packed(group: Fields, weights: Fields) -> Int4Scheme:
     """4-bit integers of compressed-tensors (W4A16)."""
-    strategy = weights.choice("strategy", ("group", "channel"))
+    rows = weights.raw.get("group_size") == -1
+    strategy = weights.choice("strategy", ("group", "channel"), default="channel" if rows else "group")
     size = _read_group_size(weights, "group_size") if strategy == "group" else None
     order = weights.raw.get("actorder")
     if order not in (None, "weight", "static", False):

@@ -126,10 +126,13 @@ class Tokenizer:
         return self.encode_plain(self.render_chat(messages, **options), max_tokens)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The token ids of a word without special tokens: as it is, and after a space. Only those that differ."""
+        """The token ids of a word without special tokens: as it is, and after a space. Only those that differ.
+
+        None if the word has no tokens, as if a normalizer removes it.
+        """
         word = word.lstrip() or word
-        found = (tuple(self._encode(prefix + word, False)) for prefix in ("", " "))
-        return [ids for ids in dict.fromkeys(found) if ids]
+        plain, spaced = (tuple(self._encode(prefix + word, False)) for prefix in ("", " "))
+        return list(dict.fromkeys((plain, spaced))) if plain else []
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         if not isinstance(text, str):

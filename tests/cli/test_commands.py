@@ -48,7 +48,7 @@ def copy(folder, tmp_path):
 def expected(folder):
     """A function (prompt, number of tokens) → the completion of the Python API."""
     with Generator.from_pretrained(folder, device="cpu", kv_cache_memory=8 << 20) as generator:
-        yield lambda prompt, count: generator.generate(prompt, SamplingParams(max_tokens=count))
+        yield lambda prompt, count, **own: generator.generate(prompt, SamplingParams(max_tokens=count, **own))
 
 
 @pytest.fixture
@@ -132,8 +132,25 @@ def test_every_sampling_option_arrives(run, folder):
     assert len(ids.split()) == 3
 
 
+def test_samples(run, folder, expected):
+    """They are what their seeds give alone, in each form of printing. Those after the first find the pages of the prompt."""
+    prompt = "the quick brown fox jumps over the lazy dog. " * 5
+    base = ("generate", "-m", folder, *CACHE, "-q", "--n", 3, "--seed", 4, "--max-tokens", 4, "--ignore-eos", prompt, "hello")
+    wanted = [(text, i) for text in (prompt, "hello") for i in range(3)]
+    truths = [expected(text, 4, seed=4 + i, temperature=1.0, ignore_eos=True) for text, i in wanted]
+    records = [json.loads(line) for line in run(*base, "--json")[1].splitlines()]
+    assert [(r["prompt"], r["sample"]) for r in records] == wanted
+    assert [r["token_ids"] for r in records] == [truth.token_ids for truth in truths]
+    assert [r["cached_tokens"] for r in records] == [0, 64, 64, 0, 0, 0]
+    code, out, err = run(*base)
+    assert (code, err, out) == (0, "", "".join(truth.text + "\n" for truth in truths))
+    assert run(*base, "--no-detokenize")[1].split() == [str(token) for truth in truths for token in truth.token_ids]
+
+
 def test_options_that_make_no_sense_are_refused(run, folder):
     base = ("generate", "-m", folder, *CACHE, "hello")
+    refused(run(*base, "--n", 2, "--temperature", 0), "--n", "greedy decoding has one sample", code=2)
+    refused(run(*base, "--n", 0), "--n", "from 1 to", code=2)
     refused(run(*base, "--logprobs", 1), "need --json", code=2)
     refused(run(*base, "--prompt-logprobs", 1), "need --json", code=2)
     refused(run(*base, "--json", "--logprobs", 21), "--logprobs", "0 to 20", code=2)

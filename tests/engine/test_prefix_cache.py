@@ -170,6 +170,36 @@ def test_pinned_prompts_stay():
     with pytest.raises(ContextLengthError):
         it.check([1] * (10 * PAGE))
     consistent(cache.allocator)
+    it.recover()  # after an exception nothing is pinned any more, and the same pages can be pinned again
+    assert cache.allocator.num_free == 16
+    complete(it, prompt, 1)
+    assert it.pin(prompt) == 12
+    assert cache.allocator.num_free == 13
+
+
+def test_pinning_starves_no_open_request():
+    """A request that could not get its pages any more would wait for ever, and with it all that come after it."""
+    it, cache = engine(pages=8, length=64)
+    complete(it, list(range(10, 24)), 1)  # three full pages
+    assert it.max_len == 8 * PAGE
+    checked = [7] * (6 * PAGE)
+    it.check(checked)
+    for prompt, count in (([1], 6 * PAGE), (checked, 1)):  # one that grows, and one that waits
+        long = add(it, prompt, resolve(SamplingParams(max_tokens=count), None))
+        for _ in range(2):
+            with pytest.raises(ContextLengthError, match=rf"an open request.*at most 2[04] tokens; found {6 * PAGE + 1}"):
+                it.pin(list(range(10, 24)))
+            it.step()
+        it.abort(long)
+    complete(it, list(range(10, 24)), 1)
+    assert it.pin(list(range(10, 24))) == 3 * PAGE
+    it.add(Request(10**6, checked, resolve(SamplingParams(max_tokens=1), None)))  # it was checked before
+    (output,) = it.step()
+    assert (output.request_id, type(output.error)) == (10**6, ContextLengthError)
+    assert "--kv-cache-memory" in str(output.error)
+    assert not it.has_work
+    assert cache.allocator.num_free == 5
+    consistent(cache.allocator)
 
 
 def test_running_requests_share_pages():

@@ -21,7 +21,7 @@ from minirt.engine.runner import Runner
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.scheduler import MAX_SCORED_TOKENS, Sequence
 from minirt.engine.step_input import Chunk
-from minirt.errors import InputError, NumericsError
+from minirt.errors import InputError
 from minirt.sampling_params import SamplingParams, resolve
 
 IDS = itertools.count(10**6)
@@ -330,6 +330,7 @@ def test_an_output_that_cannot_go_on_ends_with_an_error():
         outputs += it.step()
     mine = [output for output in outputs if output.request_id == request.id]
     assert [output.finish_reason for output in mine] == [None, "error"]
-    assert isinstance(mine[1].error, NumericsError)
-    assert "or the settings of the request leave no token" in str(mine[1].error)
+    expected = "bad_words: no token is left to draw; expected a token that fits allowed_token_ids and bad_words; found none for "
+    assert isinstance(mine[1].error, InputError), "the request is at fault, not the model"
+    assert str(mine[1].error) == expected + "generated token 1"
     assert sum(len(output.token_ids) for output in outputs if output.request_id == other) == 4

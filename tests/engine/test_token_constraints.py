@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from minirt.engine.engine import Request
 from minirt.engine.sampler import SamplingBatch, sample
-from minirt.errors import EngineError, InputError, UnsupportedError
+from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
 from minirt.sampling_params import SamplingParams, resolve
 
 IDS = itertools.count(2 * 10**6)
@@ -237,7 +237,14 @@ def test_what_leaves_no_token_is_an_error(lookahead):
     params = SamplingParams(allowed_token_ids=[only], temperature=0.0, max_tokens=9, **BOUND)
     tokens, last = run(it, [(0, [1, 2], params)])
     assert tokens[0] == [only]
-    assert "the settings of the request leave no token" in str(last[0].error)
+    assert isinstance(last[0].error, InputError)
+    assert str(last[0].error) == (
+        "allowed_token_ids: no token is left to draw; expected a token that fits structured_outputs and allowed_token_ids; "
+        "found none for generated token 1 (a grammar needs an end-of-sequence token, too)"
+    )
+    it._runner._model = lambda batch, cache: Noisy()(batch, cache).fill_(math.nan)
+    _, last = run(it, [(0, [1, 2], params)])
+    assert isinstance(last[0].error, NumericsError), "the settings leave tokens, so it is the model"
 
 
 def test_requests_wait_while_their_constraint_is_compiled():
@@ -294,6 +301,42 @@ def test_recovery_keeps_requests_whose_constraint_is_being_compiled():
         tokens += [token for output in it.step() for token in output.token_ids]
     assert tokens == alone([7, 8], params)
     assert cache.allocator.num_free == cache.num_pages
+
+
+def test_a_request_whose_constraint_cannot_be_prepared_does_not_run_without_it(monkeypatch):
+    it, _ = bound_engine()
+
+    def no_thread(spec, ends, min_tokens):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(it._constraints, "prepare", no_thread)
+    request = Request(next(IDS), [1], resolve(SamplingParams(**BOUND), None), (EOS,))
+    with pytest.raises(RuntimeError):
+        it.add(request)
+    it.recover()
+    assert request.id not in it
+
+
+def test_a_step_costs_nothing_for_constraints_that_are_being_compiled():
+    class Untouched(dict):
+        def items(self):
+            raise AssertionError("a step looks at all of them")
+
+        values = __iter__ = items
+
+    it, _ = bound_engine(late=3)
+    it._compiling = Untouched()
+    add(it, [1, 2], resolve(SamplingParams(max_tokens=20), None))
+    bound = [Request(next(IDS), [7, 8], resolve(SamplingParams(max_tokens=2, **BOUND), None), (EOS,)) for _ in range(3)]
+    for request in bound:
+        it.add(request)
+    it.abort(bound[1].id)
+    assert it._constraints.waiting[1][2].cancelled(), "nobody needs it any more"
+    ended = set()
+    for _ in range(9):
+        ended |= {output.request_id for output in it.step() if output.finish_reason == "length"}
+        it._constraints.tick()
+    assert ended == {bound[0].id, bound[2].id}
 
 
 def test_an_engine_without_constraints_refuses():

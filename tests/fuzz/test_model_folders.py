@@ -430,7 +430,7 @@ def compare(folder: Path, prompt: list[int], logits: torch.Tensor) -> None:
     tensors = {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
     COUNTS["compared"] += 1
     if any(name.endswith(("qweight", "weight_packed")) for name in tensors):
-        version = stated.get("checkpoint_format", stated.get("format"))
+        version = stated.get("checkpoint_format") or stated.get("format")  # null counts as absent
         offset = None if stated["quant_method"] == "awq" else 0 if version in ("gptq_v2", "gptq_p") else 1
         tensors = quantized_int4.dequantized(tensors, offset)
         widths = {name: own.shape[-1] for name, own in theirs.state_dict().items()}

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.quantized import write
 
 from minirt import Generator
 from minirt.errors import CheckpointError, ConfigError
@@ -71,8 +72,8 @@ def test_faulty_experts(fault, hf_folder):
         load(folder)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_fused_experts_load_like_single_ones(quantization, hf_folder):
+@pytest.mark.parametrize("quantization", [None, "fp8", "stored"])
+def test_fused_experts_load_like_single_ones(quantization, hf_folder, tmp_path):
     """Tensors [E, 2I, H] and [E, H, I], for releases that have them; one that has another shape is refused."""
     from minirt.layers import MoE
     from minirt.models.decoder import decoder_layers
@@ -97,6 +98,9 @@ def test_fused_experts_load_like_single_ones(quantization, hf_folder):
 
     sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16, "num_hidden_layers": 2}
     folder = hf_folder("Qwen3Moe", **sizes)
+    if quantization == "stored":  # the other linears are FP8 already, and config.json does not say that the experts are not
+        plain = ("lm_head", "gate_proj", "up_proj", "down_proj")
+        folder, quantization = write(folder, tmp_path / "q", "fp8 block", skip=plain, listed=False).folder, None
     with load(folder, quantization=quantization) as generator:
         expected = generator.logits([5, 6, 7])
     rewrite(folder, stack)

@@ -18,7 +18,7 @@ from support.quantized import STYLES, save, write
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.bench.bounds import errors, fault, floor
-from minirt.errors import CheckpointError, ConfigError, OutOfMemoryError, UnsupportedError
+from minirt.errors import CheckpointError, ConfigError, MinirtError, OutOfMemoryError, UnsupportedError
 from minirt.kernels.reference import dequantize_fp8, linear, quantize_fp8
 from minirt.loading.load import plan_model
 from minirt.modeling.formats import StoredFp8Blocks
@@ -171,7 +171,13 @@ def test_tied_heads(hf_folder, tmp_path):
         written = write(plain, tmp_path / style, style, skip=())
         with quietly(written.folder) as generator:
             assert generator._model.layers[0].table is generator._model.layers[-1].lm_head
-    written.tensors["model.embed_tokens.weight"] = written.tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)
+    table = written.tensors["model.embed_tokens.weight"]
+    written.tensors["lm_head.weight"] = table.to(torch.float8_e4m3fn)
+    save(written)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight: config\.json ties the head.*set tie_word_embeddings to false"):
+        load(written.folder)
+    written.tensors.pop("lm_head.weight")
+    written.tensors["model.embed_tokens.weight"] = table.to(torch.float8_e4m3fn)
     written.tensors["model.embed_tokens.weight_scale_inv"] = torch.ones(2, 1)
     save(written)
     with pytest.raises(UnsupportedError, match=r"model\.embed_tokens\.weight: only linear layers can be quantized"):
@@ -190,6 +196,16 @@ def test_notes_and_unused_scales(quantized):
     (written.folder / "config.json").write_text(json.dumps(stated))
     (written.folder / "hf_quant_config.json").unlink()
     assert "16-bit activations" in "".join(plan_model(LoadOptions(model=written.folder, device="cpu")).plan.notes)
+    written = quantized("fp8 tensor")  # with the names that transformers gives them
+    names = [name for name in written.tensors if name.endswith(".weight_scale")]
+    for name in names:
+        written.tensors[f"{name}_inv"] = written.tensors.pop(name)
+        written.tensors[name.replace("weight_scale", "activation_scale")] = torch.tensor(0.5)
+    save(written)
+    with load(written.folder) as generator:
+        assert "21 input scales are not used" in "".join(generator.plan.notes)
+        down = generator._model.layers[2].down
+        assert down.scale.unique().item() == written.tensors[f"{down.modules[0]}.weight_scale_inv"].item()
 
 
 # --- the plan ---
@@ -429,7 +445,7 @@ def test_parts_with_two_schemes(quantized):
     groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
     groups["group_1"]["targets"], groups["group_1"]["weights"]["strategy"] = [r"re:.*self_attn\.v_proj"], "tensor"
     path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*k_proj\.weight: FP8.*channel.*v_proj\.weight: .*tensor"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*q_proj\.weight: FP8.*channel.*v_proj\.weight: .*tensor"):
         load(written.folder)
 
 
@@ -562,11 +578,39 @@ def test_smollm2(smollm2, tmp_path):
         shutil.rmtree(folder)
 
 
+MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 136, "num_hidden_layers": 1, "head_dim": 16}
+
+
+def test_the_plan_refuses_what_loading_refuses(hf_folder, tmp_path):
+    """A missing and an extra expert, one in 16 bits, and a config.json that states nothing: in the plan too, in few words."""
+    written = write(hf_folder("Qwen3Moe", **MIXTURE), tmp_path / "q", "fp8 block")
+    options = LoadOptions(model=written.folder, device="cpu")
+    whole, up = dict(written.tensors), "model.layers.0.mlp.experts.1.up_proj"
+    own = {name: tensor for name, tensor in whole.items() if name.startswith(up)}
+
+    def refused(tensors, words):
+        written.tensors = tensors
+        save(written)
+        for attempt in (lambda: plan_model(options), lambda: load(written.folder)):
+            with pytest.raises(MinirtError, match=words) as error:
+                attempt()
+            assert len(str(error.value)) < 600
+
+    others = {name: tensor for name, tensor in whole.items() if name not in own}
+    refused(others, rf"2 of \d+ tensors are missing; expected {up}\.weight, {up}")
+    extra = {name.replace("experts.1.", "experts.3."): tensor.clone() for name, tensor in own.items()}
+    refused(whole | extra, r"2 unexpected tensors; found .*experts\.3\.up_proj")
+    plain = others | {f"{up}.weight": written.exact[f"{up}.weight"].float()}
+    refused(plain, rf"layers\.0\.moe: .*one format.*experts\.0\.gate_proj\.weight: FP8.*{up}\.weight: not quantized")
+    config = json.loads((written.folder / "config.json").read_text())
+    (written.folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+    refused(whole, r"q_proj\.weight: the weight is FP8, but config\.json states no quantization")
+
+
 @pytest.mark.parametrize("style", ["compressed-tensors channel", "fp8 block"])
 def test_experts_keep_their_scales(style, hf_folder, tmp_path):
     """Each expert's weights times its scales are the written ones; the router is not quantized."""
-    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 136, "num_hidden_layers": 1, "head_dim": 16}
-    written = write(hf_folder("Qwen3Moe", **sizes), tmp_path / "q", style)
+    written = write(hf_folder("Qwen3Moe", **MIXTURE), tmp_path / "q", style)
     with Generator.from_pretrained(written.folder, device="cpu", kv_cache_memory=1 << 22) as generator:
         layer = next(layer for layer in generator.model.layers if layer.kind == "moe")
         assert layer.router.format is None

@@ -345,7 +345,7 @@ TENSORS = {  # what: style, change of the tensors, error, words
     ),
     "a quantized embedding": (
         "awq 128", lambda t: t.update({"model.embed_tokens.scales": torch.ones(1, 144)}), UnsupportedError,
-        r"model\.embed_tokens\.weight: only linear layers",
+        r"model\.embed_tokens\.weight: only linear layers.*found F32 with scales",
     ),
     "bitsandbytes": (
         "gptq 128", lambda t: t.update({f"{K}.weight.absmax": torch.ones(4)}), UnsupportedError, "4-bit weights of bitsandbytes",
@@ -376,6 +376,25 @@ def test_tensors_that_contradict(what, quantized):
         load(written.folder)
 
 
+def test_biases_of_zeros(quantized):
+    """Qwen's GPTQ releases have a bias of zeros for each linear, also where the model has none."""
+    written = quantized("gptq 128")
+    extra = {name.replace("qweight", "bias"): words.shape[1] for name, words in written.tensors.items() if "qweight" in name}
+    extra = {name: torch.zeros(rows).half() for name, rows in extra.items() if name not in written.tensors}
+    with load(written.folder) as generator:
+        expected = generator.logits(TOKENS)
+    written.tensors |= extra
+    save(written)
+    with load(written.folder) as generator:
+        assert torch.equal(generator.logits(TOKENS), expected)
+        assert f"{len(extra)} biases of linear layers that have none are not used" in generator.plan.notes[0]
+        assert generator.unused_tensors == ()
+    extra[f"{DOWN}.bias"][5] = 0.25
+    save(written)
+    with pytest.raises(CheckpointError, match=rf"{DOWN}\.bias: the model has no bias here; .*zeros; found 1 values"):
+        load(written.folder)
+
+
 def test_parts_of_two_group_sizes(quantized):
     written = quantized("packed 128")
     path = written.folder / "config.json"
@@ -384,7 +403,7 @@ def test_parts_of_two_group_sizes(quantized):
     groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
     groups["group_1"]["targets"], groups["group_1"]["weights"]["group_size"] = [r"re:.*self_attn\.v_proj"], 64
     path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*k_proj\.weight: .*of 128.*v_proj.*of 64"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attention.*q_proj\.weight: .*of 128.*v_proj.*of 64"):
         load(written.folder)
 
 

@@ -21,7 +21,9 @@ def pattern(source, depth=0):
         return inner + pattern(source, depth + 1)
     if chance < 0.75:
         return f"({inner}|{pattern(source, depth + 1)})"
-    return f"(?:{inner}){source.choice(REPEATS)}" if chance < 0.95 else source.choice(["^", "$"]) + inner
+    if chance < 0.9:
+        return f"(?:{inner}){source.choice(REPEATS)}"
+    return f"(?{source.choice('=!')}{inner})" if chance < 0.95 else source.choice(["^", "$"]) + inner
 
 
 def test_answers_of_re():
@@ -39,14 +41,21 @@ def test_answers_of_re():
         (".*lm_head", "lm_head", True), (".*mlp.gate$", "model.layers.0.mlp.gate_proj", False),
         (r".*self_attn\.(q|k|v)_proj$", "model.layers.11.self_attn.k_proj", True), (r"visual.*", "model.visual", False),
         (r"^model\.layers\.[0-9]+\.mlp\..*$", "model.layers.31.mlp.down_proj", True), ("model", "model.norm", True),
+        (r"^(?!.*experts).*$", "model.layers.1.self_attn.q_proj", True), (r"^(?!.*experts).*$", "model.experts.1.up", False),
+        (r"((?!mlp\.experts).)*$", "model.mlp.experts.1.up", False), (r"model\.(?=.*_proj).*", "model.mlp.up_proj", True),
     ],
 )  # fmt: skip
 def test_rules_in_the_wild(rule, name, expected):
     assert matches(rule, name) is expected
 
 
-SLOW = ["(a|a)*$", "(a+)+$", "(.*)*x", ".*" * 80 + "x", "(a?){1000}b", "(((a{60}){60}){60})", "(|)*" * 20]
-UNKNOWN = [r"(a)\1", "(?=a)", "(?i)a", "(?P<x>a)(?P=x)", r"\ba", "((((((((a*)*)*)*)*)*)*)*)*", "(", "a" * 513, "(?i:a)"]
+SLOW = [
+    "(a|a)*$", "(a+)+$", "(.*)*x", ".*" * 80 + "x", "(a?){1000}b", "(((a{60}){60}){60})", "(|)*" * 20, "((?!.*x).)*y",
+    "(?=(?=(?=.*b).*c).*d)" * 9,
+]  # fmt: skip
+UNKNOWN = [
+    r"(a)\1", "(?<=a)", "(?<!a)", "(?i)a", "(?P<x>a)(?P=x)", r"\ba", "((((((((a*)*)*)*)*)*)*)*)*", "(", "a" * 513, "(?i:a)",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", SLOW)

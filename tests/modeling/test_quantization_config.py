@@ -62,6 +62,31 @@ def test_the_most_specific_group_counts():
     assert found.scheme("model.layers.2.self_attn.q_proj").scales == "channel"
 
 
+def test_null_counts_as_absent():
+    """Producers write null for what they leave out. What is needed is still missed."""
+    every = {**STYLES, **INT4_STYLES}
+    for style, needed in (("gptq 128", ("bits", "group_size")), ("awq 128", ("bits", "group_size")), ("fp8 block", ())):
+        config = every[style].config(["lm_head"])
+        found = read({"quantization_config": config}).scheme(MODULE)
+        for name in set(config) - {"quant_method", "weight_block_size"}:
+            if name in needed:
+                with pytest.raises(ConfigError, match=rf"quantization_config\.{name}: the field is missing"):
+                    read({"quantization_config": config | {name: None}})
+            else:
+                assert read({"quantization_config": config | {name: None}}).scheme(MODULE) == found, name
+    for name in ("strategy", "symmetric", "dynamic", "actorder"):
+        assert read(int4("packed 32", **{f"group__weights__{name}": None})).scheme(MODULE) == Int4Scheme("packed", 32, True)
+
+
+def test_formats_of_single_groups():
+    """A group's own format counts, not that of the whole."""
+    config = changed("compressed-tensors channel", format="pack-quantized", config_groups__group_0__format="float-quantized")
+    assert read(config).scheme(MODULE) == Scheme("channel", "weight_scale", "dynamic")
+    config = changed("compressed-tensors channel", ignore=["re:^(?!.*experts).*$"], config_groups__group_0__format=None)
+    assert read(config).scheme("model.layers.0.mlp.experts.1.up_proj") is not None
+    assert read(config).scheme("model.layers.0.self_attn.q_proj") is None
+
+
 def test_two_files_that_agree_or_contradict():
     nested = stated("modelopt")[1]
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}

@@ -16,7 +16,7 @@ from support.structured import EOS, TEXTS
 from minirt import AsyncGenerator, Generator, SamplingParams, StructuredOutputsParams
 from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.engine.scheduler import Scheduler
-from minirt.errors import InputError, NumericsError, TokenizerError, UnsupportedError
+from minirt.errors import InputError, TokenizerError, UnsupportedError
 
 SCHEMA = {
     "type": "object",
@@ -143,13 +143,22 @@ def test_errors_come_before_any_request_runs(generator):
 
 
 def test_settings_that_leave_no_token(generator):
-    own = params(structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=[300])
-    results = generator.completions([STORY, STORY], [own, params(4)])
-    ended = dict(results)
-    assert isinstance(ended[0].error, NumericsError)
-    assert "the settings of the request leave no token" in str(ended[0].error)
-    assert ended[1].error is None
+    digits, cat = {"structured_outputs": {"regex": "[0-9]+"}}, {"structured_outputs": {"choice": ["cat"]}}
+    ids = generator.encode("cat")
+    own = [
+        params(**digits, allowed_token_ids=[300]), params(4), params(**cat, allowed_token_ids=ids),
+        params(**cat, bad_words="cat"), params(**cat, min_tokens=30, logit_bias=dict.fromkeys(range(2048), -100.0)),
+    ]  # fmt: skip
+    ended = dict(generator.completions([STORY] * len(own), own))
+    for i, (name, count) in {0: ("allowed_token_ids", 0), 2: ("allowed_token_ids", len(ids)), 3: ("bad_words", None)}.items():
+        assert isinstance(ended[i].error, InputError), "the request is at fault, not the model"
+        start = f"{name}: no token is left to draw; expected a token that fits structured_outputs and "
+        assert str(ended[i].error).startswith(start)
+        assert f"none for generated token {len(ended[i].token_ids)}" in str(ended[i].error)
+        assert count in (None, len(ended[i].token_ids))
     assert ended[1].token_ids == generator.generate(STORY, params(4)).token_ids
+    why = "a bias is no mask, and where only an end fits, min_tokens does not forbid it"
+    assert (ended[4].text, ended[4].finish_reason) == ("cat", "stop"), why
 
 
 def test_settings_that_narrow_a_grammar(generator):
