@@ -20,11 +20,12 @@ MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
+MAX_VARIABLES = 64  # of a chat template
 MAX_NESTING = 64  # of values that have no fixed form
 MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
-Body = TypeVar("Body", bound="Common")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -116,7 +117,7 @@ REFUSED: Refused = {
 }
 
 
-def decode_json(body: bytes) -> dict[str, Any]:
+def _decode_json(body: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
@@ -135,7 +136,7 @@ def decode_json(body: bytes) -> dict[str, Any]:
 
 def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
     """A body as a request of this kind, with checked types and limits. `refused`: the fields that are refused."""
-    value = decode_json(body)
+    value = _decode_json(body)
     known = _fields(kind)
     unknown = []
     for name in value.keys() - known.keys():
@@ -144,15 +145,13 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
         elif (found := value[name]) is not None and found not in refused[name][1]:
             raise bad_field(name, refused[name][0], found=shown(found))
     front.note_unknown(unknown)
-    request = convert(value, kind)
-    _check_limits(request)
+    request = _convert(value, kind)
+    if isinstance(request, Common):
+        _check_limits(request)
     return request
 
 
-Any_ = TypeVar("Any_", bound=msgspec.Struct)
-
-
-def convert(value: dict[str, Any], kind: type[Any_]) -> Any_:
+def _convert(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a struct. Integral floats become integers where those are meant."""
     for name, (integer, integers) in _fields(kind).items():
         found = value.get(name)
