@@ -1,14 +1,12 @@
 """`Exchange`: one HTTP request and its answer, on top of ASGI."""
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minirt.errors import MinirtError
 from minirt.server.errors import HTTPError, error_body, retry_after, status_of
@@ -21,21 +19,6 @@ _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
 )  # fmt: skip
 encode_json = msgspec.json.Encoder().encode
-
-
-class HTTPProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol. It passes the connection on, so that a reader that does not read can be dropped."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # A token must not wait until the client has acknowledged the one before. asyncio sees to it only if the listening socket
-        # names its protocol.
-        if (own := transport.get_extra_info("socket")) is not None and own.family in (socket.AF_INET, socket.AF_INET6):
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {"minirt": {"transport": self.transport}}  # type: ignore[typeddict-unknown-key]
 
 
 class Exchange:
@@ -80,9 +63,12 @@ class Exchange:
         """The body of the request.
 
         Raises:
-            HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 499 if the client goes, 400 if it has too many
-                JSON values.
+            HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 415 if it is compressed, 499 if the client goes,
+                400 if it has too many JSON values.
         """
+        if (coding := self.header(b"content-encoding") or b"identity").lower() != b"identity":
+            what, found = "bodies that are compressed are not supported", coding.decode("latin-1")[:80]
+            raise HTTPError(415, what, param="content-encoding", found=found)
         stated = self.header(b"content-length") or b"0"
         size, parts = int(stated) if stated.isdigit() else 0, []
         try:
