@@ -6,6 +6,7 @@ from typing import Any
 
 from minirt.processor import Call
 from minirt.server.errors import bad_field, shown
+from minirt.server.exchange import Exchange
 from minirt.server.front import Front
 from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
 from minirt.server.replies import ReplyPlan, check_tools
@@ -100,8 +101,8 @@ def render(front: Front, conversation: Conversation) -> Prompt:
 
 
 def prepare(
-    front: Front, conversation: Conversation, request: Common, renamed: Mapping[str, str], *, max_tokens: int | None,
-    grammar: Any = None, **params: Any,
+    front: Front, exchange: Exchange, conversation: Conversation, request: Common, renamed: Mapping[str, str], *,
+    max_tokens: int | None, grammar: Any = None, grammar_field: str = "response_format", **params: Any,
 ) -> Prepared:  # fmt: skip
     """Render a conversation, plan its answers, and make its requests. Not for the event loop's thread.
 
@@ -110,6 +111,7 @@ def prepare(
         renamed: see `sampling_params`.
         max_tokens: of an answer; None: all that fit, up to those of generation_config.json.
         grammar: `structured_outputs` of the answer's content; None: any text.
+        grammar_field: the field of the request that has it, unless that is `structured_outputs`.
         params: more parameters of `SamplingParams`.
     """
     processor, _ = front.check_ready()
@@ -121,7 +123,8 @@ def prepare(
     if plan.forces:
         if request.structured_outputs:
             raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=shown(own.tool_choice))
-        renamed = {**renamed, "structured_outputs": "tools"}
+        grammar_field = "tools"
+    exchange.grammar_field = None if request.structured_outputs else grammar_field
     if max_tokens is None:
         max_tokens = _room(front, len(prompt.tokens), request.truncate_prompt_tokens)
     sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params, **plan.sampling(tokenizer))

@@ -32,6 +32,7 @@ class Exchange:
         log: more fields of the line in the log.
         streaming: whether the answer is a stream of events.
         prompt_field: the field that errors of the prompt are about.
+        grammar_field: the field that errors of `structured_outputs` are about, if it is another one.
         headers: more headers of the answer.
         error_body: the body of an error; `prompt_field` is its second argument.
         error_event: the events of an error in a stream. None: an event with its body.
@@ -48,6 +49,7 @@ class Exchange:
         self.log: dict[str, Any] = {}
         self.streaming = self.disconnected = False
         self.prompt_field: str | None = None
+        self.grammar_field: str | None = None
         self.error_body: Callable[[MinirtError, str | None], bytes] = error_body
         self.error_event: Callable[[MinirtError], bytes] | None = None
         self._watch: asyncio.Task | None = None
@@ -118,6 +120,16 @@ class Exchange:
         kind = _JSON if content_type is None else (b"content-type", content_type)
         await self._begin(status, [kind, (b"content-length", str(len(body)).encode()), *headers])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def named(self, error: MinirtError) -> MinirtError:
+        """An error of a grammar as one of the request's own field. Other errors are returned unchanged."""
+        where, _, place = str(error.where or "").partition(", ")  # `place`: in a JSON schema
+        if self.grammar_field is None or isinstance(error, HTTPError) or not where.startswith("structured_outputs"):
+            return error
+        what = f"{place}: {error.what}" if place else error.what
+        return HTTPError(
+            status_of(error), what, param=self.grammar_field, expected=error.expected, found=error.found, hint=error.hint
+        )  # fmt: skip
 
     async def answer_error(self, error: MinirtError) -> None:
         """Send an error: as the answer, or as the last event of a stream."""

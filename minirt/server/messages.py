@@ -82,8 +82,11 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[MessagesReq
     request = _read(front, exchange, body, MessagesRequest)
     conversation = conversation_of(front, request)
     names = {} if request.stop_sequences is None else {"stop": "stop_sequences"}
-    names |= {} if request.structured_outputs else {"structured_outputs": "output_config.format"}
-    return request, prepare(front, conversation, request, names, max_tokens=request.max_tokens, grammar=grammar_of(request))
+    ready = prepare(
+        front, exchange, conversation, request, names, max_tokens=request.max_tokens, grammar=grammar_of(request),
+        grammar_field="output_config.format",
+    )  # fmt: skip
+    return request, ready
 
 
 def _render(front: Front, exchange: Exchange, body: bytes) -> Prompt:

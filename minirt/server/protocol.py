@@ -262,11 +262,7 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
         return SamplingParams(**given | changes)
     except InputError as error:
         name = str(error.where).removeprefix("SamplingParams.")
-        if not name.startswith("structured_outputs"):
-            name = renamed.get(name, name)
-        elif not request.structured_outputs:
-            name = renamed.get("structured_outputs", "response_format")
-        raise error.at(name) from error
+        raise error.at(renamed.get(name, name)) from error
 
 
 def structured_outputs(request: Sampling) -> Any:

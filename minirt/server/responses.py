@@ -99,8 +99,8 @@ def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ResponsesRe
         truncates=request.truncate_prompt_tokens is not None,
     )  # fmt: skip
     ready = prepare(
-        front, conversation, request, {"max_tokens": "max_output_tokens", "structured_outputs": "text.format"},
-        max_tokens=request.max_output_tokens, grammar=_grammar(request),
+        front, exchange, conversation, request, {"max_tokens": "max_output_tokens"}, max_tokens=request.max_output_tokens,
+        grammar=_grammar(request), grammar_field="text.format",
     )  # fmt: skip
     return request, tools, ready
 

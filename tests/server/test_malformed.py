@@ -226,6 +226,17 @@ def cases():
         for wrong in wrongs:
             yield *chats(**{name: wrong}), name
     yield *chats(logprobs=True, top_logprobs=21), "top_logprobs"
+    for wrong in ({"$ref": "#/nothing"}, {"not": {}}, {"pattern": "(?=a)b"}, {"enum": []}, {"properties": []}):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": wrong}}
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": wrong}}}
+        yield *chats(response_format=form), "response_format"
+        yield *chats(tools=[{"type": "function", "function": function}], tool_choice="required"), "tools"
+        yield *completions(response_format=form), "response_format"
+        yield *completions(structured_outputs={"json": wrong}), "structured_outputs"
+        yield *responses(text={"format": {"type": "json_schema", "name": "a", "schema": wrong}}), "text"
+        yield *responses(tools=[{"type": "function"} | function], tool_choice="required"), "tools"
+        yield *messages(output_config={"format": {"type": "json_schema", "schema": wrong}}), "output_config"
+        yield *messages(tools=[{"name": "f", "input_schema": function["parameters"]}], tool_choice={"type": "any"}), "tools"
     many = {"name": "f", "arguments": json.dumps({"a": [[]] * 200_000})}
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": many}]}
     yield *chats(messages=[*USER, call]), "messages"
