@@ -2,7 +2,9 @@
 
 python bench/tools/startup.py MODEL [--fp8] [--serve]     random weights, a new process for each start; prints JSON
 
-With --serve, also the time until /health of `minirt serve` is 200, after each of the other starts. Triton's cache is a temporary folder, empty at the first start. The operating system's file cache is warm.
+With --serve, also the time until /health of `minirt serve` is 200, after each of the other starts.
+
+Triton's cache is a temporary folder, empty at the first start. The operating system's file cache is warm.
 """
 
 import json
