@@ -20,6 +20,7 @@ from minirt.server.protocol import (
     Int,
     Refused,
     Sampling,
+    check_copies,
     decode,
     sampling_params,
     structured_outputs,
@@ -128,6 +129,7 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
     count = request.n or 1
     if num_prompts * count > MAX_CHOICES:
         raise bad_field("prompt", "too many completions", expected=f"at most {MAX_CHOICES}", found=num_prompts * count)
+    check_copies(request, num_prompts * count)
     if request.best_of not in (None, count):
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:

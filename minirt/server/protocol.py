@@ -22,6 +22,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
 MAX_VARIABLES = 64  # of a chat template
 MAX_NESTING = 64  # of values that have no fixed form
+MAX_COPIES = 16 << 20  # bytes of what every completion of a request gets a copy of
 MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
@@ -228,6 +229,21 @@ def _check_choices(request: Sampling) -> None:
         raise bad_field("stream_options", "is for streams only", expected="stream: true")
     check_nesting("response_format", request.response_format)
     _check_grammar("response_format", request.response_format)
+    check_copies(request, request.n or 1)
+
+
+def check_copies(request: Sampling, completions: int) -> None:
+    """Raise 400 if the messages to the engine's process would be too large: each completion has all lists and the grammar."""
+    lists = {name: 8 * len(getattr(request, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+    texts = {name: len(msgspec.json.encode(getattr(request, name))) for name in _TEXTS}
+    sizes = lists | texts
+    if sum(sizes.values()) * completions > MAX_COPIES:
+        expected = f"at most {MAX_COPIES // completions:,} bytes of lists, texts and grammars for {completions} completions"
+        largest = max(sizes, key=sizes.__getitem__)
+        raise bad_field(largest, "is too large for so many completions", expected=expected, found=f"{sum(sizes.values()):,}")
+
+
+_TEXTS = ("stop", "bad_words", "structured_outputs", "response_format")
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:

@@ -188,6 +188,14 @@ def cases():
     }.items():  # fmt: skip
         yield *completions(**{name: wrong}), name
     yield *completions(prompt=["a"] * 5000), "prompt"
+    for name, wrong in {
+        "bad_words": ["x" * 50] * 100, "allowed_token_ids": [5] * 900, "structured_outputs": {"regex": "x" * 6000},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * 6000}}}, "stop": ["x" * 500] * 16,
+        "logit_bias": {str(i): 1 for i in range(900)},
+    }.items():  # fmt: skip
+        yield *completions(prompt=["a"] * 4000, **{name: wrong}), name
+        yield *completions(prompt=["a"] * 32, n=128, seed=1, **{name: wrong}), name
+    yield *chats(n=128, seed=1, structured_outputs={"regex": "x" * 500_000}), "structured_outputs"
     yield *completions(prompt=["a"] * 100, n=100, seed=1), "prompt"
     yield *completions(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"
     yield *completions(max_tokens=0, echo=True, stream=True), "max_tokens"
