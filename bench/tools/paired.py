@@ -105,6 +105,8 @@ def main() -> None:
     if options.child:
         child(options.model, options.fp8, options.repeats)
         return
+    if options.pairs < 6:
+        parser.error(f"--pairs: a 95% confidence interval needs at least 6 pairs; found {options.pairs}")
     sites = {name: str(Path(getattr(options, name)).resolve()) for name in ("old", "new")}
     builds = {name: start(site, options.model, options.fp8, options.repeats) for name, site in sites.items()}
     for process in builds.values():

@@ -8,34 +8,30 @@ with the results. Pictures need matplotlib.
 """
 
 import hashlib
-import json
 import re
 import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from minirt.bench.compare.picture import draw, save
+from minirt.bench.tools import pictures
+from minirt.bench.tools.results import (
+    FORMATS,
+    RESULTS,
+    ROOT,
+    VLLM_MIXTURE_PROMPTS,
+    VLLM_MIXTURE_STEPS,
+    VLLM_PROMPTS,
+    VLLM_STEPS,
+    Records,
+    Result,
+    format_of,
+    stored,
+    title_of,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Result = Any  # the content of a file: a dictionary, or (older results of loading) a list of dictionaries
-Records = Mapping[str, Result]
-
-# vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured separately on the same GPU model with the same torch.
-# These figures are not among the stored results.
-VLLM_STEPS = {
-    (1, 128): (4.78, 3.41), (1, 8000): (4.91, 3.61), (8, 128): (4.93, 3.47), (64, 128): (5.22, 3.99), (256, 128): (9.08, 7.29)
-}  # fmt: skip
-VLLM_PROMPTS = {128: (7.83, 5.71), 512: (13.9, 9.25), 2048: (48.0, 29.4), 8192: (195.0, 129.0)}
-# The same of Qwen3-30B-A3B. vLLM's FP8 experts were fewer at 64 and 256 sequences, as its routing is less spread.
-VLLM_MIXTURE_STEPS = {1: (4.27, 4.49), 8: (9.17, 4.93), 64: (17.7, 6.29), 256: (21.4, 9.75)}
-VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
-
-FORMATS = ("bf16", "fp8")
 NONE = "–"  # a cell without a measured value
 # The first line of every page of docs/benchmarks.
 NOTICE = (
@@ -62,14 +58,6 @@ def percent(share: float | None) -> str:
 def signed(value: float, digits: int) -> str:
     text = f"{value:+.{digits}f}"
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
-
-
-def format_of(record: Result) -> str:
-    return "fp8" if record.get("quantization") or "fp8" in record.get("dtype", "") else "bf16"
-
-
-def title_of(form: str) -> str:
-    return "`--fp8`" if form == "fp8" else form
 
 
 def _by_format(records: Records, key: Callable[[Result, Result], Any]) -> dict[str, dict[Any, Result]]:
@@ -302,7 +290,8 @@ def mixture_kernels_table(records: Records) -> str:
     for name in names:
         found = [row["us_a_step_by_kernel"].get(name) for _, row in columns]
         rows.append([f"`{name}`", *(NONE if own is None else f"{own:,.0f}" for own in found)])
-    return table(["µs", *(f"{title_of(form)}, batch {row['batch']}" for form, row in columns)], rows)
+    made = table(["µs", *(f"{title_of(form)}, batch {row['batch']}" for form, row in columns)], rows)
+    return f"![Share of each kernel in a decode step, by batch size](../../bench/results/mixture.svg)\n\n{made}"
 
 
 # --- idle time, power, start-up, loading, techniques ---
@@ -732,52 +721,6 @@ def tuned_table(records: Records) -> str:
     return table(columns, cells)
 
 
-def speed_picture(records: Records, target: Path, note: str) -> None:
-    """Draw decode steps and times to the first token of Qwen2.5-7B, with those of vLLM and the limits."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.0, 6.0), layout="constrained")
-    axes = figure.subplots(2, 2)
-    for column, kind in enumerate(("bf16", "fp8")):
-        found = [row for name in (f"h200-decode-{kind}", f"h200-decode-{kind}-8000") for row in records[name]["results"]]
-        steps = {(row["batch_size"], row["context_len"]): row for row in found}
-        labels = [f"batch {batch}" + (f"\ncontext {context}" if context != 128 else "") for batch, context in VLLM_STEPS]
-        own = [steps[key]["step_s"]["median"] * 1e3 for key in VLLM_STEPS]
-        least = [t * steps[key]["share_of_limit"] for t, key in zip(own, VLLM_STEPS, strict=True)]
-        _bars(axes[0][column], labels, own, [peers[column] for peers in VLLM_STEPS.values()], least)
-        axes[0][column].set_title(f"{kind}: decode step, ms (lower is better)", fontsize=9)
-        prompts = {row["input_len"]: row for row in records[f"h200-prefill-{kind}"]["results"]}
-        each = [1e3 / n for n in VLLM_PROMPTS]  # ms of a prompt → µs of a token
-        own = [prompts[n]["time_to_first_token_s"]["median"] * 1e3 for n in VLLM_PROMPTS]
-        reading = steps[1, 128]["weight_bytes_read"] / records[f"h200-decode-{kind}"]["read_ceiling"]["bytes_per_s"] * 1e3
-        least = [max(reading, t * prompts[n]["share_of_matmul_ceiling"]) for t, n in zip(own, VLLM_PROMPTS, strict=True)]
-        labels = [f"{n} tokens" for n in VLLM_PROMPTS]
-        peers = [peers[column] for peers in VLLM_PROMPTS.values()]
-        _bars(axes[1][column], labels, *([t * e for t, e in zip(ms, each, strict=True)] for ms in (own, peers, least)))
-        axes[1][column].set_title(f"{kind}: time to the first token, µs per prompt token (lower is better)", fontsize=9)
-    first = next(iter(records.values()))
-    commits = ", ".join(dict.fromkeys(record["commit"] for record in records.values()))
-    figure.suptitle(f"{first['model']} shapes, random weights · {first['device']} · minirt {commits}", fontsize=9)
-    save(figure, target, note)
-
-
-def _bars(axes: "Axes", labels: list[str], own: list[float], peers: list[float], least: list[float]) -> None:
-    where = range(len(labels))
-    axes.bar([i - 0.2 for i in where], own, 0.4, label="minirt", color="C1")
-    axes.bar([i + 0.2 for i in where], peers, 0.4, label="vLLM 0.24.0, measured separately", color="C7")
-    axes.hlines(least, [i - 0.4 for i in where], [i + 0.4 for i in where], "k", label="limit of the hardware, measured")
-    axes.set_xticks(where, labels, fontsize=7)
-    axes.tick_params(axis="y", labelsize=7)
-    axes.set_ylim(0, 1.3 * max(*own, *peers))
-    axes.legend(fontsize=6, ncols=3, loc="upper left")
-
-
-def layers_picture(records: Records, target: Path, note: str) -> None:
-    """Draw the error and the time of each layer of the embedded model."""
-    (record,) = records.values()
-    draw(record, record["results"], target, note)
-
-
 def quality_table(records: Records) -> str:
     """What FP8 costs: the loss in nats per token above fp32."""
     (lines,) = records.values()
@@ -835,9 +778,8 @@ def _loss(line: Result | None) -> str:
     return NONE if line is None else f"{signed(line['difference'], 4)} ± {line['standard_error']:.4f} ({line['tokens']:,} tokens)"
 
 
-_ROOT = Path(__file__).resolve().parents[2]
-README, RESULTS, BENCHMARKS = _ROOT / "README.md", _ROOT / "bench" / "results", _ROOT / "docs" / "benchmarks"
-QUANTIZATION = _ROOT / "docs" / "quantization.md"
+README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks"
+QUANTIZATION = ROOT / "docs" / "quantization.md"
 
 
 class Block(NamedTuple):
@@ -995,20 +937,6 @@ BLOCKS = {
 }  # fmt: skip
 
 
-def load(name: str) -> Result:
-    """The content of a stored result; for a .jsonl file, a list with its lines."""
-    lines = RESULTS / f"{name}.jsonl"
-    if lines.exists():
-        return [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def stored(sources: tuple[str, ...]) -> dict[str, Result]:
-    """The stored results that match `sources`, each once, in the order of the sources."""
-    found = (file for source in sources for file in sorted(RESULTS.glob(f"{source}.json*")))
-    return {name: load(name) for name in dict.fromkeys(file.stem for file in found)}
-
-
 def pages() -> list[Path]:
     """Every page that has blocks."""
     return list(dict.fromkeys(block.page for block in BLOCKS.values()))
@@ -1056,9 +984,15 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "speed": Picture(_STEPS + _PROMPTS, speed_picture, README),
-    "layers": Picture(("h200-compare-embedded",), layers_picture, _LAYERS),
+    "speed": Picture(_STEPS + _PROMPTS, pictures.speed, README),
+    "layers": Picture(("h200-compare-embedded",), pictures.layers, _LAYERS),
+    "mixture": Picture(_MIXTURE, pictures.mixture, _MODELS),
 }
+
+
+def drawable() -> list[str]:
+    """The pictures whose results are all stored."""
+    return [name for name, own in PICTURES.items() if len(stored(own.sources)) == len(own.sources)]
 
 
 def digest(name: str) -> str:
@@ -1076,7 +1010,7 @@ def main(files: list[str]) -> None:
         shutil.copy(file, RESULTS)
     for page in pages():
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
-    for name in PICTURES:
+    for name in drawable():
         picture(name, RESULTS / f"{name}.svg")
 
 

@@ -46,7 +46,7 @@ TUNABLE = Tunable("gemv", GemvConfig, (__file__,))
 
 
 @triton.jit
-def _load_tile(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
+def load_tile(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
     """Tile i of the rows whose first tile is at `ptrs`. Masked only if the tile may reach past K."""
     if (i + 1) * BLOCK_K <= K:
         return tl.load(ptrs + i * BLOCK_K, eviction_policy=EVICT)
@@ -55,7 +55,7 @@ def _load_tile(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
 
 
 @triton.jit
-def _products(w, x, CHUNK: tl.constexpr):
+def chunk_products(w, x, CHUNK: tl.constexpr):
     """w [BLOCK_N, BLOCK_K] times x [BLOCK_K], summed over the CHUNK neighbouring values of one thread."""
     products = w.to(tl.float32) * x[None, :]
     return tl.sum(tl.reshape(products, [w.shape[0], w.shape[1] // CHUNK, CHUNK]), 2)
@@ -131,9 +131,9 @@ def _gemv_kernel(
     up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * K
     gate, up = (), ()
     for i in tl.static_range(TILES):
-        gate += (_load_tile(gate_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
+        gate += (load_tile(gate_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
         if ACTIVATION is not None:
-            up += (_load_tile(up_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
+            up += (load_tile(up_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
     gate_scale, up_scale = None, None
     gate_scales, up_scales = (), ()
     if SCALE_ROWS is not None:
@@ -154,22 +154,22 @@ def _gemv_kernel(
     gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(COUNT):
-        x = _load_tile(x_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+        x = load_tile(x_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
         if norm_ptr is not None:
             # The root mean square divides the finished sums, so it is not needed before the loop ends.
             squares += x * x
-            x *= _load_tile(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
-        products = _products(gate[i], x, CHUNK)
+            x *= load_tile(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+        products = chunk_products(gate[i], x, CHUNK)
         gate_sums += products if SCALE_ROWS is None else products * gate_scales[i]
         if i + TILES < COUNT:
-            gate += (_load_tile(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+            gate += (load_tile(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
             if SCALE_ROWS is not None:
                 gate_scales += (_block_scales(scale_ptr, 0, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
         if ACTIVATION is not None:
-            products = _products(up[i], x, CHUNK)
+            products = chunk_products(up[i], x, CHUNK)
             up_sums += products if SCALE_ROWS is None else products * up_scales[i]
             if i + TILES < COUNT:
-                up += (_load_tile(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
+                up += (load_tile(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
                 if SCALE_ROWS is not None:
                     up_scales += (_block_scales(scale_ptr, N, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
     inverse_rms = 1.0

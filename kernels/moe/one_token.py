@@ -19,7 +19,7 @@ from torch import Tensor
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import launch_options, sm_count
 from minirt.kernels.linear.activation import activate
-from minirt.kernels.linear.gemv import chunk_size
+from minirt.kernels.linear.gemv import chunk_products, chunk_size, load_tile
 from minirt.kernels.prepared import prepared
 
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
@@ -101,22 +101,6 @@ def _chosen(logits_ptr, E, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def _load(ptrs, k, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
-    """Tile i of the rows whose first tile is at `ptrs`. Masked only if the tile may reach past K."""
-    if (i + 1) * BLOCK_K <= K:
-        return tl.load(ptrs + i * BLOCK_K, eviction_policy=EVICT)
-    else:
-        return tl.load(ptrs + i * BLOCK_K, mask=k + i * BLOCK_K < K, other=0.0, eviction_policy=EVICT)
-
-
-@triton.jit
-def _products(w, x, CHUNK: tl.constexpr):
-    """w [BLOCK_N, BLOCK_K] times x [BLOCK_K], summed over the CHUNK neighbouring values of one thread."""
-    products = w.to(tl.float32) * x[None, :]
-    return tl.sum(tl.reshape(products, [w.shape[0], w.shape[1] // CHUNK, CHUNK]), 2)
-
-
-@triton.jit
 def _rows(expert, n, N, block: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
     """Rows of an expert's weight, which has ROWS · N, for a block of outputs. Rows past the end are the last one again."""
     return expert.to(tl.int64) * ROWS * N + tl.minimum(n + block * BLOCK_N, N - 1)
@@ -141,7 +125,7 @@ def _one_gate_up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     raw = ()  # loaded while the program looks for its expert
     for i in tl.static_range(COUNT):
-        raw += (_load(x_ptr + k, k, i, K, BLOCK_K, ""),)
+        raw += (load_tile(x_ptr + k, k, i, K, BLOCK_K, ""),)
     experts, _ = _chosen(logits_ptr, E, TOP_K, BLOCK_E)
     expert = experts[0]
     for i in tl.static_range(1, TOP_K):
@@ -149,15 +133,15 @@ def _one_gate_up_kernel(
     gate, up = (), ()
     for i in tl.static_range(TILES):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
-        gate += (_load(ptrs, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
-        up += (_load(ptrs + up_offset, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
+        gate += (load_tile(ptrs, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
+        up += (load_tile(ptrs + up_offset, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     xs = ()
     for i in tl.static_range(COUNT):
         x = raw[i].to(tl.float32)
         if norm_ptr is not None:
             squares += x * x
-            x *= _load(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
+            x *= load_tile(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
         xs += (x,)
     inverse_rms = 1.0
     if norm_ptr is not None:
@@ -168,12 +152,12 @@ def _one_gate_up_kernel(
         if scale_ptr is not None and i % COUNT == 0:  # of this block: used after its products
             scales = scale_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
             gate_scale, up_scale = tl.load(scales), tl.load(scales + N)
-        gate_sums += _products(gate[i], xs[i % COUNT], CHUNK)
-        up_sums += _products(up[i], xs[i % COUNT], CHUNK)
+        gate_sums += chunk_products(gate[i], xs[i % COUNT], CHUNK)
+        up_sums += chunk_products(up[i], xs[i % COUNT], CHUNK)
         if i + TILES < BLOCKS * COUNT:
             ptrs = weight_ptr + _rows(expert, n, N, (i + TILES) // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
-            gate += (_load(ptrs, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
-            up += (_load(ptrs + up_offset, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
+            gate += (load_tile(ptrs, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
+            up += (load_tile(ptrs + up_offset, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
         if i % COUNT == COUNT - 1:
             gate_value, up_value = tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms
             if scale_ptr is not None:
@@ -204,7 +188,7 @@ def _one_down_kernel(
     w = ()
     for i in tl.static_range(TILES):
         row = _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1)
-        w += (_load(weight_ptr + row[:, None] * K + k[None, :], k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
+        w += (load_tile(weight_ptr + row[:, None] * K + k[None, :], k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = 0.0
@@ -223,12 +207,12 @@ def _one_down_kernel(
             scales = ()
             for j in tl.static_range(TOP_K):
                 scales += (tl.load(scale_ptr + _rows(experts[j], n, N, i // COUNT, BLOCK_N, 1)),)
-        x = _load(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
-        sums += _products(w[i], x, CHUNK)
+        x = load_tile(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
+        sums += chunk_products(w[i], x, CHUNK)
         if i + TILES < BLOCKS * COUNT:
             row = _rows(experts[(i + TILES) % COUNT // PARTS], n, N, (i + TILES) // COUNT, BLOCK_N, 1)
             ptrs = weight_ptr + row[:, None] * K + k[None, :]
-            w += (_load(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
+            w += (load_tile(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
         if i % PARTS == PARTS - 1:  # the last tile of an expert. Threads add their own sums; one reduction at the end is enough.
             if scale_ptr is not None:
                 sums *= scales[i % COUNT // PARTS][:, None]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from minirt.bench.tools import collect, tables
-from minirt.bench.tools.tables import format_of
+from minirt.bench.tools import collect, results, tables
+from minirt.bench.tools.results import RESULTS, format_of, load
 
-FILES = sorted(file for file in tables.RESULTS.glob("h200-*.json") if not file.stem.startswith("h200-loading"))
+FILES = sorted(file for file in RESULTS.glob("h200-*.json") if not file.stem.startswith("h200-loading"))
 REQUIRED = {
     *(f"h200-decode-{kind}{context}" for kind in ("bf16", "fp8") for context in ("", "-8000", "-odd")),
     *(f"h200-decode-{m}-bf16" for m in ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b")),
@@ -114,19 +114,18 @@ def test_no_measurement_is_typed_elsewhere(page):
 
 def test_all_that_is_stored_or_collected_is_shown():
     sources = [source for block in tables.BLOCKS.values() for source in block.sources]
-    names = [file.stem for file in tables.RESULTS.glob("h200-*")] + [f"h200-{name}" for name in collect.RUNS]
+    names = [file.stem for file in RESULTS.glob("h200-*")] + [f"h200-{name}" for name in collect.RUNS]
     assert [name for name in names if not any(fnmatchcase(name, source) for source in sources)] == []
 
 
 def test_a_block_without_results_names_the_command(tmp_path, monkeypatch):
-    stored = tables.RESULTS
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
     before, after = "a\n<!-- ablation -->\n", "<!-- end of ablation -->\nb\n"
     text = tables.render(before + after)
     assert text.startswith(before + tables.BLOCKS["ablation"].says)
     assert text.endswith(f"`python bench/tools/collect.py FOLDER ablation-bf16 ablation-fp8` makes them.\n{after}")
     assert tables.render(f"{before}| old | 1 |\n{after}") == tables.render(text) == text
-    shutil.copy(stored / "h200-ablation-bf16.json", tmp_path)
+    shutil.copy(RESULTS / "h200-ablation-bf16.json", tmp_path)
     full = tables.render(text)
     assert full.startswith(before + tables.BLOCKS["ablation"].says)
     assert full.endswith(f").\n{after}")
@@ -134,7 +133,7 @@ def test_a_block_without_results_names_the_command(tmp_path, monkeypatch):
 
 
 def test_every_required_result_is_stored():
-    assert {file.stem for file in tables.RESULTS.glob("*.json")} >= REQUIRED
+    assert {file.stem for file in RESULTS.glob("*.json")} >= REQUIRED
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -172,7 +171,7 @@ def test_a_result_says_where_it_comes_from(file):
 @pytest.mark.parametrize("name", ["bf16", "fp8", "w4a16"])
 def test_a_load_says_where_it_ran(name):
     """`bench/tools/loading.py` reads a folder that is nobody else's: its result holds no command."""
-    record = tables.load(f"h200-loading-{name}")
+    record = load(f"h200-loading-{name}")
     for run in record if isinstance(record, list) else [record]:
         assert "H200" in run["environment"]["cuda:0"]
         assert {"python", "minirt", "torch", "triton"} <= set(run["environment"])
@@ -181,7 +180,7 @@ def test_a_load_says_where_it_ran(name):
 
 def test_four_bits_cost_no_more_than_other_scales():
     """`--quantize int4`: a perplexity no worse than with the nearest symmetric levels, and within 0.5% of MSE observers."""
-    lines = [line for line in tables.load("cpu-int4-quality") if "difference" in line]
+    lines = [line for line in load("cpu-int4-quality") if "difference" in line]
     for model in {line["model"] for line in lines}:
         loss = {line["name"]: line["difference"] for line in lines if line["model"] == model}
         assert loss["int4"] <= loss["round to nearest"]
@@ -191,23 +190,23 @@ def test_four_bits_cost_no_more_than_other_scales():
 
 def test_four_bits_of_a_file_are_computed_as_stored():
     """The loss of a 4-bit checkpoint is that of transformers with its dequantized weights; FP8 also rounds activations."""
-    lines = [line for line in tables.load("cpu-format-quality") if "weights_only" in line]
+    lines = [line for line in load("cpu-format-quality") if "weights_only" in line]
     assert len(lines) == 8
     for line in lines:
         more = line["difference"] - line["weights_only"]
         assert (-1e-3 < more < 0.02) if line["name"].startswith("FP8") else abs(more) < 1e-5, line["name"]
 
 
-@pytest.mark.parametrize("name", tables.PICTURES)
+@pytest.mark.parametrize("name", tables.drawable())
 def test_the_pictures_are_of_the_stored_results(name):
-    text = (tables.RESULTS / f"{name}.svg").read_text()
+    text = (RESULTS / f"{name}.svg").read_text()
     assert tables.digest(name) in text, "run `python bench/tools/tables.py`"
     assert f"bench/results/{name}.svg)" in tables.PICTURES[name].page.read_text()
 
 
-@pytest.mark.parametrize("name", tables.PICTURES)
+@pytest.mark.parametrize("name", tables.drawable())
 def test_the_pictures_can_be_drawn(name, tmp_path):
     tables.picture(name, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert tables.digest(name) in text
-    assert tables.load(tables.PICTURES[name].sources[0])["commit"] in text or "<use" in text  # words are drawn as shapes
+    assert load(tables.PICTURES[name].sources[0])["commit"] in text or "<use" in text  # words are drawn as shapes

@@ -4,7 +4,7 @@ quotient upside down, a missing value that is shown as one, and a form that comp
 import pytest
 
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import tables
+from minirt.bench.tools import pictures, tables
 from minirt.bench.tools.tables import origin
 
 
@@ -144,9 +144,37 @@ def test_mixture():
         ["prompt of 2,048 tokens", "20.0", "25%", "–", "78.6", "20.0", "25%", "–", "92.5"],
     ]
     assert rows(tables.mixture_start_table(records)) == [["bf16", "1.0", "5.2"], ["`--fp8`", "1.0", "5.2"]]
-    assert rows(tables.mixture_kernels_table(records)) == [
+    picture, kernels = tables.mixture_kernels_table(records).split("\n\n")
+    assert picture.endswith("(../../bench/results/mixture.svg)")
+    assert rows(kernels) == [
         ["the step", "1,250", "1,250"], ["`bfloat16_kernel`", "12", "–"], ["`other`", "3", "3"], ["`fp8_kernel`", "–", "12"],
     ]  # fmt: skip
+
+
+def test_picture_of_a_mixture(monkeypatch, tmp_path):
+    """Shares of each bar sum up to 100%, with what has no color of its own as "others", and colors are those of the kernel."""
+    drawn = []
+    monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
+    monkeypatch.setattr(pictures, "_MOST_KERNELS", 2)
+
+    def record(dtype, *traces):
+        rows = [{"batch": 8**i, "step_ms": 1.5, "us_a_step_by_kernel": us} for i, us in enumerate(traces)]
+        return {"dtype": dtype, "traces": rows, "model": "M", "device": "X", "commit": "c"}
+
+    bf16 = record("bfloat16", {"_a": 60.0, "b": 30.0, "c": 10.0}, {"c": 20.0, "b": 180.0})
+    pictures.mixture({"x": bf16, "y": record("fp8", {"_a": 50.0, "d": 50.0})}, tmp_path, "")
+    left, right = drawn[0].axes
+
+    def bars(axes):
+        return {own.get_label(): [round(bar.get_height()) for bar in own] for own in axes.containers}
+
+    assert bars(left) == {"b": [30, 90], "a": [60, 0], "others": [10, 10]}
+    assert bars(right) == {"b": [0], "a": [50], "others": [50]}
+    assert [bar.get_y() for bar in left.containers[1]] == [30, 90]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["others", "a", "b"]
+    tones = [[own[0].get_facecolor() for own in axes.containers] for axes in (left, right)]
+    assert tones[0] == tones[1]
+    assert [text.get_text() for text in left.get_xticklabels()] == ["batch 1\n1.50 ms", "batch 8\n1.50 ms"]
 
 
 def test_trace():
