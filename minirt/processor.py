@@ -118,14 +118,17 @@ class Processor:
         prompts, params = ([prompts], [_one(params)]) if single else _one_for_each(prompts, params)
         priorities = _priorities(priority, len(prompts))
         call = Call([], [], [], single)
+        bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}  # of parameters by their identity: prompts often share them
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 sampling = self.effective_sampling(own)
                 tokens = self._encode(prompt, sampling)
                 count = 1 if own is None else own.n
+                if id(own) not in bad_words:
+                    bad_words[id(own)] = self._bad_words(sampling)
                 first = Request(
                     self._backend.new_id(), tokens, sampling, self._eos_token_ids, cache_salt, priorities[i],
-                    bad_words=self._bad_words(sampling),
+                    bad_words=bad_words[id(own)],
                 )  # fmt: skip
                 self._backend.check(first)
             if count > 1:

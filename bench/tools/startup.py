@@ -1,16 +1,21 @@
 """The time from the start of the process to the first token, with an empty and with a warm kernel cache.
 
-python bench/tools/startup.py MODEL [--fp8]     random weights, a new process for each start; prints JSON
+python bench/tools/startup.py MODEL [--fp8] [--serve]     random weights, a new process for each start; prints JSON
+
+With --serve, also the time until /health of `minirt serve` is 200, after each of the other starts.
 
 Triton's cache is a temporary folder, empty at the first start. The operating system's file cache is warm.
 """
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 
 WARM = 3  # starts with a warm cache; their median counts
 
@@ -45,16 +50,42 @@ def child(words: list[str], cache: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
+def serve(words: list[str], cache: str) -> dict[str, float]:
+    """Start `minirt serve`, and return the seconds until /health is 200."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    began = time.time()
+    command = [sys.executable, "-m", "minirt", "serve", "-q", "--model", words[0], "--random-weights", "--port", str(port)]
+    command += ["--fp8"] if "--fp8" in words else []
+    server = subprocess.Popen(command, env=os.environ | {"TRITON_CACHE_DIR": cache})
+    try:
+        while server.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60):
+                    return {"health_s": time.time() - began}
+            except (urllib.error.URLError, ConnectionError):  # it does not listen yet, or answers 503
+                time.sleep(0.01)
+    finally:
+        server.terminate()
+        server.wait(60)
+    sys.exit(f"minirt serve: exit code {server.returncode}")
+
+
+def both(words: list[str], cache: str) -> dict[str, float]:
+    """One start of each kind."""
+    return child(words, cache) | (serve(words, cache) if "--serve" in words else {})
+
+
 def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as cache:
-        empty = child(words, cache)
-        warm = [child(words, cache) for _ in range(WARM)]
+        empty = both(words, cache)
+        warm = [both(words, cache) for _ in range(WARM)]
     from minirt.bench.report import machine
     from minirt.bench.summary import summarize
     from minirt.device import pick_device
 
     shared = machine("startup", pick_device("auto"), ["python", "bench/tools/startup.py", *words], None)
-    names = ("imported_s", "loaded_s", "ready_s", "first_token_s")
+    names = list(empty)
     own = {"model": words[0], "quantization": "fp8" if "--fp8" in words else None}
     results = [{"caches": "empty"} | {name: summarize([empty[name]]) for name in names}]
     results += [{"caches": "warm"} | {name: summarize([run[name] for run in warm]) for name in names}]

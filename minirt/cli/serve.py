@@ -1,5 +1,6 @@
 """`minirt serve`: the server with OpenAI's and Anthropic's APIs."""
 
+import math
 import os
 import re
 from importlib.util import find_spec
@@ -33,7 +34,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     import yaml
 
     try:
-        content = yaml.safe_load(read_bounded_text(Path(value), limit=_MAX_CONFIG, error=InputError))
+        text = read_bounded_text(Path(value), limit=_MAX_CONFIG, error=InputError)
+        content, tree = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except InputError as error:  # its hint is that for a file of a model
         raise InputError(error.what, where=value, expected=error.expected, found=error.found) from error
     except yaml.YAMLError as error:
@@ -41,6 +43,9 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise InputError("is not a mapping of options to values", where=value, found=type(content).__name__)
+    keys = [key.value for key, _ in tree.value] if tree is not None else []
+    if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+        raise InputError("is there twice", where=f"{value}: {str(twice[0])[:80]}")
     known: dict[str, tuple[click.Option, bool]] = {}
     for own in context.command.params:
         if isinstance(own, click.Option):
@@ -53,10 +58,16 @@ def _read_config(context: click.Context, parameter: click.Parameter, value: str 
         option, negative = known[name]
         if option.is_flag and not isinstance(given, bool):
             raise InputError("not an acceptable value", where=f"{value}: {key}", expected="true or false", found=repr(given)[:80])
-        if isinstance(given, dict) or given is None or (isinstance(given, list) and not option.multiple):
+        if (option.name or "") in defaults:
+            raise InputError("sets an option that another name has set", where=f"{value}: {key}")
+        if option.is_flag:
+            defaults[option.name or ""] = given is not negative
+            continue
+        several = given if isinstance(given, list) and option.multiple else [given]
+        if any(own is None or isinstance(own, dict | list | bool) for own in several):
             raise InputError("not an acceptable value", where=f"{value}: {key}", found=repr(given)[:80])
-        given = (not given if negative else given) if option.is_flag else given
-        defaults[option.name or ""] = (given if isinstance(given, list) else [given]) if option.multiple else given
+        texts = [str(own) for own in several]  # so that they are read as on the command line
+        defaults[option.name or ""] = texts if option.multiple else texts[0]
     context.default_map = {**(context.default_map or {}), **defaults}
 
 
@@ -111,12 +122,17 @@ def serve(quiet: bool, **options: Any) -> None:
     warm = tuple((shown_name(file), read_text(file)) for file in options["warm_prompts"])
     name = model_name(options, quiet)
     keys = options["api_key"] or tuple(filter(None, [os.environ.get("MINIRT_API_KEY")]))
-    if any(not key for key in keys):
-        raise InputError("is empty", where="--api-key")
     for origin in options["allow_origin"]:
         if origin not in ("*", "null") and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin) is None:
             expected = "*, or scheme://host or scheme://host:port, as browsers send it: without a path or a slash at its end"
             raise InputError("not an origin", where="--allow-origin", expected=expected, found=origin)
+    for key in keys:
+        if not key or key != key.strip() or not key.isprintable():
+            what = "is empty" if not key else "begins or ends with white space, or has a character that no header can have"
+            raise InputError(what, where="--api-key")
+    for option in ("request_timeout", "drain_timeout"):
+        if options[option] is not None and math.isnan(options[option]):
+            raise InputError("not a number", where=f"--{option.replace('_', '-')}", found="nan")
     server = ServerOptions(
         model=name, served_model_names=options["served_model_name"], api_keys=keys,
         metrics_need_key=options["metrics_need_key"], allowed_origins=options["allow_origin"],

@@ -55,7 +55,7 @@ class App:
             if not exchange.disconnected:
                 raise
         except MinirtError as own:
-            error = own
+            error = exchange.named(own)
         except TimeoutError:
             error = HTTPError(504, "the request took too long", expected=f"at most {self._options.request_timeout} s")
         except RecursionError:  # parsing it did not recurse too deeply, but its handling did

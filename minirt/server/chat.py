@@ -9,11 +9,12 @@ from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
 from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
-from minirt.server.conversation import Conversation, prepare, template_variables
+from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
 from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
+from minirt.server.json_size import check_text
 from minirt.server.protocol import Int, Sampling, check_nesting, decode, structured_outputs
 from minirt.server.replies import ReplyPlan, ReplyReader
 from minirt.text.messages import MESSAGE_FIELDS
@@ -43,23 +44,9 @@ class ChatRequest(Sampling, kw_only=True):
 
 async def chat_completions(front: Front, exchange: Exchange) -> None:
     front.check_ready()
-    request = decode(front, await exchange.body(front.options.max_body_size), ChatRequest)
+    body = await exchange.body(front.options.max_body_size)
     exchange.cancel_on_disconnect()
-    front.check_model(request.model)
-    exchange.prompt_field = "messages"
-    _check(request)
-    if front.options.log_prompts:
-        exchange.log["messages"] = request.messages
-    tools = read_tools(request.tools or [])
-    parallel = request.parallel_tool_calls is not False
-    conversation = replace(conversation_of(front, request, tools), tool_choice=request.tool_choice, parallel=parallel)
-    newer = request.max_completion_tokens
-    ready = await prepare(
-        front, conversation, request, {"max_tokens": "max_tokens" if newer is None else "max_completion_tokens"},
-        max_tokens=newer or request.max_tokens, grammar=structured_outputs(request),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None, n=request.n or 1,
-        prompt_logprobs=request.prompt_logprobs,
-    )  # fmt: skip
+    request, ready = await front.in_thread(_prepare, front, exchange, body)
     fields = {
         "id": f"chatcmpl-{exchange.id}", "object": "chat.completion", "created": int(time.time()), "model": front.options.names[0]
     }  # fmt: skip
@@ -71,6 +58,26 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     done = await collect(front, exchange, ready.call)
     choices = [_choice(ready.tokenizer, i, own, request, ready.plan, prefix) for i, own in enumerate(done)]
     await exchange.answer(fields | {"choices": choices, "usage": usage_of(ready.call)})
+
+
+def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ChatRequest, Prepared]:
+    request = decode(front, body, ChatRequest)
+    front.check_model(request.model)
+    exchange.prompt_field = "messages"
+    _check(request)
+    if front.options.log_prompts:
+        exchange.log["messages"] = request.messages
+    tools = read_tools(request.tools or [])
+    parallel = request.parallel_tool_calls is not False
+    conversation = replace(conversation_of(front, request, tools), tool_choice=request.tool_choice, parallel=parallel)
+    newer = request.max_completion_tokens
+    ready = prepare(
+        front, exchange, conversation, request, {"max_tokens": "max_tokens" if newer is None else "max_completion_tokens"},
+        max_tokens=newer or request.max_tokens, grammar=structured_outputs(request),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None, n=request.n or 1,
+        prompt_logprobs=request.prompt_logprobs,
+    )  # fmt: skip
+    return request, ready
 
 
 def _check(request: ChatRequest) -> None:
@@ -119,9 +126,18 @@ def known_messages(messages: Sequence[dict[str, Any]], front: Front) -> list[dic
             raise bad_field(f"messages[{i}].role", "not an acceptable role", expected=expected, found=found)
         front.note_unknown([f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS])
         own.append({name: value for name, value in message.items() if name in MESSAGE_FIELDS})
+        _check_arguments(message.get("tool_calls"), f"messages[{i}].tool_calls")
         if own[-1].get("role") == "developer":
             own[-1]["role"] = "system"
     return own
+
+
+def _check_arguments(calls: Any, where: str) -> None:
+    """Check the size of the arguments of tool calls, which are texts with JSON."""
+    for i, call in enumerate(calls if isinstance(calls, list) else ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
+            check_text(arguments, f"{where}[{i}].function.arguments")
 
 
 def _choice(

@@ -14,10 +14,34 @@ from minirt.server.errors import bad_field, shown
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
 from minirt.server.generation import Choice
-from minirt.server.protocol import MAX_CHOICES, Int, Sampling, decode, sampling_params, structured_outputs
+from minirt.server.protocol import (
+    MAX_CHOICES,
+    REFUSED,
+    Int,
+    Refused,
+    Sampling,
+    check_copies,
+    decode,
+    sampling_params,
+    structured_outputs,
+)
 from minirt.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_CHOICE_BYTES = 50  # of a body that take as long to read as the request of one more choice takes to make
+_CHATS = "is for chats"
+_REFUSED: Refused = {
+    **REFUSED,
+    "max_completion_tokens": ("is named max_tokens here", ()),
+    "top_logprobs": ("is named logprobs here", ()),
+    "tools": (_CHATS, ([],)),
+    "tool_choice": (_CHATS, ("none", "auto")),
+    "parallel_tool_calls": (_CHATS, (True, False)),
+    "reasoning_effort": (_CHATS, ()),
+    "chat_template_kwargs": (_CHATS, ({},)),
+    "continue_final_message": (_CHATS, (False,)),
+    "add_generation_prompt": (_CHATS, (True, False)),
+}
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -31,28 +55,14 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 async def completions(front: Front, exchange: Exchange) -> None:
-    processor, _ = front.check_ready()
-    request = decode(front, await exchange.body(front.options.max_body_size), CompletionRequest)
+    front.check_ready()
+    body = await exchange.body(front.options.max_body_size)
     exchange.cancel_on_disconnect()
-    front.check_model(request.model)
-    exchange.prompt_field = "prompt"
-    prompts = _prompts(request.prompt)
-    _check(request, len(prompts))
-    if front.options.log_prompts:
-        exchange.log["prompt"] = request.prompt
-    if request.add_special_tokens is False:
-        tokenizer = processor.text()
-        prompts = [tokenizer.encode_plain(own) if isinstance(own, str) else own for own in prompts]
+    request, prompts = await front.aside(len(body), _read, front, exchange, body)
     # A request for the prompt's log-probabilities alone generates a token that is not in the answer.
     only_echo = request.max_tokens == 0
-    params = sampling_params(
-        request, {"max_tokens": "max_tokens"},
-        max_tokens=1 if only_echo else DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
-        logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
-        n=request.n or 1, structured_outputs=structured_outputs(request),
-    )  # fmt: skip
-    call = await front.prepare(prompts, params, request.priority or 0, request.cache_salt)
+    size = len(body) + _CHOICE_BYTES * len(prompts) * (request.n or 1)
+    call = await front.aside(size, _prepare, front, request, prompts, only_echo)
     fields = {
         "id": f"cmpl-{exchange.id}", "object": "text_completion", "created": int(time.time()), "model": front.options.names[0]
     }  # fmt: skip
@@ -63,6 +73,35 @@ async def completions(front: Front, exchange: Exchange) -> None:
     done = await collect(front, exchange, call)
     choices = [answer.choice(i, own, only_echo) for i, own in enumerate(done)]
     await exchange.answer(fields | {"choices": choices, "usage": usage_of(call, without_tokens=only_echo)})
+
+
+def _read(front: Front, exchange: Exchange, body: bytes) -> tuple[CompletionRequest, list[str | list[int]]]:
+    """A request and its prompts."""
+    request = decode(front, body, CompletionRequest, _REFUSED)
+    front.check_model(request.model)
+    exchange.prompt_field = "prompt"
+    prompts = _prompts(request.prompt)
+    _check(request, len(prompts))
+    if front.options.log_prompts:
+        exchange.log["prompt"] = request.prompt
+    exchange.grammar_field = None if request.structured_outputs else "response_format"
+    return request, prompts
+
+
+def _prepare(front: Front, request: CompletionRequest, prompts: list[str | list[int]], only_echo: bool) -> Call:
+    """The requests of all choices. `only_echo`: only the prompts and their log-probabilities are asked for."""
+    processor, _ = front.check_ready()
+    params = sampling_params(
+        request, {"max_tokens": "max_tokens"},
+        max_tokens=1 if only_echo else DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else request.prompt_logprobs,
+        n=request.n or 1, structured_outputs=structured_outputs(request),
+    )  # fmt: skip
+    if request.add_special_tokens is False:
+        tokenizer, limit = processor.text(), processor.limit(params)
+        prompts = [tokenizer.encode_plain(own, limit) if isinstance(own, str) else own for own in prompts]
+    return processor.prepare(prompts, params, request.priority or 0, single=False, cache_salt=request.cache_salt)
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -90,6 +129,7 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
     count = request.n or 1
     if num_prompts * count > MAX_CHOICES:
         raise bad_field("prompt", "too many completions", expected=f"at most {MAX_CHOICES}", found=num_prompts * count)
+    check_copies(request, num_prompts * count)
     if request.best_of not in (None, count):
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:

@@ -6,8 +6,9 @@ from typing import Any
 
 from minirt.processor import Call
 from minirt.server.errors import bad_field, shown
+from minirt.server.exchange import Exchange
 from minirt.server.front import Front
-from minirt.server.protocol import Common, sampling_params
+from minirt.server.protocol import MAX_VARIABLES, Common, check_texts, sampling_params
 from minirt.server.replies import ReplyPlan, check_tools
 from minirt.text.messages import checked_messages
 from minirt.text.tokenizer import Tokenizer
@@ -78,6 +79,7 @@ def template_variables(
         effort: `reasoning_effort`, which is refused if the template does not use it. `effort_field`: its name in the request.
     """
     tokenizer, variables = front.check_ready()[0].text(), dict(given or {})
+    check_texts("chat_template_kwargs", list(variables), MAX_VARIABLES)
     front.note_unknown([f"chat_template_kwargs.{name}" for name in variables if not tokenizer.template_uses(name)])
     if effort is not None:
         if not tokenizer.template_uses("reasoning_effort"):
@@ -86,48 +88,48 @@ def template_variables(
     return variables
 
 
-async def render(front: Front, conversation: Conversation) -> Prompt:
-    """The prompt of a conversation."""
+def render(front: Front, conversation: Conversation) -> Prompt:
+    """The prompt of a conversation. Not for the event loop's thread."""
     processor, _ = front.check_ready()
     tokenizer, own = processor.text(), conversation
     limit = None if own.truncates else processor.limit(None)
-
-    def work() -> Prompt:
-        text = tokenizer.render_chat(
-            own.messages, tools=[tool.value for tool in own.tools] or None, add_generation_prompt=own.opens_answer,
-            continue_final_message=own.continues, variables=own.variables,
-        )  # fmt: skip
-        return Prompt(tokenizer.encode_plain(text, limit), text, checked_messages(own.messages[-1:])[0]["content"])
-
-    return await front.in_thread(work)
+    text = tokenizer.render_chat(
+        own.messages, tools=[tool.value for tool in own.tools] or None, add_generation_prompt=own.opens_answer,
+        continue_final_message=own.continues, variables=own.variables,
+    )  # fmt: skip
+    return Prompt(tokenizer.encode_plain(text, limit), text, checked_messages(own.messages[-1:])[0]["content"])
 
 
-async def prepare(
-    front: Front, conversation: Conversation, request: Common, renamed: Mapping[str, str], *, max_tokens: int | None,
-    grammar: Any = None, **params: Any,
+def prepare(
+    front: Front, exchange: Exchange, conversation: Conversation, request: Common, renamed: Mapping[str, str], *,
+    max_tokens: int | None, grammar: Any = None, grammar_field: str = "response_format", **params: Any,
 ) -> Prepared:  # fmt: skip
-    """Render a conversation, plan its answers, and make its requests.
+    """Render a conversation, plan its answers, and make its requests. Not for the event loop's thread.
 
     Args:
         request: has the parameters that are the same in all APIs.
         renamed: see `sampling_params`.
         max_tokens: of an answer; None: all that fit, up to those of generation_config.json.
         grammar: `structured_outputs` of the answer's content; None: any text.
+        grammar_field: the field of the request that has it, unless that is `structured_outputs`.
         params: more parameters of `SamplingParams`.
     """
-    tokenizer, own = front.check_ready()[0].text(), conversation
+    processor, _ = front.check_ready()
+    tokenizer, own = processor.text(), conversation
     check_tools(front.reply_format, tokenizer, own.tools, own.tool_choice)
-    prompt = await render(front, own)
+    prompt = render(front, own)
     continued = prompt.last if own.continues else ""
     plan = ReplyPlan.of(front.reply_format, own.tools, own.tool_choice, prompt.text, continued, own.parallel, grammar)
     if plan.forces:
         if request.structured_outputs:
             raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=shown(own.tool_choice))
-        renamed = {**renamed, "structured_outputs": "tools"}
+        grammar_field = "tools"
+    exchange.grammar_field = None if request.structured_outputs else grammar_field
     if max_tokens is None:
         max_tokens = _room(front, len(prompt.tokens), request.truncate_prompt_tokens)
     sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params, **plan.sampling(tokenizer))
-    call = await front.prepare([prompt.tokens], sampling, request.priority or 0, request.cache_salt)
+    priority = request.priority or 0
+    call = processor.prepare([prompt.tokens], sampling, priority, single=False, cache_salt=request.cache_salt)
     return Prepared(prompt, plan, call, tokenizer)
 
 

@@ -1,14 +1,12 @@
 """`Exchange`: one HTTP request and its answer, on top of ASGI."""
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minirt.errors import MinirtError
 from minirt.server.errors import HTTPError, error_body, retry_after, status_of
@@ -23,21 +21,6 @@ _EVENTS = (
 encode_json = msgspec.json.Encoder().encode
 
 
-class HTTPProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol. It passes the connection on, so that a reader that does not read can be dropped."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # A token must not wait until the client has acknowledged the one before. asyncio sees to it only if the listening socket
-        # names its protocol.
-        if (own := transport.get_extra_info("socket")) is not None and own.family in (socket.AF_INET, socket.AF_INET6):
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {"minirt": {"transport": self.transport}}  # type: ignore[typeddict-unknown-key]
-
-
 class Exchange:
     """One request and its answer.
 
@@ -49,6 +32,7 @@ class Exchange:
         log: more fields of the line in the log.
         streaming: whether the answer is a stream of events.
         prompt_field: the field that errors of the prompt are about.
+        grammar_field: the field that errors of `structured_outputs` are about, if it is another one.
         headers: more headers of the answer.
         error_body: the body of an error; `prompt_field` is its second argument.
         error_event: the events of an error in a stream. None: an event with its body.
@@ -65,6 +49,7 @@ class Exchange:
         self.log: dict[str, Any] = {}
         self.streaming = self.disconnected = False
         self.prompt_field: str | None = None
+        self.grammar_field: str | None = None
         self.error_body: Callable[[MinirtError, str | None], bytes] = error_body
         self.error_event: Callable[[MinirtError], bytes] | None = None
         self._watch: asyncio.Task | None = None
@@ -80,9 +65,12 @@ class Exchange:
         """The body of the request.
 
         Raises:
-            HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 499 if the client goes, 400 if it has too many
-                JSON values.
+            HTTPError: 413 above `limit` bytes, 408 if it does not come in time, 415 if it is compressed, 499 if the client goes,
+                400 if it has too many JSON values.
         """
+        if (coding := self.header(b"content-encoding") or b"identity").lower() != b"identity":
+            what, found = "bodies that are compressed are not supported", coding.decode("latin-1")[:80]
+            raise HTTPError(415, what, param="content-encoding", found=found)
         stated = self.header(b"content-length") or b"0"
         size, parts = int(stated) if stated.isdigit() else 0, []
         try:
@@ -132,6 +120,16 @@ class Exchange:
         kind = _JSON if content_type is None else (b"content-type", content_type)
         await self._begin(status, [kind, (b"content-length", str(len(body)).encode()), *headers])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def named(self, error: MinirtError) -> MinirtError:
+        """An error of a grammar as one of the request's own field. Other errors are returned unchanged."""
+        where, _, place = str(error.where or "").partition(", ")  # `place`: in a JSON schema
+        if self.grammar_field is None or isinstance(error, HTTPError) or not where.startswith("structured_outputs"):
+            return error
+        what = f"{place}: {error.what}" if place else error.what
+        return HTTPError(
+            status_of(error), what, param=self.grammar_field, expected=error.expected, found=error.found, hint=error.hint
+        )  # fmt: skip
 
     async def answer_error(self, error: MinirtError) -> None:
         """Send an error: as the answer, or as the last event of a stream."""

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from minirt.errors import MinirtError, printable
 from minirt.processor import Call, Processor
-from minirt.sampling_params import SamplingParams
 from minirt.server.errors import HTTPError
 from minirt.server.exchange import Exchange
 from minirt.server.generation import Generation
@@ -21,8 +20,8 @@ from minirt.text.reply_format import AUTO, ReplyFormat
 from minirt.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-_LONG = 2000  # characters or tokens of a prompt: from here on, encoding takes longer than a change of threads
-_THREADS = 4  # that encode long texts and render chat templates
+_LONG = 2000  # bytes of a request: from here on, checking and encoding it takes longer than a change of threads
+_THREADS = 4  # that check and encode long requests, and render chat templates
 _MAX_NOTED = 1000  # names of unknown fields that are remembered
 _MAX_NAME = 80  # characters of each
 
@@ -143,16 +142,9 @@ class Front:
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def prepare(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, priority: int, cache_salt: str | None
-    ) -> Call:
-        """The requests of prompts with the same parameters; in another thread, if encoding takes long."""
-        processor, _ = self.check_ready()
-
-        def work() -> Call:
-            return processor.prepare(list(prompts), params, priority, single=False, cache_salt=cache_salt)
-
-        return work() if sum(map(len, prompts)) < _LONG else await self.in_thread(work)
+    async def aside(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function of a request; in another thread if its body of `size` bytes may keep the event loop for long."""
+        return function(*arguments) if size < _LONG else await self.in_thread(function, *arguments)
 
     def start(self, call: Call, interval: int | None, on_slow: Callable[[], None] = lambda: None) -> Generation:
         """The running requests of a call; see `Generation`."""

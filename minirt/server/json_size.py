@@ -1,10 +1,11 @@
-"""`check_size`: refuses bodies with so many JSON values that parsing them would delay all other requests.
+"""`check_size`: refuses JSON with so many values that parsing it would delay all other requests.
 
 A parser runs in one piece and holds Python's lock: 32 MB of `[],[],…` stop the event loop for seconds, while a text of this size
 takes some tens of milliseconds. So the values are counted first, in pieces between which other requests go on.
 """
 
 import asyncio
+from collections.abc import Iterator
 
 from minirt.server.errors import HTTPError
 
@@ -19,6 +20,17 @@ async def check_size(body: bytes) -> None:
     Raises:
         HTTPError: there are too many.
     """
+    for _ in _count(body, "body"):
+        await asyncio.sleep(0)
+
+
+def check_text(text: str, param: str) -> None:
+    """Check a text in a body that is JSON itself, as `check_size` does. `param`: its field. Not for the event loop's thread."""
+    for _ in _count(text.encode(), param):
+        pass
+
+
+def _count(body: bytes, param: str) -> Iterator[None]:
     inside, rest = False, b""  # whether the piece begins inside a string; the backslash before it
     nodes = values = 0
     for start in range(0, len(body) if len(body) > _PIECE else 0, _PIECE):
@@ -30,8 +42,7 @@ async def check_size(body: bytes) -> None:
         nodes += between.count(b"[") + between.count(b"{") + between.count(b":")
         values += between.count(b",")
         if nodes > MAX_NODES:
-            what = "the body has too many objects, lists and keys"
-            raise HTTPError(400, what, param="body", expected=f"at most {MAX_NODES:,}")
+            raise HTTPError(400, "has too many objects, lists and keys", param=param, expected=f"at most {MAX_NODES:,}")
         if values > MAX_VALUES:
-            raise HTTPError(400, "the body has too many values", param="body", expected=f"at most {MAX_VALUES:,}")
-        await asyncio.sleep(0)
+            raise HTTPError(400, "has too many values", param=param, expected=f"at most {MAX_VALUES:,}")
+        yield

@@ -1,6 +1,6 @@
 """/v1/messages: Anthropic's Messages API, whole or streamed, and its count of tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -8,7 +8,7 @@ import msgspec
 from minirt.errors import MinirtError
 from minirt.processor import Call
 from minirt.server.answers import ReplyEvents, collect, stream_reply, usage_of
-from minirt.server.conversation import prepare, render
+from minirt.server.conversation import Prepared, Prompt, prepare, render
 from minirt.server.errors import param_of, status_of
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
@@ -31,14 +31,11 @@ _ERROR_TYPES = {
 _SIGNATURE = "unsigned"  # of reasoning: clients send it back, and drop reasoning that has none
 
 Own = TypeVar("Own", bound=CountTokensRequest)
+T = TypeVar("T")
 
 
 async def messages(front: Front, exchange: Exchange) -> None:
-    request = await _read(front, exchange, MessagesRequest)
-    conversation = conversation_of(front, request)
-    names = {} if request.stop_sequences is None else {"stop": "stop_sequences"}
-    names |= {} if request.structured_outputs else {"structured_outputs": "output_config.format"}
-    ready = await prepare(front, conversation, request, names, max_tokens=request.max_tokens, grammar=grammar_of(request))
+    request, ready = await _in_thread(front, exchange, _prepare)
     answer = _Answer(f"msg_{exchange.id}", front.options.names[0], request)
     if request.stream:
         await stream_reply(front, exchange, ready.call, ready.plan, _Events(answer))
@@ -51,9 +48,7 @@ async def messages(front: Front, exchange: Exchange) -> None:
 
 async def count_tokens(front: Front, exchange: Exchange) -> None:
     """The number of tokens of a prompt, which may be longer than the model can take."""
-    request = await _read(front, exchange, CountTokensRequest)
-    prompt = await render(front, conversation_of(front, request, truncates=True))
-    await exchange.answer({"input_tokens": len(prompt.tokens)})
+    await exchange.answer({"input_tokens": len((await _in_thread(front, exchange, _render)).tokens)})
 
 
 def adopt(exchange: Exchange) -> None:
@@ -75,10 +70,32 @@ def adopt(exchange: Exchange) -> None:
     exchange.headers.append((b"request-id", exchange.id.encode()))
 
 
-async def _read(front: Front, exchange: Exchange, kind: type[Own]) -> Own:
+async def _in_thread(front: Front, exchange: Exchange, function: Callable[[Front, Exchange, bytes], T]) -> T:
+    """Read the body, and run a function with it in another thread."""
     front.check_ready()
-    request = decode(front, await exchange.body(front.options.max_body_size), kind)
+    body = await exchange.body(front.options.max_body_size)
     exchange.cancel_on_disconnect()
+    return await front.in_thread(function, front, exchange, body)
+
+
+def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[MessagesRequest, Prepared]:
+    request = _read(front, exchange, body, MessagesRequest)
+    conversation = conversation_of(front, request)
+    names = {} if request.stop_sequences is None else {"stop": "stop_sequences"}
+    ready = prepare(
+        front, exchange, conversation, request, names, max_tokens=request.max_tokens, grammar=grammar_of(request),
+        grammar_field="output_config.format",
+    )  # fmt: skip
+    return request, ready
+
+
+def _render(front: Front, exchange: Exchange, body: bytes) -> Prompt:
+    request = _read(front, exchange, body, CountTokensRequest)
+    return render(front, conversation_of(front, request, truncates=True))
+
+
+def _read(front: Front, exchange: Exchange, body: bytes, kind: type[Own]) -> Own:
+    request = decode(front, body, kind)
     front.check_model(request.model)
     exchange.prompt_field = "messages"
     check_request(request)

@@ -134,9 +134,9 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if last.get("role") != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
-    last["content"] = last["content"] + message["content"]
-    if calls := last.get("tool_calls", []) + message.get("tool_calls", []):
-        last["tool_calls"] = calls
+    last["content"] += message["content"]
+    if calls := message.get("tool_calls"):
+        last.setdefault("tool_calls", []).extend(calls)
     if reasoning := [own["reasoning_content"] for own in (last, message) if "reasoning_content" in own]:
         last["reasoning_content"] = "\n".join(reasoning)
 

@@ -20,11 +20,13 @@ MAX_CHOICES = 4096  # prompts × n of one request
 MAX_N = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_IDS = 1024  # stop_token_ids, logit_bias, bad_words
+MAX_VARIABLES = 64  # of a chat template
 MAX_NESTING = 64  # of values that have no fixed form
+MAX_COPIES = 16 << 20  # bytes of what every completion of a request gets a copy of
 MAX_GRAMMAR = 1 << 20  # bytes of JSON; a smaller one that is too long is refused with the name of its part
 
 Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
-Body = TypeVar("Body", bound="Common")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -116,7 +118,7 @@ REFUSED: Refused = {
 }
 
 
-def decode_json(body: bytes) -> dict[str, Any]:
+def _decode_json(body: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
@@ -135,7 +137,7 @@ def decode_json(body: bytes) -> dict[str, Any]:
 
 def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUSED) -> Body:
     """A body as a request of this kind, with checked types and limits. `refused`: the fields that are refused."""
-    value = decode_json(body)
+    value = _decode_json(body)
     known = _fields(kind)
     unknown = []
     for name in value.keys() - known.keys():
@@ -144,15 +146,13 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
         elif (found := value[name]) is not None and found not in refused[name][1]:
             raise bad_field(name, refused[name][0], found=shown(found))
     front.note_unknown(unknown)
-    request = convert(value, kind)
-    _check_limits(request)
+    request = _convert(value, kind)
+    if isinstance(request, Common):
+        _check_limits(request)
     return request
 
 
-Any_ = TypeVar("Any_", bound=msgspec.Struct)
-
-
-def convert(value: dict[str, Any], kind: type[Any_]) -> Any_:
+def _convert(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a struct. Integral floats become integers where those are meant."""
     for name, (integer, integers) in _fields(kind).items():
         found = value.get(name)
@@ -242,6 +242,21 @@ def _check_choices(request: Sampling) -> None:
         raise bad_field("stream_options", "is for streams only", expected="stream: true")
     check_nesting("response_format", request.response_format)
     _check_grammar("response_format", request.response_format)
+    check_copies(request, request.n or 1)
+
+
+def check_copies(request: Sampling, completions: int) -> None:
+    """Raise 400 if the messages to the engine's process would be too large: each completion has all lists and the grammar."""
+    lists = {name: 8 * len(getattr(request, name) or ()) for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+    texts = {name: len(msgspec.json.encode(getattr(request, name))) for name in _TEXTS}
+    sizes = lists | texts
+    if sum(sizes.values()) * completions > MAX_COPIES:
+        expected = f"at most {MAX_COPIES // completions:,} bytes of lists, texts and grammars for {completions} completions"
+        largest = max(sizes, key=sizes.__getitem__)
+        raise bad_field(largest, "is too large for so many completions", expected=expected, found=f"{sum(sizes.values()):,}")
+
+
+_TEXTS = ("stop", "bad_words", "structured_outputs", "response_format")
 
 
 def check_nesting(name: str, value: Any, limit: int = MAX_NESTING) -> None:
@@ -276,11 +291,7 @@ def sampling_params(request: Common, renamed: Mapping[str, str] = {}, **changes:
         return SamplingParams(**given | changes)
     except InputError as error:
         name = str(error.where).removeprefix("SamplingParams.")
-        if not name.startswith("structured_outputs"):
-            name = renamed.get(name, name)
-        elif not request.structured_outputs:
-            name = renamed.get("structured_outputs", "response_format")
-        raise error.at(name) from error
+        raise error.at(renamed.get(name, name)) from error
 
 
 def structured_outputs(request: Sampling) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from minirt.errors import shortened
 from minirt.server.errors import bad_field
+from minirt.server.json_size import check_text
 from minirt.text.reply import ContentDelta, Event, ReasoningDelta, ToolCallStart
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -44,7 +45,7 @@ def read_input(value: Any, instructions: str | None) -> list[dict[str, Any]]:
             _add_message(messages, item, where)
         elif kind == "function_call":
             own = _assistant(messages, "tool_calls")
-            own["tool_calls"] = [*own.get("tool_calls", []), _call(item, where)]
+            own.setdefault("tool_calls", []).append(_call(item, where))
         elif kind == "function_call_output":
             output = _text_of(item.get("output"), f"{where}.output", _TEXTS)
             messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
@@ -90,6 +91,7 @@ def _assistant(messages: list[dict[str, Any]], field: str) -> dict[str, Any]:
 
 def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = _text(item, "arguments", where)
+    check_text(arguments, f"{where}.arguments")
     try:
         is_object = isinstance(json.loads(arguments or "{}"), dict)
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ from minirt.errors import MinirtError, shortened
 from minirt.outputs import Completion
 from minirt.processor import Call
 from minirt.server.answers import ReplyEvents, collect, stream_reply, usage_of
-from minirt.server.conversation import Conversation, prepare, template_variables
+from minirt.server.conversation import Conversation, Prepared, prepare, template_variables
 from minirt.server.errors import HTTPError, bad_field, error_fields
 from minirt.server.exchange import Exchange, encode_json
 from minirt.server.front import Front
@@ -69,23 +69,9 @@ _INCLUDE = (
 
 async def responses(front: Front, exchange: Exchange) -> None:
     front.check_ready()
-    request = decode(front, await exchange.body(front.options.max_body_size), ResponsesRequest, _REFUSED)
+    body = await exchange.body(front.options.max_body_size)
     exchange.cancel_on_disconnect()
-    front.check_model(request.model)
-    exchange.prompt_field = "input"
-    _check(front, request)
-    if front.options.log_prompts:
-        exchange.log |= {"instructions": request.instructions, "input": request.input}
-    tools = _read_tools(front, request.tools or [])
-    conversation = Conversation(
-        read_input(request.input, request.instructions), tools, _tool_choice(request.tool_choice, tools),
-        request.parallel_tool_calls is not False, _variables(front, request),
-        truncates=request.truncate_prompt_tokens is not None,
-    )  # fmt: skip
-    ready = await prepare(
-        front, conversation, request, {"max_tokens": "max_output_tokens", "structured_outputs": "text.format"},
-        max_tokens=request.max_output_tokens, grammar=_grammar(request),
-    )  # fmt: skip
+    request, tools, ready = await front.in_thread(_prepare, front, exchange, body)
     answer = _Answer(front, exchange.id, request, tools, ready.call, ready.tokenizer)
     if request.stream:
         events = _Events(answer)
@@ -97,6 +83,26 @@ async def responses(front: Front, exchange: Exchange) -> None:
         answer.output.add(event)
     answer.end()
     await exchange.answer(answer.response())
+
+
+def _prepare(front: Front, exchange: Exchange, body: bytes) -> tuple[ResponsesRequest, Sequence[Tool], Prepared]:
+    request = decode(front, body, ResponsesRequest, _REFUSED)
+    front.check_model(request.model)
+    exchange.prompt_field = "input"
+    _check(front, request)
+    if front.options.log_prompts:
+        exchange.log |= {"instructions": request.instructions, "input": request.input}
+    tools = _read_tools(front, request.tools or [])
+    conversation = Conversation(
+        read_input(request.input, request.instructions), tools, _tool_choice(request.tool_choice, tools),
+        request.parallel_tool_calls is not False, _variables(front, request),
+        truncates=request.truncate_prompt_tokens is not None,
+    )  # fmt: skip
+    ready = prepare(
+        front, exchange, conversation, request, {"max_tokens": "max_output_tokens"}, max_tokens=request.max_output_tokens,
+        grammar=_grammar(request), grammar_field="text.format",
+    )  # fmt: skip
+    return request, tools, ready
 
 
 def _check(front: Front, request: ResponsesRequest) -> None:

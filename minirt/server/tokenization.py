@@ -10,7 +10,7 @@ from minirt.server.conversation import render
 from minirt.server.errors import bad_field
 from minirt.server.exchange import Exchange
 from minirt.server.front import Front
-from minirt.server.protocol import Int, check_nesting, convert, decode_json
+from minirt.server.protocol import Int, check_nesting, decode
 from minirt.text.tools import read_tools
 
 
@@ -37,9 +37,15 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
-    processor, info = front.check_ready()
-    request = convert(decode_json(await exchange.body(front.options.max_body_size)), TokenizeRequest)
+    front.check_ready()
+    body = await exchange.body(front.options.max_body_size)
     exchange.cancel_on_disconnect()
+    await exchange.answer(await front.in_thread(_tokenize, front, exchange, body))
+
+
+def _tokenize(front: Front, exchange: Exchange, body: bytes) -> dict[str, Any]:
+    processor, info = front.check_ready()
+    request = decode(front, body, TokenizeRequest)
     front.check_model(request.model)
     exchange.prompt_field = "prompt" if request.messages is None else "messages"
     check_nesting("chat_template_kwargs", request.chat_template_kwargs)
@@ -48,27 +54,33 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "either prompt or messages must be given")
     if request.prompt is None:
-        tokens = (await render(front, conversation_of(front, request, read_tools(request.tools or [])))).tokens
+        tokens = render(front, conversation_of(front, request, read_tools(request.tools or []))).tokens
     elif request.add_special_tokens is False:
-        tokens = await front.in_thread(tokenizer.encode_plain, request.prompt, info.max_len)
+        tokens = tokenizer.encode_plain(request.prompt, info.max_len)
     else:
-        tokens = await front.in_thread(tokenizer.encode, request.prompt, info.max_len)
+        tokens = tokenizer.encode(request.prompt, info.max_len)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_len, "tokens": tokens}
     if request.return_token_strs:
         answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
-    await exchange.answer(answer)
+    return answer
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
+    front.check_ready()
+    body = await exchange.body(front.options.max_body_size)
+    exchange.cancel_on_disconnect()
+    await exchange.answer({"prompt": await front.aside(len(body), _detokenize, front, body)})
+
+
+def _detokenize(front: Front, body: bytes) -> str:
     processor, info = front.check_ready()
-    request = convert(decode_json(await exchange.body(front.options.max_body_size)), DetokenizeRequest)
+    request = decode(front, body, DetokenizeRequest)
     front.check_model(request.model)
     for i, token in enumerate(request.tokens):
         if not 0 <= token < info.vocab_size:
             expected = f"an integer from 0 to {info.vocab_size - 1}"
             raise InputError("not a token id of this model", where=f"tokens[{i}]", expected=expected, found=token)
-    skip = bool(request.skip_special_tokens)
-    await exchange.answer({"prompt": processor.text().decode(request.tokens, skip)})
+    return processor.text().decode(request.tokens, bool(request.skip_special_tokens))
 
 
 ROUTES = {"POST /tokenize": tokenize, "POST /detokenize": detokenize}

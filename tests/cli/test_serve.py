@@ -59,7 +59,10 @@ def test_a_file_of_options(call, tmp_path):
 @pytest.mark.parametrize(("text", "words"), [
     ("prot: 5", ["prot", "no such option"]), ("config: x", ["config"]), ("port: [1]", ["port"]),
     ("fp8: 1", ["fp8", "true or false"]), ("- 1", ["mapping"]), ("a: [", ["YAML"]), ("port:", ["port"]),
-    ("model: {a: 1}", ["model"]),
+    ("model: {a: 1}", ["model"]), ("port: 1\nport: 2", ["port", "twice"]), ("api-key: [[a]]", ["api-key"]),
+    ("served_model_name: a\nserved-model-name: b", ["served-model-name", "another name"]), ("port: true", ["port"]),
+    ("fp8-head: true\nno-fp8-head: true", ["no-fp8-head", "another name"]), ("host: no", ["host"]),
+    ("api-key: [null]", ["api-key"]),
 ])  # fmt: skip
 def test_files_of_options_that_are_wrong(call, tmp_path, text, words):
     file = tmp_path / "own.yaml"
@@ -85,9 +88,10 @@ def test_origins_that_no_browser_sends(call, origin):
 
 def test_a_value_in_the_file_that_the_option_does_not_take(call, tmp_path):
     file = tmp_path / "own.yaml"
-    file.write_text("port: 70000")
-    result, _ = call("--config", file)
-    refused(result, "--port", code=2)
+    for text, option in (("port: 70000", "--port"), ("stream-interval: 1.5", "--stream-interval")):
+        file.write_text(text)
+        result, _ = call("--config", file)
+        refused(result, option, code=2)
     refused(call("--port", "80x")[0], "--port: '80x' is not a valid integer (see", code=2)
 
 
@@ -95,6 +99,16 @@ def test_the_key_of_the_environment(call, monkeypatch):
     monkeypatch.setenv("MINIRT_API_KEY", "secret")
     assert call("-q")[1][0].api_keys == ("secret",)
     assert call("-q", "--api-key", "other")[1][0].api_keys == ("other",)
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--api-key", "a\nb"), ("--api-key", " a"), ("--api-key", "a "), ("--api-key", "\udcff"), ("--request-timeout", "nan"),
+    ("--drain-timeout", "nan"),
+])  # fmt: skip
+def test_values_that_no_server_can_use(call, arguments):
+    result, seen = call("-q", *arguments)
+    refused(result, arguments[0], code=2)
+    assert seen is None
 
 
 def test_packages_that_are_missing():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 
 import pytest
 from support.server import answer, chunks, events, front, message
@@ -10,7 +11,7 @@ from support.server import answer, chunks, events, front, message
 from minirt import models
 from minirt.engine.request import TokenLogprobs, TokenOutput
 from minirt.errors import InputError, NumericsError, OutOfMemoryError, QueueFullError
-from minirt.server import exchange, generation
+from minirt.server import exchange, generation, protocol
 from minirt.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(models.embedded())
@@ -414,6 +415,42 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
         assert not engine.requests
 
     run(scenario, max_body_size=1024)
+
+
+@pytest.mark.parametrize(("path", "fields"), [
+    (PATH, {"prompt": ["a"] * 500, "max_tokens": -1}), (PATH, {"prompt": "a", "bad_words": ["xy"] * 500, "n": 0}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 50}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 50}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * 50, "max_tokens": 1}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}] * 50}),
+    ("/tokenize", {"prompt": "word " * 400}), ("/detokenize", {"tokens": [5] * 1000}),
+])  # fmt: skip
+def test_large_requests_are_read_beside_the_event_loop(path, fields, monkeypatch):
+    threads, decode, convert = [], protocol._decode_json, protocol._convert
+    monkeypatch.setattr(protocol, "_decode_json", lambda body: (threads.append(threading.current_thread()), decode(body))[1])
+    monkeypatch.setattr(protocol, "_convert", lambda *args: (threads.append(threading.current_thread()), convert(*args))[1])
+
+    async def scenario(this, engine, ask):
+        reader, _ = await ask(message(fields, path))
+        assert (await answer(reader))[0] in (200, 400)  # the model has no chat template
+        assert len(threads) == 2
+        assert threading.main_thread() not in threads
+
+    run(scenario)
+
+
+def test_bad_words_of_many_prompts_are_encoded_once(monkeypatch):
+    words, spellings = [], Tokenizer.spellings
+    monkeypatch.setattr(Tokenizer, "spellings", lambda self, word: (words.append(word), spellings(self, word))[1])
+
+    async def scenario(this, engine, ask):
+        await ask(stream(prompt=["Once", "upon", "a"], bad_words=["king", "queen"]))
+        await engine.until(lambda e: len(e.requests) == 3)
+        assert words == ["king", "queen"]
+        assert len({own.bad_words for own in engine.requests}) == 1
+        assert len(engine.requests[2].bad_words) >= 2
+
+    run(scenario)
 
 
 def test_tokens_do_not_wait_for_acknowledgements():

@@ -206,7 +206,20 @@ def cases():
         yield *completions(prompt=wrong), "prompt"
     for wrong in ([1, -1], [10**6], [[1], [10**6]], "word " * 600, [5] * 600, [2**60], [["a"]]):
         yield *completions(prompt=wrong), "prompt"
+    for name, wrong in {
+        "max_completion_tokens": 5, "top_logprobs": 2, "tools": [{}], "tool_choice": "required", "parallel_tool_calls": "yes",
+        "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}, "continue_final_message": True, "add_generation_prompt": 0.5,
+    }.items():  # fmt: skip
+        yield *completions(**{name: wrong}), name
     yield *completions(prompt=["a"] * 5000), "prompt"
+    for name, wrong in {
+        "bad_words": ["x" * 50] * 100, "allowed_token_ids": [5] * 900, "structured_outputs": {"regex": "x" * 6000},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * 6000}}}, "stop": ["x" * 500] * 16,
+        "logit_bias": {str(i): 1 for i in range(900)},
+    }.items():  # fmt: skip
+        yield *completions(prompt=["a"] * 4000, **{name: wrong}), name
+        yield *completions(prompt=["a"] * 32, n=128, seed=1, **{name: wrong}), name
+    yield *chats(n=128, seed=1, structured_outputs={"regex": "x" * 500_000}), "structured_outputs"
     yield *completions(prompt=["a"] * 100, n=100, seed=1), "prompt"
     yield *completions(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"
     yield *completions(max_tokens=0, echo=True, stream=True), "max_tokens"
@@ -238,12 +251,29 @@ def cases():
         yield *chats(messages=[wrong]), "messages"
     for name, wrongs in {
         "logprobs": (5, "yes"), "top_logprobs": (3, -1, "a"), "max_completion_tokens": (0, -5, "1", 2), "tools": ([{}], 5),
-        "tool_choice": ("required", {"type": "function"}), "chat_template_kwargs": (5, nested(100), {"messages": []}),
+        "tool_choice": ("required", {"type": "function"}),
+        "chat_template_kwargs": (5, nested(100), {"messages": []}, dict.fromkeys(map(str, range(100))), {"a" * 2000: 1}),
         "reasoning_effort": ("high", 5), "continue_final_message": (True, 1), "add_generation_prompt": ("x",),
     }.items():  # fmt: skip
         for wrong in wrongs:
             yield *chats(**{name: wrong}), name
     yield *chats(logprobs=True, top_logprobs=21), "top_logprobs"
+    for wrong in ({"$ref": "#/nothing"}, {"not": {}}, {"pattern": "(?=a)b"}, {"enum": []}, {"properties": []}):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": wrong}}
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": wrong}}}
+        yield *chats(response_format=form), "response_format"
+        yield *chats(tools=[{"type": "function", "function": function}], tool_choice="required"), "tools"
+        yield *completions(response_format=form), "response_format"
+        yield *completions(structured_outputs={"json": wrong}), "structured_outputs"
+        yield *responses(text={"format": {"type": "json_schema", "name": "a", "schema": wrong}}), "text"
+        yield *responses(tools=[{"type": "function"} | function], tool_choice="required"), "tools"
+        yield *messages(output_config={"format": {"type": "json_schema", "schema": wrong}}), "output_config"
+        yield *messages(tools=[{"name": "f", "input_schema": function["parameters"]}], tool_choice={"type": "any"}), "tools"
+    many = {"name": "f", "arguments": json.dumps({"a": [[]] * 200_000})}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": many}]}
+    yield *chats(messages=[*USER, call]), "messages"
+    yield *responses(input=[{"type": "function_call", "call_id": "a"} | many]), "input"
+    yield "/tokenize", {"prompt": "a", "chat_template": "{{ 1 }}"}, "chat_template"
     yield from response_cases()
     yield from messages_cases()
     for path in (TEXT, CHAT, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize"):

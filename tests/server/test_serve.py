@@ -199,7 +199,7 @@ def test_structured_output(tiny):
     assert {choice["message"]["content"] for choice in found["choices"]} <= {"one", "two"}
     refused = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}
     for wrong, param in (
-        ({"response_format": refused}, "structured_outputs.json"),
+        ({"response_format": refused}, "response_format"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     ):

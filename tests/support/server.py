@@ -15,8 +15,8 @@ import uvicorn
 
 from minirt.engine.request import TokenOutput
 from minirt.server.app import App
-from minirt.server.exchange import HTTPProtocol
 from minirt.server.front import Front, ServerOptions
+from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
 from minirt.server.wire import TO_ENGINE, Abort, Found, Frames, Ready, Start, Step, Submit, frame

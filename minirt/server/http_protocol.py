@@ -1,0 +1,113 @@
+"""`HTTPProtocol`: one connection of a client. uvicorn's protocol, with bounds for the heads of requests."""
+
+import asyncio
+import socket
+from http import HTTPStatus
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from minirt.server.errors import HTTPError, error_body
+
+HEAD_SECONDS = 60  # how long the head of a request may take, and the first one of a connection may stay away
+MAX_HEAD = 1 << 16  # bytes of a head that comes in several pieces; the first one may have as many as a socket's read
+
+
+class HTTPProtocol(HttpToolsProtocol):
+    """A connection.
+
+    What differs from uvicorn: an unfinished head may take neither any time nor any memory, a request to change to another
+    protocol is an ordinary request, and requests that are not HTTP get an error in JSON.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None  # of the head that is being read
+    _head_size = 0
+    _skips = False  # the parser reads the head of `_ignore_upgrade`
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # A token must not wait until the client has acknowledged the one before. asyncio sees to it only if the listening socket
+        # names its protocol.
+        if (own := transport.get_extra_info("socket")) is not None and own.family in (socket.AF_INET, socket.AF_INET6):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        head, rest = self._deadline, memoryview(data)
+        try:
+            while rest:
+                try:
+                    self.parser.feed_data(rest)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    rest = rest[upgrade.args[0] :]
+                    self._ignore_upgrade()
+        except httptools.HttpParserError:
+            self._refuse(HTTPError(400, "the request is not HTTP"))
+            return
+        if head is not None and self._deadline is head:  # these bytes are all of one head, which goes on
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                self._refuse(HTTPError(431, "the head of the request is too long", expected=f"at most {MAX_HEAD:,} bytes"))
+
+    def on_message_begin(self) -> None:
+        if self._skips:
+            return
+        self._begin_head()
+        super().on_message_begin()
+        # With it, the application can drop a reader that does not read.
+        self.scope["extensions"] = {"minirt": {"transport": self.transport}}  # type: ignore[typeddict-unknown-key]
+
+    def on_url(self, url: bytes) -> None:
+        if not self._skips:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._skips:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self._skips:
+            self._end_head()
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else its body has not been read yet
+            super().on_message_complete()
+
+    def _ignore_upgrade(self) -> None:
+        """Go on after a head that asks for another protocol, which a server may ignore (RFC 9110, 7.8).
+
+        Clients in Java ask for HTTP/2 with each request. The parser ends there, before the body, so a new one reads on. It gets a
+        head of its own, which says how long the body is.
+        """
+        framing = [f"{name.decode()}: {value.decode('latin-1')}\r\n" for name, value in self.headers if name in _FRAMING]
+        self.parser = httptools.HttpRequestParser(self)
+        self._skips = True
+        self.parser.feed_data("".join(["POST / HTTP/1.1\r\n", *framing, "\r\n"]).encode("latin-1"))
+        self._skips = False
+
+    def _begin_head(self) -> None:
+        self._end_head()
+        self._deadline, self._head_size = self.loop.call_later(HEAD_SECONDS, self.transport.close), 0
+
+    def _end_head(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, error: HTTPError) -> None:
+        """Answer what is no request, and close the connection. Within another answer, only close it."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body, phrase = error_body(error), HTTPStatus(error.status).phrase
+            head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+_FRAMING = (b"content-length", b"transfer-encoding")
