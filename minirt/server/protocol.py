@@ -146,13 +146,13 @@ def decode(front: Front, body: bytes, kind: type[Body], refused: Refused = REFUS
         elif (found := value[name]) is not None and found not in refused[name][1]:
             raise bad_field(name, refused[name][0], found=shown(found))
     front.note_unknown(unknown)
-    request = _convert(value, kind)
+    request = convert(value, kind)
     if isinstance(request, Common):
         _check_limits(request)
     return request
 
 
-def _convert(value: dict[str, Any], kind: type[Body]) -> Body:
+def convert(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a struct. Integral floats become integers where those are meant."""
     for name, (integer, integers) in _fields(kind).items():
         found = value.get(name)
