@@ -426,9 +426,9 @@ def test_bodies_that_are_too_large_or_too_slow(monkeypatch):
     ("/tokenize", {"prompt": "word " * 400}), ("/detokenize", {"tokens": [5] * 1000}),
 ])  # fmt: skip
 def test_large_requests_are_read_beside_the_event_loop(path, fields, monkeypatch):
-    threads, decode, convert = [], protocol._decode_json, protocol._convert
+    threads, decode, convert = [], protocol._decode_json, protocol.convert
     monkeypatch.setattr(protocol, "_decode_json", lambda body: (threads.append(threading.current_thread()), decode(body))[1])
-    monkeypatch.setattr(protocol, "_convert", lambda *args: (threads.append(threading.current_thread()), convert(*args))[1])
+    monkeypatch.setattr(protocol, "convert", lambda *args: (threads.append(threading.current_thread()), convert(*args))[1])
 
     async def scenario(this, engine, ask):
         reader, _ = await ask(message(fields, path))
