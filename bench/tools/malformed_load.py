@@ -184,7 +184,10 @@ def main() -> None:
     if small:
         kinds = {_MIX: small} | kinds
     if options.only is not None:
-        kinds = {name: own for name, own in kinds.items() if options.only in name}
+        named = {name: own for name, own in kinds.items() if options.only in name}
+        if not named:
+            parser.error(f"--only: no class has this in its name: {options.only!r}; expected one of {', '.join(kinds)}")
+        kinds = named
     server, url = start(options.model, options.log)
     here, there = multiprocessing.Pipe()
     reader = multiprocessing.Process(target=read_streams, args=(url, options.streams, there), daemon=True)
