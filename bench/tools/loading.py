@@ -4,8 +4,8 @@ python bench/tools/loading.py write FOLDER [PRESET] [FORMAT] [LAYERS]   writes r
 python bench/tools/loading.py hub FOLDER [PRESET]       the same as a Hub cache: HF_HUB_CACHE=FOLDER HF_HUB_OFFLINE=1 minirt …
 python bench/tools/loading.py measure MODEL [OPTION …]  loads a model once and prints JSON
 
-FORMAT is bf16 or one of stored_format.py, LAYERS the number of layers. Options: `--quantize fp8` or `--quantize int4`, and
-`--weights-only`, which neither warms up nor generates, so that the memory peaks are those of loading alone.
+FORMAT is bf16 or one of stored_format.py, LAYERS the number of layers. Options of `measure`: `--quantize fp8` or
+`--quantize int4`; with `--weights-only` there is no warm-up and no text, so the memory peaks are those of loading alone.
 """
 
 import json

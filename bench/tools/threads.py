@@ -3,8 +3,8 @@
 python bench/tools/threads.py [--model embedded] [--threads 1,2] [--spins default,10000] [--runs 5] [--seconds 1.5] [--busy 6]
 
 Prints JSON. Takes about four minutes; the machine must do nothing else. Each setting has a process of its own, because OpenMP
-reads its variables once. All of them are loaded first. Then they take turns, so that a change of the machine's state reaches all
-of them. "loaded" means that BUSY other processes compute during the measurement; they are stopped between measurements.
+reads its variables once. All processes load the model first. Then they take turns, so that a change of the machine's state
+reaches all of them. A "loaded" machine has `--busy` other processes that compute; they run during its measurements only.
 "default" is OpenMP's own behaviour, "passive" its policy OMP_WAIT_POLICY=passive, "minirt" what minirt sets; numbers are
 GOMP_SPINCOUNT. The choice: the largest loaded speed among the settings that keep 95% of the idle speed of "default".
 
