@@ -85,3 +85,20 @@ def test_what_does_not_fit(options, fits):
     assert (memory.pages > 0) == fits
     assert (memory.needed <= memory.free) == fits
     assert not planned("15GiB:8.9", quantization="fp8", kv_cache_memory=12 << 30)[1].fits, "pages count as well"
+
+
+def test_small_weights_of_a_gpu_stay_in_16_bits():
+    """FP8 weights whose inputs take a kernel of their own to be rounded made Qwen2.5-0.5B slower than in bf16."""
+    small, _ = planned("H200", model="Qwen2.5-0.5B", quantization="fp8")
+    names = {name: p.format for p in small.parameters() for name in getattr(p, "modules", ())}
+    kept = {name for name, own in names.items() if own is None and "layers" in name}
+    assert kept == {f"model.layers.{i}.self_attn.o_proj" for i in range(24)}
+    assert small.plan.notes == ("24 small weights stay in 16 bits: to round their inputs to FP8 would take longer than it saves",)
+    assert names["model.layers.0.mlp.down_proj"] is not None
+    for other in ({"gpu": "cpu", "model": "Qwen2.5-0.5B"}, {"gpu": "H200", "model": "Qwen2.5-1.5B", "quantization": "int4"}):
+        gpu = other.pop("gpu")
+        options = LoadOptions(**{"quantization": "fp8", "device": "cpu", **other})
+        model, _ = plan_load(options, None if gpu == "cpu" else find_gpu(gpu))
+        assert all(p.format is not None for p in model.parameters() if ".layers." in "".join(getattr(p, "modules", ())))
+        assert not model.plan.notes
+    assert not planned("H200", quantization="fp8")[0].plan.notes

@@ -21,7 +21,7 @@ from minirt.engine.sampler import SamplingBatch, sample
 from minirt.engine.sampling_stages import Drawn, Row, SamplingStages, Scored
 from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Ranges
-from minirt.engine.warmup import sampling_kinds, warm_up_steps
+from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
 from minirt.errors import ContextLengthError, UnsupportedError
 from minirt.modeling.model import Model, Observer
 from minirt.sampling_params import SamplingParams, resolve
@@ -250,6 +250,19 @@ class Runner:
                 for row_maxima in {values.shape[1]: values[:1] for values in stored}.values():
                     self._sample(SamplingParams(temperature=0.0), row_maxima)
             torch.cuda.synchronize(self._device)
+            self._reserve(self._model)
+
+    def _reserve(self, model: Model) -> None:
+        """Have PyTorch's allocator keep the memory of the largest steps.
+
+        Otherwise it would keep blocks of every size that steps ask for, until a larger one comes, and take more than was planned.
+        """
+        from minirt.kernels.compile.ahead_of_time import without_launches
+
+        torch.cuda.empty_cache()
+        with without_launches(self._device):
+            for chunks in largest_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, self._buckets.max_num_seqs):
+                self._run_dry(model, chunks)
 
     @torch.inference_mode()
     def dry_run_bytes(self, steps: Sequence[Sequence[Chunk]]) -> int:

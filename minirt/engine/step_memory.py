@@ -7,10 +7,10 @@ profiles a real forward pass for the same purpose.) Layers without Triton do run
 import torch
 
 from minirt.device import on_device
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.kv_cache import KVCache
 from minirt.engine.runner import Runner
-from minirt.engine.step_input import Chunk
-from minirt.kernels.attention.limits import KV_SPLIT, MAX_WIDENED_TOKENS
+from minirt.engine.warmup import largest_steps
+from minirt.kernels.attention.limits import KV_SPLIT
 from minirt.modeling.model import Model
 
 
@@ -40,19 +40,3 @@ def measure_step_bytes(model: Model, *, max_num_seqs: int, max_model_len: int, t
             return torch.cuda.memory_allocated(device) - before - states + needed
         except torch.OutOfMemoryError:
             return None
-
-
-def largest_steps(tokens: int, longest: int, seqs: int) -> list[list[Chunk]]:
-    """Steps of `tokens` tokens at the end of the longest contexts: one prompt, as many as possible, and as many whose FP8 pages
-    attention copies to 16 bits. All are on page 0."""
-    steps = []
-    for count in sorted({1, min(seqs, tokens), max(1, min(seqs, tokens, MAX_WIDENED_TOKENS // longest))}):
-        count = max(count, -(-tokens // longest))
-        end = longest if count * longest <= max(MAX_WIDENED_TOKENS, longest) else max(MAX_WIDENED_TOKENS // count, 1)
-        lengths = [tokens // count + (i < tokens % count) for i in range(count)]
-        ends = [max(end, length) for length in lengths]
-        steps.append([
-            Chunk([0] * n, stop - n, [0] * -(-stop // PAGE_SIZE), num_logits=int(i < seqs))
-            for i, (n, stop) in enumerate(zip(lengths, ends, strict=True)) if n
-        ])  # fmt: skip
-    return steps

@@ -3,8 +3,10 @@
 The sizes follow from the regimes that the kernels' dispatch modules declare; nothing here restates them.
 """
 
+from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.engine.scheduler import MAX_SCORED_TOKENS
 from minirt.engine.step_input import Chunk
+from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
 from minirt.kernels.regimes import operations, paired_operations, representatives
 from minirt.sampling_params import SamplingParams
 
@@ -41,6 +43,22 @@ def _prompts(count: int, longest: int) -> list[Chunk]:
 def _small(first: int, last: int) -> int:
     """A number of tokens from `first` to `last`: `last`, to which CUDA graphs pad, or above 512 a small one, to save memory."""
     return last if last <= 512 else min(last, (first // 128 + 1) * 128)
+
+
+def largest_steps(tokens: int, longest: int, seqs: int) -> list[list[Chunk]]:
+    """Steps of `tokens` tokens at the end of the longest contexts: one prompt, as many as possible, and as many whose FP8 pages
+    attention copies to 16 bits. All are on page 0."""
+    steps = []
+    for count in sorted({1, min(seqs, tokens), max(1, min(seqs, tokens, MAX_WIDENED_TOKENS // longest))}):
+        count = max(count, -(-tokens // longest))
+        end = longest if count * longest <= max(MAX_WIDENED_TOKENS, longest) else max(MAX_WIDENED_TOKENS // count, 1)
+        lengths = [tokens // count + (i < tokens % count) for i in range(count)]
+        ends = [max(end, length) for length in lengths]
+        steps.append([
+            Chunk([0] * n, stop - n, [0] * -(-stop // PAGE_SIZE), num_logits=int(i < seqs))
+            for i, (n, stop) in enumerate(zip(lengths, ends, strict=True)) if n
+        ])  # fmt: skip
+    return steps
 
 
 def sampling_kinds() -> list[SamplingParams]:

@@ -23,7 +23,7 @@ from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while,
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
 from minirt.loading.stored_formats import stored_formats
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
-from minirt.modeling.formats import FormatChoice
+from minirt.modeling.formats import FormatChoice, Quantization
 from minirt.modeling.model import Model, in_order
 from minirt.modeling.quantization_config import QuantizationConfig, read_quantization
 from minirt.sizes import format_size
@@ -31,6 +31,8 @@ from minirt.text.tokenizer import Tokenizer, eos_token_ids
 from minirt.threads import set_threads
 
 ProgressCallback = Callable[[str, int, int], None]  # (stage, done, total)
+# Values of a weight: an H200 reads so many bytes in less than 1 µs, and a kernel that rounds the input to FP8 takes 1.6.
+_SMALL = 4 << 20
 
 
 class Found(NamedTuple):
@@ -79,8 +81,9 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
 
 
 def choose_formats(
-    options: LoadOptions, layers: Sequence[Layer], found: Found, entries: Mapping[str, Entry] | None
-) -> FormatChoice | None:
+    options: LoadOptions, layers: Sequence[Layer], found: Found, entries: Mapping[str, Entry] | None,
+    device: torch.device | AbsentGPU,
+) -> FormatChoice | None:  # fmt: skip
     """The formats of the linears: those of the checkpoint, else those that `options` ask for.
 
     Args:
@@ -90,7 +93,23 @@ def choose_formats(
     if stored is not None and options.quantization is not None:
         what, hint = "the checkpoint is quantized already", "leave it out (quantization=)"
         raise ConfigError(what, where="--quantize", found=stored.checkpoint, hint=hint)
+    if stored is None and options.formats is not None and options.formats.format == "fp8" and device.type != "cpu":
+        return faster_fp8(options.formats, layers)
     return stored or options.formats
+
+
+def faster_fp8(formats: Quantization, layers: Sequence[Layer]) -> Quantization:
+    """FP8 without the weights with which a step of several tokens on a GPU would be slower than with those of 16 bits.
+
+    These are small weights whose input needs a kernel of its own to be rounded to FP8. Other inputs are rounded by the kernel
+    that normalizes them. (docs/decisions/linear-small-batches.md)
+    """
+    ops = [op for layer in layers for op in layer.linear_ops() if op.residual]
+    small = [op.linear for op in ops if op.linear.out_features * op.linear.in_features < _SMALL]
+    if not small:
+        return formats
+    note = f"{len(small)} small weights stay in 16 bits: to round their inputs to FP8 would take longer than it saves"
+    return replace(formats, kept=frozenset(name for linear in small for name in linear.modules), notes=(note,))
 
 
 def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
@@ -104,7 +123,7 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     config = found.config
     layers = in_order(config, options.layers(config) if options.layers else models.build(config))
     entries = _headers(found)
-    planned = Model(config, layers, choose_formats(options, layers, found, entries))
+    planned = Model(config, layers, choose_formats(options, layers, found, entries, target))
     if entries is not None:
         checkpoint.match(planned, entries, options.layers is not None)
     planned.device = cast(torch.device, target)
@@ -199,7 +218,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     layers = in_order(config, options.layers(config) if options.layers else models.build(config))
     weights = None if options.random_weights else files
     entries = checkpoint.read_headers(weights.weight_files, weights.weight_index) if weights else None
-    model = Model(config, layers, choose_formats(options, layers, found, entries))
+    model = Model(config, layers, choose_formats(options, layers, found, entries, device))
     dtype = pick_dtype(options.dtype, config, device)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
     tokenizer = Tokenizer.load(files.folder) if files else None

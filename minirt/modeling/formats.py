@@ -477,11 +477,14 @@ class Quantization(FormatChoice):
 
     `head` None: FP8 covers the head unless it is tied to the embedding; 4 bits never do, as in other producers' checkpoints.
     Small models tie it, and rounding it harms SmolLM2-135M more than rounding all other linears
-    (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory.
+    (bench/results/cpu-fp8-quality.jsonl). A quantized copy of it would also take memory. `kept`: checkpoint prefixes of linears
+    that keep the model's dtype, and `notes` why.
     """
 
     format: str
     head: bool | None = None
+    kept: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.format not in _QUANTIZED:
@@ -496,4 +499,6 @@ class Quantization(FormatChoice):
         return self.format == "fp8" and not tied if self.head is None else self.head
 
     def format_of(self, modules: Sequence[str], *, head: bool, tied: bool) -> LinearFormat | None:
-        return None if head and not self.covers_head(tied) else _QUANTIZED[self.format]
+        if not self.kept.isdisjoint(modules) or (head and not self.covers_head(tied)):
+            return None
+        return _QUANTIZED[self.format]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
-from minirt.engine.step_memory import largest_steps
+from minirt.engine.warmup import largest_steps
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
 from minirt.loading import memory

@@ -234,6 +234,33 @@ def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
     assert torch.equal(masks[1:], expected)
 
 
+def test_masks_of_many_rows_are_computed_side_by_side(monkeypatch):
+    """Two matchers wait for each other, which they would for ever in one thread (as in llguidance's LLExecutor)."""
+    monkeypatch.setattr(module, "usable_cpus", lambda: 2)
+    own, meet = constraints(), threading.Barrier(2, timeout=60)
+    rows = [compiled(own, regex=letter * 3).start((EOS,), 0) for letter in "abcdefgh"]
+    expected = torch.zeros(8, -(-VOCAB // 32), dtype=torch.int32)
+    for row, constraint in enumerate(rows):
+        own.fill(expected[row : row + 1], [constraint])
+
+    class Waits:
+        def __init__(self, matcher):
+            self.matcher = matcher
+
+        def unsafe_compute_mask_ptr(self, at, size):
+            meet.wait()
+            self.matcher.unsafe_compute_mask_ptr(at, size)
+
+        def __getattr__(self, name):
+            return getattr(self.matcher, name)
+
+    for constraint in rows:
+        constraint.matcher = Waits(constraint.matcher)
+    masks = torch.zeros_like(expected)
+    assert not own.fill(masks, rows)
+    assert torch.equal(masks, expected)
+
+
 def test_grammars_are_checked_once_and_the_last_are_kept(monkeypatch):
     made, inner = [], module.Grammar
     monkeypatch.setattr(module, "Grammar", lambda spec, tools: made.append(spec) or inner(spec, tools))
