@@ -19,6 +19,7 @@ from minirt.layers import MoE
 from minirt.loading import checkpoint
 from minirt.loading.load import plan_model
 from minirt.loading.options import LoadOptions
+from minirt.modeling.formats import QuantizedToFp8
 from minirt.models.decoder import decoder_layers
 
 SIZES = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 3}
@@ -125,7 +126,8 @@ def test_random_weights_do_not_depend_on_the_form(hf_folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces(family, quantization, hf_folder, monkeypatch):
     """Large tensors are read a few entries at a time: no part of a file that is mapped is longer than the bound. The results are
-    the same bits. Catches a piece at a wrong row, a tensor read as a whole, and bytes that are counted twice."""
+    the same bits. With FP8, a piece is quantized in several chunks. Catches a piece or a chunk at a wrong row, a tensor that is
+    read as a whole, and bytes that are counted twice."""
     name, sizes = FAMILIES[family]
     folder = hf_folder(name, fused=True, **sizes)
     expected = logits(folder, quantization=quantization)
@@ -137,6 +139,7 @@ def test_pieces(family, quantization, hf_folder, monkeypatch):
 
     original, bound = mmap.mmap, 2 * 48 * 64 * 4 + 1  # two experts' gate and up
     monkeypatch.setattr(checkpoint, "MAP_BYTES", bound)
+    monkeypatch.setattr(QuantizedToFp8, "chunk", 1000)
     monkeypatch.setattr(mmap, "mmap", record)
     done = []
     assert torch.equal(logits(folder, quantization=quantization, progress=lambda *step: done.append(step)), expected)
