@@ -102,8 +102,12 @@ def _read_header(path: Path) -> Iterator[Entry]:
         length = int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(length).decode(), path, error=CheckpointError)
     for name, own in header.items():
-        if name != "__metadata__":
-            yield Entry(name, path, tuple(own["shape"]), own["dtype"], 8 + length + own["data_offsets"][0])
+        if name == "__metadata__":
+            continue
+        if not isinstance(own, dict) or not isinstance(own["dtype"], str):  # safetensors also takes a list
+            what, expected = "not a readable safetensors file: a tensor is not described as usual", "dtype, shape, data_offsets"
+            raise CheckpointError(what, where=f"{path}: {name[:MAX_SHOWN]}", expected=expected, found=shown(own))
+        yield Entry(name, path, tuple(own["shape"]), own["dtype"], 8 + length + own["data_offsets"][0])
 
 
 def check_total_size(files: Sequence[Path], stated: float | None) -> None:

@@ -68,8 +68,8 @@ class LinearFormat(ABC):
         capability: the lowest compute capability of its kernels.
         experts: whether the experts of a mixture may have it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
-        quantizes: whether the checkpoint has weights of 16 or 32 bits, which `store_rows` quantizes. Otherwise `load` places
-            what is stored.
+        quantizes: whether the checkpoint has weights of 16 or 32 bits, which `store_rows` quantizes, also a piece of a tensor.
+            Otherwise `load` places what is stored.
         chunk: weights that are quantized or repacked at a time.
     """
 
@@ -94,7 +94,7 @@ class LinearFormat(ABC):
         return 1
 
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
-        """Copy a checkpoint tensor of one part into its rows. Formats with `quantizes` do not need it.
+        """Copy a checkpoint tensor of one part into its rows. The default quantizes weights of 16 or 32 bits.
 
         Args:
             what: the last component of the tensor's name, such as "weight".
@@ -102,7 +102,7 @@ class LinearFormat(ABC):
             weight, scale: those of the packed linear.
             part: which part, an index of `rows`.
         """
-        raise NotImplementedError
+        self.store_rows(source, weight, scale, rows, sum(rows[:part]))
 
     @abstractmethod
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:

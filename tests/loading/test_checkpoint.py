@@ -101,6 +101,22 @@ def _repeated_name(data):
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
+def test_unusual_descriptions(hf_folder):
+    """Lists for objects, and an object for the dtype, which safetensors itself accepts."""
+    folder = hf_folder("Qwen2")
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    own = header[DOWN]
+    for unusual in ([own["dtype"], own["shape"], own["data_offsets"]], own | {"dtype": {own["dtype"]: None}}):
+        text = json.dumps(header | {DOWN: unusual}).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+        load_file(path)
+        with pytest.raises(CheckpointError, match=rf"{DOWN}: not a readable .* a tensor is not described as usual"):
+            load(folder)
+
+
 def test_tensor_described_twice(hf_folder):
     folder = hf_folder("Qwen2")
     path = folder / "model.safetensors"
