@@ -42,11 +42,12 @@ def smollm2() -> Path:
 def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that writes a tiny random model and returns its folder: `hf_folder(family, seed=0, **config)`.
 
+    `shard` is the size of a file; `fused` stores the experts of a layer as transformers keeps them, in two tensors.
     Norm weights are not uniform and biases are not zero. Otherwise errors in them would not show.
     """
     import transformers
 
-    def make(family: str, seed: int = 0, shard: str | None = None, **options: object) -> Path:
+    def make(family: str, seed: int = 0, shard: str | None = None, fused: bool = False, **options: object) -> Path:
         torch.manual_seed(seed)
         settings: dict = dict(  # noqa: C408
             hidden_size=64,
@@ -74,7 +75,8 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 else:
                     parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
         folder = tmp_path_factory.mktemp(family.lower())
-        model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+        saving = ({"max_shard_size": shard} if shard else {}) | ({"save_original_format": False} if fused else {})
+        model.save_pretrained(folder, **saving)
         return folder
 
     return make

@@ -52,6 +52,8 @@ CASES |= {
         "Qwen2Moe",
         {**MOE, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 31, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
+    "qwen3-moe-fused": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [0], "fused": True}),
+    "qwen2-moe-fused": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 53, "fused": True}),
 }  # fmt: skip
 LENGTHS = (1, 7, 64, 65, 130)  # one token; a prime; a full page; one token more; three pages
 

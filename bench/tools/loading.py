@@ -4,8 +4,9 @@ python bench/tools/loading.py write FOLDER [PRESET] [FORMAT] [LAYERS]   writes r
 python bench/tools/loading.py hub FOLDER [PRESET]       the same as a Hub cache: HF_HUB_CACHE=FOLDER HF_HUB_OFFLINE=1 minirt …
 python bench/tools/loading.py measure MODEL [OPTION …]  loads a model once and prints JSON
 
-FORMAT is bf16 or one of stored_format.py, LAYERS the number of layers. Options of `measure`: `--quantize fp8` or
-`--quantize int4`; with `--weights-only` there is no warm-up and no text, so the memory peaks are those of loading alone.
+FORMAT is bf16, bf16-fused (all experts of a layer in one tensor) or one of stored_format.py, LAYERS the number of layers.
+Options of `measure`: `--quantize fp8` or `--quantize int4`; with `--weights-only` there is no warm-up and no text, so the
+memory peaks are those of loading alone.
 """
 
 import json
@@ -43,7 +44,7 @@ def write(folder: Path, name: str, kind: str = "bf16", layers: int | None = None
     """Write a preset's checkpoint with random weights to `folder`, in shards of at most 4 GiB.
 
     Args:
-        kind: "bf16" or a key of `stored_format.FORMATS`.
+        kind: "bf16", "bf16-fused" or a key of `stored_format.FORMATS`.
         layers: how many layers the model has; None: as the preset.
     """
     from safetensors.torch import save_file
@@ -57,10 +58,13 @@ def write(folder: Path, name: str, kind: str = "bf16", layers: int | None = None
 
     raw = next(config for preset, _, config in raw_configs() if preset == name) | {"torch_dtype": "bfloat16"}
     raw |= {} if layers is None else {"num_hidden_layers": layers}
-    raw |= {} if kind == "bf16" else {"quantization_config": FORMATS[kind]}
+    raw |= {} if kind.startswith("bf16") else {"quantization_config": FORMATS[kind]}
     config = models.parse_config(raw)
     parts = models.build(config)
     model = Model(config, parts, stored_formats(parts, None, read_quantization(Fields(raw, "config.json"))))
+    for parameter in model.parameters():
+        if kind == "bf16-fused" and parameter.fused_tensor is not None:
+            parameter.fuse()
     specs = {spec.name: spec for parameter in model.parameters() for spec in parameter.expected()}
     shards: list[dict[str, TensorSpec]] = [{}]
     room = SHARD_BYTES

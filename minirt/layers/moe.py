@@ -22,10 +22,10 @@ class MoE(Layer):
 
     Args:
         router: checkpoint name of the router's weight [E, H].
-        experts: checkpoint prefix of the experts; their parts are `gate_proj`, `up_proj` and `down_proj`.
+        experts: checkpoint prefix of the experts. Each expert has the parts `gate_proj`, `up_proj` and `down_proj`, or the
+            checkpoint has tensors of all experts: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
         shared, shared_gate: checkpoint names of an expert that every token uses, and of its gate [1, H]: it adds
             sigmoid(shared_gate(norm(x))) · shared(norm(x)). None: there is no such expert.
-        fused: the checkpoint has the tensors `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I] of all experts.
     """
 
     kind = "moe"
@@ -40,7 +40,6 @@ class MoE(Layer):
         experts: str,
         shared: str | None = None,
         shared_gate: str | None = None,
-        fused: bool = False,
     ) -> None:
         super().__init__(config, name)
         moe, h = config.moe, config.hidden_size
@@ -53,8 +52,8 @@ class MoE(Layer):
         self.router = _unquantized(PackedLinear([Part(router, moe.num_experts)], h))
         i, many = moe.intermediate_size, moe.num_experts
         gate_up = [Part("gate_proj", i), Part("up_proj", i)]
-        self.gate_up = PackedExperts(experts, gate_up, h, many, "gate_up_proj" if fused else None)
-        self.down = PackedExperts(experts, [Part("down_proj", h)], i, many, "down_proj" if fused else None)
+        self.gate_up = PackedExperts(experts, gate_up, h, many, "gate_up_proj")
+        self.down = PackedExperts(experts, [Part("down_proj", h)], i, many, "down_proj")
         self.shared_gate_up: PackedLinear | None = None
         self.shared_down: PackedLinear | None = None
         self.shared_gate: PackedLinear | None = None

@@ -1,13 +1,15 @@
 """Fills a model's weights: from safetensors files, strictly checked and streamed, or with random values."""
 
+import math
+import mmap
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -18,14 +20,18 @@ from minirt.modeling.formats import CHUNK, E4M3, FLOATS, INT32, INT64, TensorSpe
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, E4M3: 1, INT32: 4, INT64: 8}  # of the dtypes that are read
+_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: torch.float8_e4m3fn, INT32: torch.int32,
+    INT64: torch.int64,
+}  # fmt: skip
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
-# After this many bytes a file is mapped again, so that the whole file never counts as the process's memory.
+# Bytes of a file that are mapped at a time, so that the whole file never counts as the process's memory.
 MAP_BYTES = 64 << 20
 THREADS = 4
 MAX_SHOWN = 200  # characters of a name or a text from a file in a message
 _OTHER = "config.json describes another model, or another format of its weights"
+_TRANSPOSED = "it is stored transposed, as in files of some other architectures; transpose its last two dimensions"
 MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
@@ -33,16 +39,27 @@ ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the checkpoint, as its file's header describes it."""
+    """One tensor of the checkpoint, as its file's header describes it. `start`: its place in the file, in bytes."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
-        return _ITEM_BYTES[self.dtype] * torch.Size(self.shape).numel()
+        return _DTYPES[self.dtype].itemsize * math.prod(self.shape)
+
+
+class _Piece(NamedTuple):
+    """The entries of a tensor's first dimension from `first` on, or all of it. `start`: the place in the file, in bytes."""
+
+    entry: Entry
+    first: int
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -66,23 +83,31 @@ def _header_length(path: Path) -> int:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _checked(path: Path) -> Iterator[None]:
+    """Check the header of a file. An error while it is read is a `CheckpointError`."""
     from safetensors import SafetensorError, safe_open
 
     try:
         _header_length(path)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+        with safe_open(path, framework="pt", device="cpu"):
+            yield
     except (SafetensorError, OSError, ValueError) as error:
         what = f"not a readable safetensors file: {str(error)[:MAX_SHOWN]}"
         raise CheckpointError(what, where=path, hint="download it again; it may be truncated") from error
 
 
-def _refuse_repeated_names(path: Path) -> None:
-    """Refuse a header that describes a tensor twice: safetensors silently takes the last one. The header must be valid."""
-    with path.open("rb") as file:
+def _read_header(path: Path) -> Iterator[Entry]:
+    """The tensors of a file. safetensors checks the header, except that it silently takes the last of repeated names."""
+    with _checked(path), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        parse_json(file.read(length).decode(), path, error=CheckpointError)
+        header = parse_json(file.read(length).decode(), path, error=CheckpointError)
+    for name, own in header.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(own, dict) or not isinstance(own["dtype"], str):  # safetensors also takes a list
+            what, expected = "not a readable safetensors file: a tensor is not described as usual", "dtype, shape, data_offsets"
+            raise CheckpointError(what, where=f"{path}: {name[:MAX_SHOWN]}", expected=expected, found=shown(own))
+        yield Entry(name, path, tuple(own["shape"]), own["dtype"], 8 + length + own["data_offsets"][0])
 
 
 def check_total_size(files: Sequence[Path], stated: float | None) -> None:
@@ -108,15 +133,11 @@ def read_headers(files: Sequence[Path], index: dict[str, str] | None = None) -> 
     """
     entries: dict[str, Entry] = {}
     for path in files:
-        with _opened(path) as file:
-            _refuse_repeated_names(path)
-            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if name in entries:
-                    raise CheckpointError(
-                        "the tensor is in two files", where=name[:MAX_SHOWN], found=f"{entries[name].file.name}, {path.name}"
-                    )
-                view = file.get_slice(name)
-                entries[name] = Entry(name, path, tuple(view.get_shape()), view.get_dtype())
+        for entry in _read_header(path):
+            if entry.name in entries:
+                found = f"{entries[entry.name].file.name}, {path.name}"
+                raise CheckpointError("the tensor is in two files", where=entry.name[:MAX_SHOWN], found=found)
+            entries[entry.name] = entry
     if index is not None:
         for name, file_name in index.items():
             if name not in entries or entries[name].file.name != file_name:
@@ -163,9 +184,11 @@ def match(
     for name, spec in specs.items():
         entry = entries[name]
         if entry.shape != spec.shape and entry.shape not in spec.also:
+            transposed = len(spec.shape) == 3 and entry.shape == (spec.shape[0], *spec.shape[:0:-1])
             raise CheckpointError(
-                "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape), hint=_OTHER
-            )
+                "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape),
+                hint=_TRANSPOSED if transposed else _OTHER,
+            )  # fmt: skip
     for entry in (entries[n] for n in entries if n in specs or n in checked or _tied_copy(model, n)):
         dtypes = specs[entry.name].dtypes if entry.name in specs else FLOATS
         if entry.dtype not in dtypes:
@@ -212,10 +235,11 @@ def load(
     targets, unused = match(model, entries, allow_unused)
     specs = {spec[0]: TensorSpec(*spec) for parameter in model.parameters() for spec in parameter.expected()}
     tied = [entries[n] for n in entries if n not in targets and _tied_copy(model, n)]
-    work = [entries[name] for name in targets]
-    total, done = sum(e.nbytes for e in work), 0
+    work = [piece for name in targets for piece in _pieces(entries[name], specs[name].pieces)]
+    total, done = sum(piece.nbytes for piece in work), 0
 
-    def place(entry: Entry, tensor: torch.Tensor) -> None:
+    def place(piece: _Piece, tensor: torch.Tensor) -> None:
+        entry = piece.entry
         if check_weights and (bad := _not_finite(tensor)):
             raise CheckpointError(f"{bad} NaN or Inf values", where=f"{entry.file}: {entry.name}")
         if specs[entry.name].positive or specs[entry.name].nonzero:
@@ -225,7 +249,10 @@ def load(
             raise CheckpointError("wrong values", where=where, expected=list(values), found=found)
         with inside(f"{entry.file}: {entry.name}"):
             for holder in targets[entry.name]:
-                holder.load(entry.name, tensor)
+                if piece.shape == entry.shape:
+                    holder.load(entry.name, tensor)
+                else:
+                    holder.load(entry.name, tensor, piece.first)
 
     threads = THREADS if model.device.type == "cuda" else 1
     pool = ThreadPoolExecutor(threads)
@@ -236,45 +263,75 @@ def load(
                 progress(done, total)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    for name in model.formats.unused_scales if model.formats else ():
-        _read([entries[name]], _check_scale)
-    for name in model.formats.zero_biases if model.formats else ():
-        _read([entries[name]], _check_zero)
-    for entry in tied:
-        _read([entry], lambda e, tensor: _check_tied(model, e, tensor))
+    if model.formats:
+        _read_all([entries[name] for name in model.formats.unused_scales], _check_scale)
+        _read_all([entries[name] for name in model.formats.zero_biases], _check_zero)
+    _read_all(tied, lambda entry, tensor: _check_tied(model, entry, tensor))
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return LoadReport(total, unused)
 
 
-def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Split the tensors of each file into groups of about MAP_BYTES. One thread reads a group through one mapping."""
-    by_file: dict[Path, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        by_file[entry.file].append(entry)
-    groups: list[list[Entry]] = []
+def _pieces(entry: Entry, may_be_split: bool = False) -> Iterator[_Piece]:
+    """The tensor as a whole, or in pieces of at most MAP_BYTES if its first dimension may be split."""
+    count, *rest = entry.shape or (1,)
+    if not may_be_split or entry.nbytes <= MAP_BYTES:
+        yield _Piece(entry, 0, entry.shape, entry.start, entry.nbytes)
+        return
+    size = entry.nbytes // count
+    step = max(1, MAP_BYTES // size)
+    for first in range(0, count, step):
+        many = min(step, count - first)
+        yield _Piece(entry, first, (many, *rest), entry.start + first * size, many * size)
+
+
+def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+    """Split the pieces of each file, in the file's order, into groups of about MAP_BYTES. One thread reads a group."""
+    by_file: dict[Path, list[_Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_file[piece.entry.file].append(piece)
+    groups: list[list[_Piece]] = []
     for members in by_file.values():
-        room = 0
-        for entry in members:
-            if entry.nbytes > room:
+        room = -1
+        for piece in sorted(members, key=lambda own: own.start):
+            if piece.nbytes > room:
                 groups.append([])
                 room = MAP_BYTES
-            groups[-1].append(entry)
-            room -= entry.nbytes
+            groups[-1].append(piece)
+            room -= piece.nbytes
     return groups
 
 
 @torch.inference_mode()
-def _read(group: Sequence[Entry], place: Callable[[Entry, torch.Tensor], None]) -> int:
-    with _opened(group[0].file) as file:
-        for entry in group:
-            place(entry, file.get_tensor(entry.name))
-    return sum(entry.nbytes for entry in group)
+def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None]) -> int:
+    """Map a part of a file, and call `place` with each piece. Returns the number of bytes.
+
+    The header is not read again: with thousands of tensors, safetensors takes milliseconds for it.
+    """
+    path, begin, end = group[0].entry.file, group[0].start, group[-1].start + group[-1].nbytes
+    before = begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        with path.open("rb") as file:
+            # ACCESS_COPY, since PyTorch warns of memory that it may not write. Nothing is written, so nothing is copied.
+            size = end - begin + before
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin - before) if end > begin else b""
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=path, hint="the file has changed while it was read") from error
+    for piece in group:
+        dtype, count, offset = _DTYPES[piece.entry.dtype], math.prod(piece.shape), before + piece.start - begin
+        tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+        place(piece, tensor.view(piece.shape))
+    return sum(piece.nbytes for piece in group)
+
+
+def _read_all(entries: Iterable[Entry], check: Callable[[Entry, torch.Tensor], None]) -> None:
+    for group in _groups(piece for entry in entries for piece in _pieces(entry)):
+        _read(group, lambda piece, tensor: check(piece.entry, tensor))
 
 
 def _not_finite(tensor: torch.Tensor) -> int:
-    """How many values are NaN or infinite. A matrix is looked at in pieces, since FP8 has to be widened for that."""
-    pieces = tensor.split(max(1, CHUNK // tensor.shape[1])) if tensor.ndim == 2 and tensor.shape[1] else (tensor,)
+    """How many values are NaN or infinite. They are looked at in pieces, since FP8 has to be widened for that."""
+    pieces = tensor.flatten().split(CHUNK)
     return sum(int((~torch.isfinite(piece.float() if piece.itemsize == 1 else piece)).sum()) for piece in pieces)
 
 

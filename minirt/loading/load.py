@@ -21,6 +21,7 @@ from minirt.loading.checkpoint import Entry
 from minirt.loading.hub import ModelFiles, remote_headers, resolve, with_present_weights
 from minirt.loading.memory import MemoryPlan, does_not_fit, out_of_memory_while, plan_memory
 from minirt.loading.options import LoadOptions, pick_dtype, pick_kv_dtype, pick_length
+from minirt.loading.stored_experts import fuse_experts
 from minirt.loading.stored_formats import stored_formats
 from minirt.modeling.config import Fields, ModelConfig, check_token_ids
 from minirt.modeling.formats import FormatChoice, Quantization
@@ -80,6 +81,17 @@ def find(model: str | Path, revision: str | None, *, need_weights: bool, progres
     return Found(files, config, stated)
 
 
+def build(
+    options: LoadOptions, found: Found, entries: Mapping[str, Entry] | None, device: torch.device | AbsentGPU
+) -> Model:
+    """The model without weights: its layers, how the checkpoint stores their experts, and the formats of their linears."""
+    config = found.config
+    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
+    if entries is not None:
+        fuse_experts(layers, entries)
+    return Model(config, layers, choose_formats(options, layers, found, entries, device))
+
+
 def choose_formats(
     options: LoadOptions, layers: Sequence[Layer], found: Found, entries: Mapping[str, Entry] | None,
     device: torch.device | AbsentGPU,
@@ -120,10 +132,8 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     """
     target = pick_device(options.device) if gpu is None else gpu
     found = find(options.model, options.revision, need_weights=False)
-    config = found.config
-    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
-    entries = _headers(found)
-    planned = Model(config, layers, choose_formats(options, layers, found, entries, target))
+    config, entries = found.config, _headers(found)
+    planned = build(options, found, entries, target)
     if entries is not None:
         checkpoint.match(planned, entries, options.layers is not None)
     planned.device = cast(torch.device, target)
@@ -215,10 +225,9 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     found = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
     files, config = found.files, found.config
     length = pick_length(config, options.max_model_len)
-    layers = in_order(config, options.layers(config) if options.layers else models.build(config))
     weights = None if options.random_weights else files
     entries = checkpoint.read_headers(weights.weight_files, weights.weight_index) if weights else None
-    model = Model(config, layers, choose_formats(options, layers, found, entries, device))
+    model = build(options, found, entries, device)
     dtype = pick_dtype(options.dtype, config, device)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
     tokenizer = Tokenizer.load(files.folder) if files else None

@@ -43,6 +43,7 @@ class TensorSpec(NamedTuple):
         positive: whether every value must be finite and above 0, as in a scale.
         nonzero: whether every value must be finite and not 0, as in a scale that may be negative.
         values: the values that it must have; None: any.
+        pieces: whether ranges of the first dimension may be loaded one by one.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TensorSpec(NamedTuple):
     positive: bool = False
     nonzero: bool = False
     values: tuple[int, ...] | None = None
+    pieces: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class LinearFormat(ABC):
         capability: the lowest compute capability of its kernels.
         experts: whether the experts of a mixture may have it.
         rounds_activations: whether steps of several tokens round activations to e4m3.
+        quantizes: whether the checkpoint has weights of 16 or 32 bits, which `store_rows` quantizes, also a piece of a tensor.
+            Otherwise `load` places what is stored.
         chunk: weights that are quantized or repacked at a time.
     """
 
@@ -74,6 +78,7 @@ class LinearFormat(ABC):
     capability: ClassVar[float] = 8.9
     experts: ClassVar[bool] = True
     rounds_activations: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = False
     chunk: ClassVar[int] = CHUNK
 
     @abstractmethod
@@ -88,9 +93,8 @@ class LinearFormat(ABC):
         """How many rows of the weight share a row of the scale."""
         return 1
 
-    @abstractmethod
     def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
-        """Copy a checkpoint tensor of one part into its rows.
+        """Copy a checkpoint tensor of one part into its rows. The default quantizes weights of 16 or 32 bits.
 
         Args:
             what: the last component of the tensor's name, such as "weight".
@@ -98,6 +102,7 @@ class LinearFormat(ABC):
             weight, scale: those of the packed linear.
             part: which part, an index of `rows`.
         """
+        self.store_rows(source, weight, scale, rows, sum(rows[:part]))
 
     @abstractmethod
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
@@ -106,6 +111,11 @@ class LinearFormat(ABC):
     def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
         """Quantize `source` [n, K] into the rows `own` of the weight and `scales` of the scale, a pair of `chunks`."""
         weight[own] = self.quantize(source, scale[scales])
+
+    def store_rows(self, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], start: int) -> None:
+        """Quantize `source` [n, K], on any device, into the rows from `start` on, a chunk at a time."""
+        for own, scales in self.chunks(start, start + source.shape[0], rows, source.shape[1]):
+            self.store(source[own.start - start : own.stop - start].to(weight.device), weight, scale, own, scales)
 
     def chunks(self, first: int, stop: int, rows: Sequence[int], K: int) -> Iterator[tuple[slice, slice]]:
         """(rows of the weight, rows of the scale), in pieces of about `chunk` weights that cover the rows `first` to `stop`."""
@@ -147,13 +157,10 @@ class QuantizedToFp8(_Fp8Rows):
     inputs could do better.
     """
 
-    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K))
+    quantizes = True
 
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
-        start = sum(rows[:part])
-        for own, scales in self.chunks(start, start + rows[part], rows, source.shape[1]):
-            weight[own] = self.quantize(source[own.start - start : own.stop - start].to(weight.device), scale[scales])
+    def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
+        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
 
 
 @dataclass(frozen=True)
@@ -199,8 +206,7 @@ class StoredFp8Blocks(LinearFormat):
     scale: str = "weight_scale_inv"  # in spite of its name, it multiplies
 
     def group_rows(self, rows: Sequence[int]) -> int:
-        starts = [sum(rows[:part]) for part in range(1, len(rows))]
-        return gcd(FP8_BLOCK, *starts)
+        return gcd(FP8_BLOCK, *set(rows[:-1]))  # also divides the sums of rows, where parts begin
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,))
@@ -270,16 +276,12 @@ class QuantizedToInt4(_Int4):
     A scale and a zero point for each row and 128 columns, see `reference.quantize_int4`.
     """
 
+    quantizes = True
     chunk = CHUNK // 2  # needs 14 temporary bytes per weight
     group: int = INT4_CHUNK
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K))
-
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
-        start = sum(rows[:part])
-        for own, scales in self.chunks(start, start + rows[part], rows, source.shape[1]):
-            self.store(source[own.start - start : own.stop - start].to(weight.device), weight, scale, own, scales)
+        yield TensorSpec(f"{module}.weight", (rows, K), pieces=True)
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,17 @@ class Parameter(ABC):
         format: the quantized format of the weights; None: the model's dtype.
         quantizable: whether `format` may be set, before `allocate`.
         modules: checkpoint prefixes of the linears that a checkpoint may store in a quantized format.
+        fused_tensor: name of a tensor that holds all these weights in some checkpoints; None: no checkpoint has one.
     """
 
     format: LinearFormat | None = None
     quantizable = False
     modules: tuple[str, ...] = ()
+    fused_tensor: str | None = None
+
+    def fuse(self) -> None:
+        """Expect `fused_tensor` instead of the other tensors. The loader calls it if the checkpoint has that tensor."""
+        raise NotImplementedError
 
     @property
     def no_triton(self) -> str | None:
@@ -66,8 +72,11 @@ class Parameter(ABC):
         """Reserve uninitialized memory."""
 
     @abstractmethod
-    def load(self, name: str, source: Tensor) -> None:
-        """Copy one checkpoint tensor, already checked against `expected`, into its place."""
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
+        """Copy one checkpoint tensor, already checked against `expected`, into its place.
+
+        If the tensor's spec has `pieces`, `source` may be a range of its first dimension that begins at `first`.
+        """
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
@@ -120,7 +129,7 @@ class PackedLinear(Parameter):
     def expected(self) -> Iterator[TensorSpec]:
         for part in self.parts:
             if self.format is None:
-                yield TensorSpec(f"{part.name}.weight", (part.rows, self.in_features))
+                yield TensorSpec(f"{part.name}.weight", (part.rows, self.in_features), pieces=True)
             else:
                 yield from self.format.tensors(part.name, part.rows, self.in_features)
             if self.has_bias:
@@ -133,16 +142,22 @@ class PackedLinear(Parameter):
             self.weight, self.scale = self.format.allocate(self.rows, self.in_features, device)
         self.bias = torch.empty(self.out_features, device=device, dtype=dtype) if self.has_bias else None
 
-    def load(self, name: str, source: Tensor) -> None:
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
         prefix, _, what = name.rpartition(".")
         i, start = self._places[prefix]
-        own = slice(start, start + self.rows[i])
         if what == "bias" and self.bias is not None:
-            self.bias[own].copy_(source)
-        elif self.format is None or self.scale is None:
-            self.weight[own].copy_(source)
+            self.bias[start : start + self.rows[i]].copy_(source)
+        elif self.format is None or self.scale is None or self.format.quantizes:
+            self._load_rows(source, start + first)
         else:
             self.format.load(what, source, self.weight, self.scale, self.rows, i)
+
+    def _load_rows(self, source: Tensor, start: int) -> None:
+        """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on."""
+        if self.format is None or self.scale is None:
+            self.weight[start : start + source.shape[0]].copy_(source)
+        else:
+            self.format.store_rows(source, self.weight, self.scale, self.rows, start)
 
     def to_double(self) -> Self:
         twin = copy.copy(self)
@@ -168,13 +183,14 @@ class PackedLinear(Parameter):
 class PackedExperts(PackedLinear):
     """The same linear (or packed linears) of E experts, stacked by rows: expert e has the rows e · N to (e + 1) · N.
 
-    The checkpoint has a tensor for each expert and part, `PREFIX.{e}.{part}.weight`, or `fused` ones: `PREFIX.{fused}` [E, N, K].
-    With a quantized format, each row of each expert has its own scale.
+    A checkpoint has a tensor for each expert and part, `PREFIX.{e}.{part}.weight`, or one of all experts, `PREFIX.{fused}`
+    [E, N, K]. The loader finds out which (`minirt.loading.stored_experts`). With `--fp8`, each row of each expert has its own
+    scale.
 
     Args:
         prefix: the checkpoint prefix of all experts (`….mlp.experts`).
         parts: name (`gate_proj`) and rows of each part of one expert.
-        fused: the name of the one checkpoint tensor of all experts; None: each has its own.
+        fused: the name of the tensor that holds all experts, in checkpoints that have it (`gate_up_proj`); None: there are none.
     """
 
     def __init__(
@@ -183,9 +199,12 @@ class PackedExperts(PackedLinear):
         super().__init__(
             [Part(f"{prefix}.{e}.{part.name}", part.rows) for e in range(num_experts) for part in parts], in_features
         )
-        self.num_experts, self.fused = num_experts, None if fused is None else f"{prefix}.{fused}"
-        if fused is not None:  # no producer stores quantized experts as one tensor with known scales
-            self.modules = ()
+        self.num_experts, self.fused = num_experts, False
+        self.fused_tensor = None if fused is None else f"{prefix}.{fused}"
+
+    def fuse(self) -> None:
+        self.fused = True
+        self.modules = ()  # a fused tensor is never quantized
 
     @property
     def no_triton(self) -> str | None:
@@ -206,19 +225,17 @@ class PackedExperts(PackedLinear):
         if self.format is not None and not self.format.experts:
             what, where = f"experts in the format {self.format.name} are not supported", self.parts[0].name
             raise UnsupportedError(what, where=where, hint="use FP8 weights: --quantize fp8, or a checkpoint in FP8")
-        if self.fused is None:
-            yield from super().expected()
+        if self.fused and self.fused_tensor is not None:
+            shape = self.num_experts, self.out_features // self.num_experts, self.in_features
+            yield TensorSpec(self.fused_tensor, shape, pieces=True)
         else:
-            yield TensorSpec(self.fused, (self.num_experts, self.out_features // self.num_experts, self.in_features))
+            yield from super().expected()
 
-    def load(self, name: str, source: Tensor) -> None:
-        if self.fused is None:
-            super().load(name, source)
-            return
-        rows, start = source.flatten(0, 1), 0
-        for part in self.parts:
-            super().load(f"{part.name}.weight", rows[start : start + part.rows])
-            start += part.rows
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
+        if self.fused:
+            self._load_rows(source.flatten(0, 1), first * source.shape[1])
+        else:
+            super().load(name, source, first)
 
 
 class NormWeight(Parameter):
@@ -244,7 +261,7 @@ class NormWeight(Parameter):
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         self.weight = torch.empty(self.size, device=device, dtype=dtype)
 
-    def load(self, name: str, source: Tensor) -> None:
+    def load(self, name: str, source: Tensor, first: int = 0) -> None:
         self.weight.copy_(source)
 
     def to_double(self) -> Self:

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantized import write
 
 from minirt import Generator
 from minirt.errors import CheckpointError, ConfigError
@@ -72,46 +71,6 @@ def test_faulty_experts(fault, hf_folder):
         load(folder)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "stored"])
-def test_fused_experts_load_like_single_ones(quantization, hf_folder, tmp_path):
-    """Tensors [E, 2I, H] and [E, H, I], for releases that have them; one that has another shape is refused."""
-    from minirt.layers import MoE
-    from minirt.models.decoder import decoder_layers
-
-    def fused(config):
-        layers = decoder_layers(config)
-        for place, layer in enumerate(layers):
-            if layer.kind == "moe":
-                block = layer.norm.name.removesuffix(".post_attention_layernorm")
-                names = {"norm": layer.norm.name, "router": f"{block}.mlp.gate", "experts": f"{block}.mlp.experts"}
-                layers[place] = MoE(config, name=layer.name, fused=True, **names)
-        return layers
-
-    def stack(tensors):
-        for i in range(2):
-            parts = {
-                part: torch.stack([tensors.pop(f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight") for e in range(5)])
-                for part in ("gate", "up", "down")
-            }
-            tensors[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
-            tensors[f"model.layers.{i}.mlp.experts.down_proj"] = parts["down"]
-
-    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16, "num_hidden_layers": 2}
-    folder = hf_folder("Qwen3Moe", **sizes)
-    if quantization == "stored":  # the other linears are FP8 already, and config.json does not say that the experts are not
-        plain = ("lm_head", "gate_proj", "up_proj", "down_proj")
-        folder, quantization = write(folder, tmp_path / "q", "fp8 block", skip=plain, listed=False).folder, None
-    with load(folder, quantization=quantization) as generator:
-        expected = generator.logits([5, 6, 7])
-    rewrite(folder, stack)
-    with load(folder, quantization=quantization, layers=fused) as generator:
-        assert torch.equal(generator.logits([5, 6, 7]), expected)
-    name = "model.layers.1.mlp.experts.down_proj"
-    rewrite(folder, lambda t: t.update({name: t[name].transpose(1, 2).contiguous()}))
-    with pytest.raises(CheckpointError, match=rf"{name}: wrong shape; expected \[5, 64, 24\]; found \[5, 24, 64\]"):
-        load(folder, layers=fused)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_check_weights(value, hf_folder):
     folder = hf_folder("Qwen2")
@@ -140,6 +99,22 @@ def _repeated_name(data):
     twin = json.dumps({DOWN: header[DOWN] | {"shape": header[DOWN]["shape"][::-1]}})
     text = (twin[:-1] + ", " + json.dumps(header)[1:]).encode()
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def test_unusual_descriptions(hf_folder):
+    """Lists for objects, and an object for the dtype, which safetensors itself accepts."""
+    folder = hf_folder("Qwen2")
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    own = header[DOWN]
+    for unusual in ([own["dtype"], own["shape"], own["data_offsets"]], own | {"dtype": {own["dtype"]: None}}):
+        text = json.dumps(header | {DOWN: unusual}).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+        load_file(path)
+        with pytest.raises(CheckpointError, match=rf"{DOWN}: not a readable .* a tensor is not described as usual"):
+            load(folder)
 
 
 def test_tensor_described_twice(hf_folder):

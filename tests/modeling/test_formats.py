@@ -14,7 +14,7 @@ from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError
 from minirt.kernels.reference import FP8_MAX, linear, quantize_fp8
 from minirt.modeling.config import ModelConfig
-from minirt.modeling.formats import FP8, Quantization, QuantizedToFp8
+from minirt.modeling.formats import FP8, Quantization, QuantizedToFp8, StoredFp8Blocks
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import PackedLinear, Part
 
@@ -233,3 +233,11 @@ def test_the_bits_of_fp8_do_not_change():
             for tensor in (parameter.weight, getattr(parameter, "scale", None)):
                 digest.update(b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes())
     assert digest.hexdigest() == "232e2458ae228f6d3c38161af5396f69dfa6db5ff46577ec43bf3bc06b61d60e"
+
+
+@pytest.mark.parametrize("rows", [(300,), (128, 128, 7), (192, 64), (576, 192, 192), (64, 1), (1, 64), (768,) * 256, (96, 32, 9)])
+def test_rows_of_a_block_that_parts_share(rows):
+    """The largest power of two up to 128 that divides the beginning of every part."""
+    starts = [sum(rows[:part]) for part in range(len(rows))]
+    expected = max(g for g in (1, 2, 4, 8, 16, 32, 64, 128) if all(start % g == 0 for start in starts))
+    assert StoredFp8Blocks().group_rows(rows) == expected

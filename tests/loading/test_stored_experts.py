@@ -1,0 +1,271 @@
+"""Checkpoints with all experts of a layer in one tensor: found from the headers, loaded in pieces, refused by name if damaged.
+
+The fused files are written by transformers, or by fusing single experts here. Catches: gate and up exchanged, experts in another
+order, a piece at a wrong row, a form chosen for the model instead of a layer, and a fused tensor taken for something else.
+"""
+
+import json
+import mmap
+from math import prod
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.quantized import write
+
+from minirt import Generator
+from minirt.errors import CheckpointError, UnsupportedError
+from minirt.layers import MoE
+from minirt.loading import checkpoint
+from minirt.loading.load import plan_model
+from minirt.loading.options import LoadOptions
+from minirt.modeling.formats import QuantizedToFp8
+from minirt.models.decoder import decoder_layers
+
+SIZES = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+FAMILIES = {
+    "qwen3-moe": ("Qwen3Moe", SIZES | {"head_dim": 16, "mlp_only_layers": [0]}),
+    "qwen2-moe": ("Qwen2Moe", SIZES | {"shared_expert_intermediate_size": 40}),
+}
+TOKENS = [5, 6, 7, 101]
+EXPERTS = "model.layers.1.mlp.experts"
+GATE_UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
+
+
+def load(folder, **options):
+    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22, **options)
+
+
+def logits(folder, **options):
+    with load(folder, **options) as generator:
+        return generator.logits(TOKENS)
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def fuse(tensors, layers=(0, 1, 2)):
+    """Stack the experts of these layers, as transformers' classes hold them."""
+    for i in layers:
+        experts = f"model.layers.{i}.mlp.experts"
+        if f"{experts}.0.up_proj.weight" in tensors:
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(5)])
+                for part in ("gate", "up", "down")
+            )
+            tensors |= {f"{experts}.gate_up_proj": torch.cat((gate, up), 1), f"{experts}.down_proj": down}
+    return tensors
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_of_transformers(family, quantization, hf_folder):
+    """The same weights stored one by one and fused give the same bits, with a dense layer and with a shared expert."""
+    name, sizes = FAMILIES[family]
+    single, fused = hf_folder(name, **sizes), hf_folder(name, fused=True, **sizes)
+    names = load_file(fused / "model.safetensors").keys()
+    assert GATE_UP in names, "transformers no longer writes fused tensors"
+    assert not any("experts.0." in name for name in names)
+    assert torch.equal(logits(fused, quantization=quantization), logits(single, quantization=quantization))
+    plans = [plan_model(LoadOptions(model=folder, device="cpu", quantization=quantization)).plan for folder in (single, fused)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 2)])
+def test_each_layer_may_be_stored_either_way(layers, hf_folder):
+    name, sizes = FAMILIES["qwen2-moe"]
+    folder = hf_folder(name, **sizes)
+    expected = logits(folder)
+    rewrite(folder, lambda tensors: fuse(tensors, layers))
+    assert torch.equal(logits(folder), expected)
+
+
+def test_shards(hf_folder):
+    """The two tensors of a layer in different files."""
+    name, sizes = FAMILIES["qwen3-moe"]
+    folder = hf_folder(name, fused=True, shard="40KB", **sizes)
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert places[GATE_UP] != places[DOWN]
+    assert torch.equal(logits(folder), logits(hf_folder(name, **sizes)))
+
+
+def test_composed_model(hf_folder):
+    """The form is found also for layers that a caller composes, here the last mixture twice and without the first."""
+    name, sizes = FAMILIES["qwen2-moe"]
+
+    def composed(config):
+        layers = decoder_layers(config)
+        return [*layers[:2], *layers[3:-1], *layers[-2:]]
+
+    single, fused = (hf_folder(name, fused=fused, **sizes) for fused in (False, True))
+    assert torch.equal(logits(fused, layers=composed), logits(single, layers=composed))
+
+
+def test_beside_quantized_linears(hf_folder, tmp_path):
+    """Experts in 16 bits beside other linears in FP8. Their dtype decides, as for any linear."""
+    name, sizes = FAMILIES["qwen3-moe"]
+    plain = ("lm_head", "gate_proj", "up_proj", "down_proj")
+    folder = write(hf_folder(name, **sizes), tmp_path / "q", "fp8 block", skip=plain, listed=False).folder
+    with pytest.warns(UserWarning, match="not quantized, though not listed so"):
+        expected = logits(folder)
+    rewrite(folder, fuse)
+    assert torch.equal(logits(folder), expected)
+
+
+def test_random_weights_do_not_depend_on_the_form(hf_folder):
+    name, sizes = FAMILIES["qwen3-moe"]
+    single, fused = (logits(hf_folder(name, fused=fused, **sizes), random_weights=True, seed=3) for fused in (False, True))
+    assert torch.equal(fused, single)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces(family, quantization, hf_folder, monkeypatch):
+    """Large tensors are read a few entries at a time: no part of a file that is mapped is longer than the bound. The results are
+    the same bits. With FP8, a piece is quantized in several chunks. Catches a piece or a chunk at a wrong row, a tensor that is
+    read as a whole, and bytes that are counted twice."""
+    name, sizes = FAMILIES[family]
+    folder = hf_folder(name, fused=True, **sizes)
+    expected = logits(folder, quantization=quantization)
+    mapped = []
+
+    def record(file, length, *, offset, **options):
+        mapped.append((offset, length))
+        return original(file, length, offset=offset, **options)
+
+    original, bound = mmap.mmap, 2 * 48 * 64 * 4 + 1  # two experts' gate and up
+    monkeypatch.setattr(checkpoint, "MAP_BYTES", bound)
+    monkeypatch.setattr(QuantizedToFp8, "chunk", 1000)
+    monkeypatch.setattr(mmap, "mmap", record)
+    done = []
+    assert torch.equal(logits(folder, quantization=quantization, progress=lambda *step: done.append(step)), expected)
+    assert max(length for _, length in mapped) < bound + mmap.ALLOCATIONGRANULARITY
+    total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert [step for step in done if step[0] == "weights"][-1] == ("weights", total, total)
+
+
+def test_values_of_a_piece_are_checked(hf_folder, monkeypatch):
+    name, sizes = FAMILIES["qwen2-moe"]
+    folder = hf_folder(name, fused=True, **sizes)
+    rewrite(folder, lambda tensors: tensors[DOWN][4, 7, 3:5].fill_(torch.nan))
+    monkeypatch.setattr(checkpoint, "MAP_BYTES", 1 << 13)
+    with pytest.raises(CheckpointError, match=rf"{DOWN}: 2 NaN or Inf"):
+        load(folder, check_weights=True)
+
+
+def as_fp8(tensors):
+    tensors[GATE_UP] = tensors[GATE_UP].to(torch.float8_e4m3fn)
+
+
+def also_single(tensors):
+    tensors[f"{EXPERTS}.4.up_proj.weight"] = tensors[GATE_UP][4, 24:].clone()
+
+
+def down_single(tensors):
+    tensors |= {f"{EXPERTS}.{e}.down_proj.weight": own for e, own in enumerate(tensors.pop(DOWN))}
+
+
+FILE = r"model\.safetensors: "
+FORMS = rf"layers\.1\.moe has fused experts and single ones; expected one of the two forms; found {EXPERTS}"
+QUANTIZED = r"\(load the unquantized checkpoint, .*one by one"
+FAULTS = {
+    "an expert missing": (
+        lambda t: t.update({DOWN: t[DOWN][:4]}), rf"{FILE}{DOWN}: wrong shape; expected \[5, 64, 24\]; found \[4, 64, 24\]"
+    ),
+    "an expert too many": (
+        lambda t: t.update({GATE_UP: torch.cat((t[GATE_UP], t[GATE_UP][:1]))}),
+        rf"{FILE}{GATE_UP}: wrong shape; expected \[5, 48, 64\]; found \[6, 48, 64\]",
+    ),
+    "transposed": (
+        lambda t: t.update({GATE_UP: t[GATE_UP].transpose(1, 2)}),
+        rf"{FILE}{GATE_UP}: wrong shape; expected \[5, 48, 64\]; found \[5, 64, 48\] \(.*transpose its last two dimensions",
+    ),
+    "down transposed": (
+        lambda t: t.update({DOWN: t[DOWN].transpose(1, 2)}),
+        rf"{FILE}{DOWN}: wrong shape; expected \[5, 64, 24\]; found \[5, 24, 64\] \(.*transpose its last two dimensions",
+    ),
+    "two dimensions": (lambda t: t.update({DOWN: t[DOWN].flatten(0, 1)}), rf"{DOWN}: wrong shape; .*found \[320, 24\]"),
+    "down missing": (lambda t: t.pop(DOWN), rf"1 of \d+ tensors are missing; expected {DOWN} "),
+    "gate and up missing": (lambda t: t.pop(GATE_UP), rf"1 of \d+ tensors are missing; expected {GATE_UP} "),
+    "an expert twice": (also_single, rf"{FILE}{EXPERTS}\.4\.up_proj\.weight: {FORMS}\.gate_up_proj \(keep one form"),
+    "a mixture": (down_single, rf"{FILE}{EXPERTS}\.0\.down_proj\.weight: {FORMS}\.gate_up_proj"),
+    "FP8": (as_fp8, rf"{FILE}{GATE_UP}: quantized experts.*expected F32 or F16 or BF16; found F8_E4M3 {QUANTIZED}"),
+    "FP8 with scales": (
+        lambda t: (as_fp8(t), t.update({f"{GATE_UP}_scale_inv": torch.ones(5, 1, 1)})),
+        rf"{FILE}{GATE_UP}: quantized experts.*found F8_E4M3 {QUANTIZED}",
+    ),
+    "a scale": (
+        lambda t: t.update({f"{DOWN}.weight_scale": torch.ones(5, 64, 1)}),
+        rf"{FILE}{DOWN}\.weight_scale: beside fused experts.*expected only {GATE_UP} and {DOWN}; found F32 {QUANTIZED}",
+    ),
+    "packed": (
+        lambda t: t.update({f"{GATE_UP}_blocks": t.pop(GATE_UP).to(torch.uint8), f"{GATE_UP}_scales": torch.ones(5, 48, 2)}),
+        rf"{FILE}{GATE_UP}_blocks: beside fused experts.*found U8 {QUANTIZED}",
+    ),
+    "a bias": (lambda t: t.update({f"{DOWN}_bias": torch.zeros(5, 64)}), rf"{FILE}{DOWN}_bias: beside fused experts"),
+    "integers": (lambda t: t.update({DOWN: t[DOWN].to(torch.int8)}), rf"{FILE}{DOWN}: quantized experts.*found I8"),
+    "an unknown name": (lambda t: t.update({f"{EXPERTS}.gate": torch.zeros(3)}), rf"unexpected tensors; found {EXPERTS}\.gate "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault, hf_folder):
+    """Loading and planning refuse the same. The message names tensor and file, what was expected and found, and what to do."""
+    name, sizes = FAMILIES["qwen2-moe"]
+    change, message = FAULTS[fault]
+    folder = hf_folder(name, fused=True, **sizes)
+    load(folder).close()
+    rewrite(folder, change)
+    with pytest.raises((CheckpointError, UnsupportedError), match=message):
+        load(folder)
+    with pytest.raises((CheckpointError, UnsupportedError), match=message):
+        plan_model(LoadOptions(model=folder, device="cpu"))
+
+
+def test_one_tensor_in_two_files(hf_folder):
+    name, sizes = FAMILIES["qwen2-moe"]
+    folder = hf_folder(name, fused=True, **sizes)
+    whole = folder / "model.safetensors"
+    save_file({DOWN: load_file(whole)[DOWN]}, folder / "model-2.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{DOWN}: the tensor is in two files; found model\.safetensors, model-2"):
+        checkpoint.read_headers([whole, folder / "model-2.safetensors"])
+
+
+def test_a_header_of_any_length(hf_folder):
+    """Tensors then begin at odd places of the file. safetensors allows it, and old files have it."""
+    name, sizes = FAMILIES["qwen3-moe"]
+    folder = hf_folder(name, fused=True, **sizes)
+    expected, path = logits(folder), folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little") + 3
+    path.write_bytes(size.to_bytes(8, "little") + data[8 : size + 5] + b"   " + data[size + 5 :])
+    assert torch.equal(logits(folder), expected)
+
+
+def test_a_file_that_shrinks_after_its_header_was_read(hf_folder):
+    """It has no bytes where the header says: an error, where reading would be a bus error."""
+    name, sizes = FAMILIES["qwen3-moe"]
+    path = hf_folder(name, fused=True, **sizes) / "model.safetensors"
+    entries = checkpoint.read_headers([path])
+    last = max(entries.values(), key=lambda entry: entry.start)
+    assert last.start + last.nbytes == path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(last.start + last.nbytes - 4)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: .*the file has changed"):
+        checkpoint._read(list(checkpoint._pieces(last)), lambda piece, tensor: None)
+
+
+def test_parameters_of_a_layer(hf_folder):
+    """Which tensors a mixture expects, before and after the loader has seen the headers."""
+    name, sizes = FAMILIES["qwen3-moe"]
+    model = plan_model(LoadOptions(model=hf_folder(name, fused=True, **sizes), device="cpu"))
+    layer = next(layer for layer in model.layers if isinstance(layer, MoE))
+    specs = [spec for weights in (layer.gate_up, layer.down) for spec in weights.expected()]
+    assert [(spec.name, spec.shape) for spec in specs] == [(GATE_UP, (5, 48, 64)), (DOWN, (5, 64, 24))]
+    assert prod(specs[0].shape) == layer.gate_up.num_parameters
+    fresh = next(layer for layer in decoder_layers(model.config) if isinstance(layer, MoE))
+    assert [spec.name for spec in fresh.down.expected()] == [f"{EXPERTS}.{e}.down_proj.weight" for e in range(5)]
