@@ -28,6 +28,9 @@ _FOUR_BITS = ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-4B")
 _STORED_FORMATS = {
     "fp8-blocks": ["fp8-blocks", "Qwen2.5-7B"],
     "fp8-channels": ["fp8-channels", "Qwen2.5-7B"],
+    "fp8-odd-tiles": [
+        *("--set", "hidden_size=3456", "--set", "intermediate_size=18816", "--set", "head_dim=128"), "fp8-blocks", "Qwen2.5-7B",
+    ],
     "fp8-odd-widths": [
         *("--set", "hidden_size=3472", "--set", "intermediate_size=18720", "--set", "head_dim=128"), "fp8-blocks", "Qwen2.5-7B",
     ],
@@ -64,6 +67,7 @@ def _runs() -> dict[str, list[str]]:
         runs[f"steps-{name}"] = ["stored_format.py", *words, "steps"]
     for limit in _STEP_LIMITS:
         runs[f"chunking-{limit}"] = ["bench", "prefill", *_BESIDE, "--max-num-batched-tokens", str(limit)]
+    runs["mixture-odd-bf16"] = ["mixture.py", "Qwen3-30B-A3B", "--set", "num_experts=120", "--set", "moe_intermediate_size=752"]
     runs["trace"] = ["gpu_trace.py", "Qwen2.5-7B"]
     runs["prefix-cache"] = ["prefix_cache.py", "Qwen2.5-7B"]
     runs["sampling-cost"] = ["sampling_cost.py", "Qwen2.5-7B"]

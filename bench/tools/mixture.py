@@ -1,14 +1,18 @@
 """A mixture of experts: start-up, decode steps, prompts and GPU time by kernel, measured in one process that loads once.
 
-python bench/tools/mixture.py MODEL [--fp8] [--no-warmup]     random weights, greedy; prints JSON
+python bench/tools/mixture.py PRESET [--fp8] [--no-warmup] [--set NAME=NUMBER]…     random weights, greedy; prints JSON
 
-Without warm-up, a step's first run compiles its kernels; it is not timed.
+`--set` changes a field of config.json, for numbers of experts and widths that are no multiple of a tile. Without warm-up, a
+step's first run compiles its kernels; it is not timed.
 
 Beside each time stands the number of distinct experts that a layer of the step uses, because that is what it reads.
 """
 
+import argparse
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from minirt.bench import decode, prefill
 from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
 from minirt.bench.report import context
+from minirt.bench.tools.stored_format import write_config
 from minirt.device import pick_device
 
 BATCHES, PROMPTS, TRACED = (1, 3, 8, 24, 64, 100, 256), (512, 2048), (1, 8, 64)
@@ -74,6 +79,21 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", metavar="PRESET")
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--no-warmup", dest="warmup", action="store_false")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER")
+    options = parser.parse_args()
+    changed = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
+    with tempfile.TemporaryDirectory() as parent:
+        model = options.model
+        if changed:
+            model = write_config(Path(parent), options.model, changed)
+        record = measure(str(model), options.fp8, warmup=options.warmup) | {"model": options.model, "changed": changed}
+    print(json.dumps(record, indent=1, ensure_ascii=False))
+
+
 if __name__ == "__main__":
-    warmup = "--no-warmup" not in sys.argv
-    print(json.dumps(measure(sys.argv[1], "--fp8" in sys.argv, warmup=warmup), indent=1, ensure_ascii=False))
+    main()

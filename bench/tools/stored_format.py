@@ -12,7 +12,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 # quantization_config of the official FP8 files of Qwen and DeepSeek; of compressed-tensors, with a scale for each channel and
 # with 4 bits; of GPTQ and AWQ. The LM head keeps 16 bits.
@@ -45,24 +47,30 @@ FORMATS = {
 }  # fmt: skip
 
 
-def main(words: list[str]) -> int:
+def write_config(parent: Path, preset: str, changed: Mapping[str, Any], suffix: str = "") -> Path:
+    """Write the config.json of a preset with some fields changed to a new folder in `parent`. Returns the folder."""
     from minirt.models.presets import raw_configs
 
+    raw = next((raw for name, _, raw in raw_configs() if name == preset), None)
+    if raw is None:
+        sys.exit(f"{preset}: no preset has this name")
+    folder = parent / f"{preset}{suffix}"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw | changed), encoding="utf-8")
+    return folder
+
+
+def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("format", choices=FORMATS)
     parser.add_argument("preset")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
-    presets = {name: raw for name, _, raw in raw_configs()}
-    if options.preset not in presets:
-        parser.error(f"{options.preset}: no preset has this name")
-    raw = presets[options.preset] | {"quantization_config": FORMATS[options.format]}
-    raw |= {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
+    changed: dict[str, Any] = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
+    changed |= {"quantization_config": FORMATS[options.format]}
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent, f"{options.preset}-{options.format}")
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        folder = write_config(Path(parent), options.preset, changed, f"-{options.format}")
         if options.command == ["steps"]:
             command = [str(Path(__file__).with_name("steps.py")), str(folder)]
         else:

@@ -251,28 +251,32 @@ def formats_table(records: Records) -> str:
 
 
 def mixture_table(records: Records) -> str:
-    """Steps and prompts of a mixture: milliseconds, the share of the limit, and the distinct experts that a layer uses."""
-    rows: dict[str, list[list[str]]] = {}
-    for form in FORMATS:
-        for record in (r for r in records.values() if format_of(r) == form):
-            column = FORMATS.index(form)
-            for row in record["results"]:
-                peer = VLLM_MIXTURE_STEPS.get(row["batch_size"])
-                own = rows.setdefault(f"decode step, batch {row['batch_size']}", [[NONE] * 4 for _ in FORMATS])
-                own[column] = _mixture_cells(row, row["step_s"], peer and peer[column])
-            for row in record["prompts"]:
-                peer = VLLM_MIXTURE_PROMPTS.get(row["input_len"])
-                own = rows.setdefault(f"prompt of {row['input_len']:,} tokens", [[NONE] * 4 for _ in FORMATS])
-                own[column] = _mixture_cells(row, row["time_to_first_token_s"], peer and peer[column])
-    columns = [(title_of(f), "% of limit", "experts", f"vLLM 0.24, {f}") for f in FORMATS]
-    shown = [[name, *(cell for cells in own for cell in cells)] for name, own in rows.items()]
-    return table(["ms", *(name for own in columns for name in own)], shown)
+    """Steps and prompts of a mixture: milliseconds, the share of the limit, and the distinct experts that a layer uses.
+
+    Columns of vLLM are those of the preset: a mixture with other numbers of experts has none.
+    """
+    rows: dict[str, dict[str, list[str]]] = {}
+    forms = [form for form in FORMATS if any(format_of(record) == form for record in records.values())]
+    for record in records.values():
+        form = format_of(record)
+        for row in record["results"]:
+            own = _mixture_cells(row, row["step_s"], VLLM_MIXTURE_STEPS.get(row["batch_size"]), record)
+            rows.setdefault(f"decode step, batch {row['batch_size']}", {})[form] = own
+        for row in record["prompts"]:
+            own = _mixture_cells(row, row["time_to_first_token_s"], VLLM_MIXTURE_PROMPTS.get(row["input_len"]), record)
+            rows.setdefault(f"prompt of {row['input_len']:,} tokens", {})[form] = own
+    width = max(len(cells) for own in rows.values() for cells in own.values())
+    heads = [head for form in forms for head in (title_of(form), "% of limit", "experts", f"vLLM 0.24, {form}")[:width]]
+    shown = [[name, *(cell for form in forms for cell in own.get(form, [NONE] * width))] for name, own in rows.items()]
+    return table(["ms", *heads], shown)
 
 
-def _mixture_cells(row: Result, seconds: Result, peer: float | None) -> list[str]:
+def _mixture_cells(row: Result, seconds: Result, peers: tuple[float, ...] | None, record: Result) -> list[str]:
     touched = f"{row['experts']['touched']:.1f}" if row["experts"] else NONE
     own = [milliseconds(seconds["median"] * 1e3), f"{row['share_of_limit']:.0%}", touched]
-    return [*own, NONE if peer is None else milliseconds(peer)]
+    if record.get("changed"):
+        return own
+    return [*own, NONE if peers is None else milliseconds(peers[FORMATS.index(format_of(record))])]
 
 
 def mixture_start_table(records: Records) -> str:
@@ -804,7 +808,7 @@ _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _MIXTURE = ("h200-mixture-bf16", "h200-mixture-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
-_STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-widths")
+_STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-tiles", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
     "vllm": Block(_STEPS + _PROMPTS, vllm_table, README, names=False),
@@ -825,9 +829,10 @@ BLOCKS = {
     "formats": Block(
         tuple(f"h200-steps-{name}" for name in _STORED_FORMATS), formats_table, _MODELS,
         "Qwen2.5-7B with quantized weights, random values. `fp8-blocks` has a scale for each 128 × 128 weights, `fp8-channels` "
-        "(compressed-tensors) one for each output channel, and `fp8-odd-widths` is `fp8-blocks` with widths that are no "
-        "multiples of a tile (`bench/tools/stored_format.py`); the LM head is in bf16. The limit of a step is the time to read "
-        "the weights and the KV cache:",
+        "(compressed-tensors) one for each output channel. `fp8-odd-tiles` is `fp8-blocks` with widths that are multiples of a "
+        "block but not of a tile, `fp8-odd-widths` with widths that are not even multiples of a block "
+        "(`bench/tools/stored_format.py`). The LM head is in bf16. The limit of a step is the time to read the weights and the "
+        "KV cache:",
     ),
     "chunking": Block(
         ("h200-chunking-8448", "h200-chunking-2048", "h200-chunking-512"), chunking_table, _MODELS,
@@ -839,6 +844,10 @@ BLOCKS = {
         "Qwen3-30B-A3B shapes, random weights, greedy decoding, context 128. *Experts* is the mean number of distinct "
         "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; its FP8 "
         "experts at 64 and 256 sequences were fewer:",
+    ),
+    "mixture-odd": Block(
+        ("h200-mixture-odd-bf16",), mixture_table, _MODELS,
+        "The same model with 120 experts of 752 channels, which are no multiples of a tile:",
     ),
     "mixture-start": Block(
         _MIXTURE, mixture_start_table, _MODELS,
