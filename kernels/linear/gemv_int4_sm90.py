@@ -33,6 +33,7 @@ ROWS = gl.constexpr(16)  # of a program: the rows of the MMA
 _COLUMNS = gl.constexpr(8)  # of the MMA, all of them copies of the token
 _MOST_SHARED = 47 * 1024  # bytes: a kernel may declare 48 KiB, and the sums over warps take some
 _MOST_NORMED = 12288  # columns that fit into shared memory beside a ring
+_FEWEST_BYTES = 10 << 20  # of words: with fewer, the start of a program and the first latency take most of the time
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,17 @@ def _fetch(ring, sources, i, mine, first, SLOT: gl.constexpr, K: gl.constexpr, G
 
 
 @gluon.jit
-def _finished(acc, inverse_rms, added, column):
-    """The sums of the token's column over the warps, and what is added to them."""
-    return gl.sum(gl.sum(gl.where(column == 0, acc, 0.0), 2), 0) * inverse_rms + added
+def _of_token(acc):
+    """The sums of the token's column of the MMA: [warps, 16]."""
+    SUMS: gl.constexpr = acc.type.layout
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
+    return gl.sum(gl.where(column == 0, acc, 0.0), 2)
+
+
+@gluon.jit
+def _now(x):
+    """x, computed here and not where it is used."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @prepared
@@ -309,6 +318,10 @@ def _gemv_int4_sm90_kernel(
             columns = _times(columns, norms[i])
         _write(x_to, columns, X0 + i * XS)
 
+    inverse_rms = 1.0
+    if norm_ptr is not None:
+        inverse_rms = gl.rsqrt(gl.sum(_now(gl.sum(squares, 1)), 0) / K + eps)
+
     # Where a thread reads its operands: the words of two rows, and 8 columns of x four times.
     WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
     words_at = gl.convert_layout(words_to - base, gl.SliceLayout(3, WORDS), assert_trivial=True)[:, :, :, None]
@@ -352,13 +365,13 @@ def _gemv_int4_sm90_kernel(
             acc_up = _multiply(up, x, acc_up, GROUP, CHAINS)
     _wait(0)
 
-    inverse_rms = 1.0
-    if norm_ptr is not None:
-        inverse_rms = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
-    token = gl.arange(0, _COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
-    result = _finished(acc, inverse_rms, added, token)
     if GATED:
-        result = activate(result, ACTIVATION) * _finished(acc_up, inverse_rms, added_up, token)
+        gate, up = gl.sum(gl.join(_of_token(acc), _of_token(acc_up)), 0).split()
+        gate = gl.convert_layout(gate, ENDS, assert_trivial=True) * inverse_rms + added
+        up = gl.convert_layout(up, ENDS, assert_trivial=True) * inverse_rms + added_up
+        result = activate(gate, ACTIVATION) * up
+    else:
+        result = gl.sum(_of_token(acc), 0) * inverse_rms + added
     gl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -379,15 +392,20 @@ def _chunk(words_at, scales_at, x_at, OWN: gl.constexpr, X_OWN: gl.constexpr, MO
     return gate, up, x
 
 
-def accepts(product: Product) -> bool:
-    """Whether the kernel can compute this product: one token of 16 bits, 4-bit weights, addresses aligned to 16 bytes.
+def worthwhile(rows: int, K: int, residual: bool) -> bool:
+    """Whether a weight is large enough for more bytes in flight to gain something.
 
-    A row that may be normalized (one with a residual never is) must fit into shared memory.
+    And whether x fits into shared memory, if it may have to be normalized. With a residual it never is.
     """
+    return rows * K // 2 >= _FEWEST_BYTES and (residual or K <= _MOST_NORMED)
+
+
+def accepts(product: Product) -> bool:
+    """Whether the kernel should compute this product: one token of 16 bits, a large 4-bit weight, 16-byte alignment."""
     x, weight = product.x, product.weight
-    if weight.dtype != torch.int16 or x.element_size() != 2 or x.shape[0] != 1 or product.out.element_size() != 2:
+    if weight.dtype != torch.int16 or x.element_size() != 2 or x.shape[0] != 1 or (x.data_ptr() | weight.data_ptr()) % 16:
         return False
-    return (x.data_ptr() | weight.data_ptr()) % 16 == 0 and (product.residual is not None or x.shape[1] <= _MOST_NORMED)
+    return worthwhile(weight.shape[0], x.shape[1], product.residual is not None)
 
 
 def shared_bytes(config: GemvInt4Sm90Config, K: int, group: int, gated: bool) -> int:
@@ -425,6 +443,18 @@ def choose_gemv_int4_sm90_config(N: int, K: int, gated: bool, num_sms: int) -> G
     if chunks >= 64:
         return GemvInt4Sm90Config(8, 4, 4, 128, x_in_ring=True)
     return GemvInt4Sm90Config(min(4, next_power_of_2(chunks)), 7, 1)
+
+
+def candidates(N: int, K: int, gated: bool) -> list[GemvInt4Sm90Config]:
+    """The configurations that `minirt tune` compares."""
+    chunks, found = cdiv(K, INT4_CHUNK), []
+    for warps in (1, 2, 4, 8):
+        for stages, unroll in ((2, 2), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2), (7, 1), (8, 4)):
+            for registers in (None, 112, 128):
+                for in_ring in (False, True) if chunks >= 64 else (False,):
+                    if warps <= chunks:
+                        found.append(GemvInt4Sm90Config(warps, stages, unroll, registers, in_ring))
+    return found
 
 
 @cached_lookup
