@@ -47,6 +47,7 @@ class GemvInt4Sm90Config:
         registers: the most registers of a thread; None for no limit.
         x_in_ring: whether x goes through the ring. It cannot if there is a norm.
         chains: sums that the products of a group are added to in turn: 1 or 2.
+        line: whether a copy of 64 bytes of a row also brings the rest of its 128 bytes into L2.
     """
 
     num_warps: int
@@ -55,6 +56,7 @@ class GemvInt4Sm90Config:
     registers: int | None = None
     x_in_ring: bool = False
     chains: int = 1
+    line: bool = False
 
 
 TUNABLE = Tunable("gemv_int4_sm90", GemvInt4Sm90Config, (__file__,))
@@ -88,10 +90,11 @@ def _sync_warp():
 
 
 @gluon.jit
-def _copy(to, start, count, OFFSET: gl.constexpr):
+def _copy(to, start, count, OFFSET: gl.constexpr, LINE: gl.constexpr):
     """Copy `count` bytes, at most 16, from each address `start` to `to` + OFFSET, and fill 16 bytes with zeros."""
+    L2: gl.constexpr = ".L2::128B" if LINE else ""
     gl.inline_asm_elementwise(
-        f"cp.async.cg.shared.global [$1 + {OFFSET}], [$2], 16, $3; // $0", "=r,r,l,r", [to, start, count], dtype=gl.int32,
+        f"cp.async.cg.shared.global{L2} [$1 + {OFFSET}], [$2], 16, $3; // $0", "=r,r,l,r", [to, start, count], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -143,7 +146,19 @@ def _load_early(ptrs):
 
 
 @gluon.jit
-def _fetch(ring, sources, i, mine, first, SLOT: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, WITH_X: gl.constexpr):  # fmt: skip
+def _fetch(
+    ring,
+    sources,
+    i,
+    mine,
+    first,
+    SLOT: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    GATED: gl.constexpr,
+    WITH_X: gl.constexpr,
+    LINE: gl.constexpr,
+):
     """Start the copies of chunk i of each warp into a slot of the ring, and commit them. Zeros past a warp's last chunk."""
     words_to, entries_to = ring
     words, up, scales, scale_step, x = sources
@@ -154,9 +169,9 @@ def _fetch(ring, sources, i, mine, first, SLOT: gl.constexpr, K: gl.constexpr, G
     mine_words, mine_entries = mine
     count = gl.where(i < mine_words, 16, 0)
     start = words + i * 64
-    _copy(words_to, start, count, SLOT)
+    _copy(words_to, start, count, SLOT, LINE)
     if GATED:
-        _copy(words_to, start + up, count, SLOT + 1024)
+        _copy(words_to, start + up, count, SLOT + 1024, LINE)
     lane = gl.arange(0, 32, gl.SliceLayout(0, scales.type.layout))[None, :]
     lane, _ = gl.broadcast(lane, entries_to)
     for part in gl.static_range((ENTRIES + 31) // 32):
@@ -212,6 +227,7 @@ def _gemv_int4_sm90_kernel(
     UNROLL: gl.constexpr,
     X_IN_RING: gl.constexpr,
     CHAINS: gl.constexpr,
+    LINE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """16 values of out [1, N]. Groups have 32 · GROUP columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
@@ -265,7 +281,7 @@ def _gemv_int4_sm90_kernel(
     sources = (words, N.to(gl.int64) * (CHUNKS * 64), scales, all_rows * 4, x_from)
     for i in gl.static_range(STAGES):
         # The kernel before may still write x, so the first chunks of x come later.
-        _fetch((words_to, entries_to), sources, gl.to_tensor(i), mine, first, i * SLOT, K, GROUP, GATED, False)
+        _fetch((words_to, entries_to), sources, gl.to_tensor(i), mine, first, i * SLOT, K, GROUP, GATED, False, LINE)
 
     # Bias and residual, for the threads that store outputs.
     ENDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
@@ -350,7 +366,8 @@ def _gemv_int4_sm90_kernel(
             if STAGES < COUNT:
                 _sync_warp()  # all lanes have read the slot
                 ring = (words_to + slot, entries_to + slot)
-                _fetch(ring, sources, step * UNROLL + (u + STAGES), mine, first, u * SLOT, K, GROUP, GATED, X_IN_RING)
+                next_one = step * UNROLL + (u + STAGES)
+                _fetch(ring, sources, next_one, mine, first, u * SLOT, K, GROUP, GATED, X_IN_RING, LINE)
             else:
                 _commit()
             acc = _multiply(gate, x, acc, GROUP, CHAINS)
@@ -376,7 +393,16 @@ def _gemv_int4_sm90_kernel(
 
 
 @gluon.jit
-def _chunk(words_at, scales_at, x_at, OWN: gl.constexpr, X_OWN: gl.constexpr, MOST: gl.constexpr, GATED: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+def _chunk(
+    words_at,
+    scales_at,
+    x_at,
+    OWN: gl.constexpr,
+    X_OWN: gl.constexpr,
+    MOST: gl.constexpr,
+    GATED: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
     """A chunk of each warp: gate's tile, up's tile (as for `_multiply`; empty if not gated), and x."""
     TILES: gl.constexpr = 2 if GATED else 1
     gate, up = (_read(words_at, OWN),), ()
@@ -477,6 +503,6 @@ def gemv_int4_sm90(
     c = fitting(c, K, group, gated, norm_weight is not None)
     _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, GROUP=group // 32, ACTIVATION=activation,
-        WARPS=c.num_warps, STAGES=c.stages, UNROLL=c.unroll, X_IN_RING=c.x_in_ring, CHAINS=c.chains, maxnreg=c.registers,
+        WARPS=c.num_warps, STAGES=c.stages, UNROLL=c.unroll, X_IN_RING=c.x_in_ring, CHAINS=c.chains, LINE=c.line, maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

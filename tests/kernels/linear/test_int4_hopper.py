@@ -82,7 +82,7 @@ ONE = [
     (20, 2000, 128, "silu", True, GemvInt4Sm90Config(2, 4, 2, 112)),
     (9, 1164, 64, "gelu_tanh", True, GemvInt4Sm90Config(1, 4, 2)),
     (35, 2440, 32, None, False, GemvInt4Sm90Config(2, 4, 4, 128, True)),
-    (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3)),
+    (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3, line=True)),
     (5, 97, 128, None, True, GemvInt4Sm90Config(1, 3, 1)),
 ]
 
