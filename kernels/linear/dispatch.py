@@ -13,8 +13,8 @@ norm's kernel or, without a norm, by `quantize`. The activations of a single tok
 4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
 tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
-`gemv_int4_sm90` takes over for one token of 16 bits with large weights, `int4_small` for others of up to 8 tokens, and `int4_sm90`
-for more.
+`gemv_int4_sm90` takes over for one token of 16 bits with large weights, `int4_small` for others of up to 8 tokens, and
+`int4_sm90` for more.
 """
 
 from collections.abc import Callable

@@ -141,7 +141,9 @@ def _write(at, x, OFFSET: gl.constexpr):
 @gluon.jit
 def _load_early(ptrs):
     """16 bits from each address, loaded here and not where they are used."""
-    bits = gl.inline_asm_elementwise("ld.global.b16 $0, [$1];", "=h,l", [ptrs.to(gl.int64)], dtype=gl.int16, is_pure=False, pack=1)
+    bits = gl.inline_asm_elementwise(
+        "ld.global.b16 $0, [$1];", "=h,l", [ptrs.to(gl.int64)], dtype=gl.int16, is_pure=False, pack=1
+    )
     return bits.to(ptrs.dtype.element_ty, bitcast=True)
 
 
@@ -503,6 +505,7 @@ def gemv_int4_sm90(
     c = fitting(c, K, group, gated, norm_weight is not None)
     _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
         x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, GROUP=group // 32, ACTIVATION=activation,
-        WARPS=c.num_warps, STAGES=c.stages, UNROLL=c.unroll, X_IN_RING=c.x_in_ring, CHAINS=c.chains, LINE=c.line, maxnreg=c.registers,
+        WARPS=c.num_warps, STAGES=c.stages, UNROLL=c.unroll, X_IN_RING=c.x_in_ring, CHAINS=c.chains, LINE=c.line,
+        maxnreg=c.registers,
         **launch_options(c.num_warps, 1, product.pdl),
     )  # fmt: skip

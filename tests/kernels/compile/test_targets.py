@@ -27,7 +27,8 @@ COPIES = (
     "_chunk_kernel",
 )  # fmt: skip
 PDL = (
-    "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_kernel", "_gemm_int4_small_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
+    "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_kernel",
+    "_gemm_int4_small_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_quantize_groups_kernel", "_gemm_small_kernel", "_kv_write_kernel",
     "_decode_kernel", "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
     "_router_kernel", "_choose_kernel", "_place_kernel", "_gather_kernel", "_quantize_rows_kernel",

@@ -70,8 +70,9 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
         assert torch.equal(residual, out)
 
 
-# (N, K, group, activation, norm, configuration): a loop with and without a rest, slots that are filled again once, twice and
-# never, warps with fewer chunks than others or none, columns that no chunk fills, groups past the last column, rows past the last.
+# (N, K, group, activation, norm, configuration): a loop with and without a rest, slots that are filled again once, twice or
+# never, warps with fewer chunks than others or none, columns that no chunk fills, groups past the last column, rows past the
+# last.
 ONE = [
     (24, 640, 128, None, True, GemvInt4Sm90Config(2, 2, 1)),
     (19, 456, 32, "silu", True, GemvInt4Sm90Config(2, 1, 1)),
