@@ -13,7 +13,8 @@ norm's kernel or, without a norm, by `quantize`. The activations of a single tok
 4-bit weights (int16 words with scale words, see `int4`) have kernels of their own, and activations are not quantized. One
 token: `gemv_int4`, which also computes the norm. Up to 256 tokens: `gemm_int4` unpacks weights as it multiplies them. More
 tokens: a kernel unpacks the weight first, and the kernel for weights of the activations' dtype computes the product. On Hopper,
-`int4_small` takes over for 1 to 8 tokens of 16 bits, and `int4_sm90` for more.
+`gemv_int4_sm90` takes over for one token of 16 bits with large weights, `int4_small` for others of up to 8 tokens, and
+`int4_sm90` for more.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
-from minirt.kernels.linear import gemv_int4, int4, int4_sm90, int4_small
+from minirt.kernels.linear import gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small
 from minirt.kernels.linear.product import Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
@@ -67,12 +68,19 @@ def _unpacked(product: Product) -> None:
 
 def _one_token_int4(product: Product) -> Callable[[Product, Tensor | None, float], None]:
     """The kernel of one token with 4-bit weights, which also computes the norm."""
-    return int4_small.gemm_int4_small if regime(product).kernel == "gemm_int4_small" else gemv_int4.gemv_int4
+    return _ONE_TOKEN_INT4[regime(product).kernel]
 
 
+_ONE_TOKEN_INT4: dict[str, Callable[[Product, Tensor | None, float], None]] = {
+    "gemv_int4_sm90": gemv_int4_sm90.gemv_int4_sm90, "gemm_int4_small": int4_small.gemm_int4_small,
+    "gemv_int4": gemv_int4.gemv_int4,
+}  # fmt: skip
 # The first regime that covers the tokens and accepts the product computes it.
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
+    LinearRegime(
+        "gemv_int4_sm90", "tokens", 1, 1, capability=90, launch=gemv_int4_sm90.gemv_int4_sm90, accepts=gemv_int4_sm90.accepts
+    ),
     LinearRegime(
         "gemm_int4_small", "tokens", 1, int4_small.MAX_TOKENS, capability=90, launch=int4_small.gemm_int4_small,
         accepts=int4_small.accepts,

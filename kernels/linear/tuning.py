@@ -13,16 +13,17 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, register
 from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
-from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, int4, int4_sm90, int4_small
+from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small
 from minirt.kernels.linear.dispatch import REGIMES
 from minirt.kernels.linear.product import Product
 from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import FP8_BLOCK
 
 TUNABLES = (
-    gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, int4.TUNABLE, int4_small.TUNABLE, int4_sm90.TUNABLE,
+    gemv.TUNABLE, gemm_small.TUNABLE, gemm_sm90.TUNABLE, gemv_int4.TUNABLE, gemv_int4_sm90.TUNABLE, int4.TUNABLE,
+    int4_small.TUNABLE, int4_sm90.TUNABLE,
 )  # fmt: skip
-_FOUR_BITS = (int4.accepts, int4_small.accepts, int4_sm90.accepts)  # what regimes of 4-bit weights accept
+_FOUR_BITS = (gemv_int4_sm90.accepts, int4.accepts, int4_small.accepts, int4_sm90.accepts)  # of the regimes of 4-bit weights
 _COLD = 256 << 20  # bytes of weights that launches use in turn: more than any L2 holds
 _TOLERANCE = 2e-2  # relative error of bf16 outputs: larger than any order of sums causes, much smaller than a wrong tile does
 
@@ -91,9 +92,20 @@ def gemv_int4_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
             yield _case(gemv_int4.TUNABLE, key, rule, around, shape, 1, device)
 
 
+def gemv_int4_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Steps of one token with 4-bit weights on Hopper, for the weights that are large enough."""
+    for shape in shapes if 1 in tokens and _kernel(1, device, four_bits=True) == "gemv_int4_sm90" else ():
+        rows = 2 * shape.N if shape.gated else shape.N
+        if shape.int4 and shape.dtype.itemsize == 2 and gemv_int4_sm90.worthwhile(rows, shape.K, shape.residual):
+            key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
+            rule = gemv_int4_sm90.choose_gemv_int4_sm90_config(shape.N, shape.K, shape.gated, _sm_count(device))
+            around = gemv_int4_sm90.candidates(shape.N, shape.K, shape.gated)
+            yield _case(gemv_int4_sm90.TUNABLE, key, rule, around, shape, 1, device)
+
+
 def int4_small_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
     """Steps of few tokens with 4-bit weights on Hopper."""
-    few = [T for T in tokens if _kernel(T, device, four_bits=True) == "gemm_int4_small"]
+    few = [T for T in tokens if "gemm_int4_small" in _kernels(T, device)]
     for shape in shapes if few else ():
         if shape.int4 and shape.dtype.itemsize == 2:
             key = bucket(N=shape.N, K=shape.K, gated=shape.gated)
@@ -140,8 +152,13 @@ def _single(shapes: Sequence[LinearShape]) -> list[LinearShape]:
 
 def _kernel(tokens: int, device: torch.device, four_bits: bool = False) -> str:
     """The kernel for this number of tokens, for weights of 4 bits or for others."""
+    return _kernels(tokens, device, four_bits)[0]
+
+
+def _kernels(tokens: int, device: torch.device, four_bits: bool = True) -> list[str]:
+    """The kernels for this number of tokens; each but the last refuses some products."""
     fitting = [own for own in REGIMES if own.covers(tokens, capability(device))]
-    return next(own.kernel for own in fitting if (own.accepts in _FOUR_BITS) == four_bits)
+    return [own.kernel for own in fitting if (own.accepts in _FOUR_BITS) == four_bits]
 
 
 def _sm_count(device: torch.device) -> int:
@@ -185,6 +202,7 @@ def _prepare(
     kernels: dict[type, Callable[..., None]] = {
         gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
         gemm_sm90.gemm_sm90, gemv_int4.GemvInt4Config: gemv_int4.gemv_int4, int4.Int4Config: int4.gemm_int4,
+        gemv_int4_sm90.GemvInt4Sm90Config: gemv_int4_sm90.gemv_int4_sm90,
         int4_small.Int4SmallConfig: int4_small.gemm_int4_small, int4_sm90.Int4Sm90Config: int4_sm90.gemm_int4_sm90,
     }  # fmt: skip
     kernel = kernels[config_type]
@@ -229,6 +247,7 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 register("gemv", gemv_cases)
 register("gemv_int4", gemv_int4_cases)
+register("gemv_int4_sm90", gemv_int4_sm90_cases)
 register("gemm_int4_small", int4_small_cases)
 register("gemm_int4_sm90", int4_sm90_cases)
 register("gemm_int4", gemm_int4_cases)

@@ -244,6 +244,7 @@ struct Fetch { u32 to, bar, clock; Descriptor of; s32 column, row; Clocks before
 
 static std::vector<std::deque<Copy>> copies;
 static std::vector<u32> copied;  // number of copies that each thread has issued
+static std::vector<std::deque<u32>> copy_groups;  // `copied` when each thread committed a group
 static std::vector<Fetch> fetches;
 static int num_copies;
 
@@ -273,9 +274,12 @@ static void do_copy(int t) {
   if (c.given) memcpy(shared + c.to, global_at(c.from, c.given, c.line), c.given);
   memset(shared + c.to + c.given, 0, c.n - c.given);
 }
-static void wait_for_copies(int t) {  // waits for all copies, possibly earlier than requested
-  while (!copies[t].empty()) do_copy(t);
-  seen[t][COPY + t] = copied[t];
+static void commit_copies(int t) { copy_groups[t].push_back(copied[t]); }
+static void wait_for_copies(int t, int left) {  // for all groups but the last ones; left < 0: for all copies
+  u32 last = left < 0 ? copied[t] : 0;
+  for (auto& own = copy_groups[t]; (int)own.size() > std::max(left, 0); own.pop_front()) last = std::max(last, own.front());
+  while (!copies[t].empty() && copies[t].front().clock <= last) do_copy(t);
+  seen[t][COPY + t] = std::max(seen[t][COPY + t], last);
 }
 static u32 swizzled(u32 address, int width) { return address ^ (address >> 3 & (width - 16)); }  // permutes chunks of 16 bytes
 static void fetch(int t, u32 to, u64 descriptor, s32 column, s32 row, u32 bar, int line) {
@@ -396,7 +400,7 @@ static void enter() { kernel(); warp->done = true; give_way(); }
 
 static void start_block() {
   barriers.clear(); mbarriers.clear(); fetches.clear(); num_copies = 0;
-  copies.assign(threads, {}); copied.assign(threads, 0); products.assign(warps.size(), 0); groups.assign(warps.size(), {});
+  copies.assign(threads, {}); copied.assign(threads, 0); copy_groups.assign(threads, {}); products.assign(warps.size(), 0); groups.assign(warps.size(), {});
   memset(shared, 0xff, SHARED);  // NaN
   seen.assign(threads, Clocks(ACTORS)); fenced = seen;
   for (u32 t = 0; t < threads; t++) seen[t][t] = 1;

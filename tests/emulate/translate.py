@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 BITS = (8, 16, 32, 64)
+SHARED = 232448  # bytes of shared memory, as in block.h
 TYPES = {"pred": "u8", "f32": "float"} | {f"{kind}{n}": f"{'s' if kind == 's' else 'u'}{n}" for kind in "bus" for n in BITS}
 FLOATS = {"f16": "from_f16", "bf16": "from_bf16"}  # 16-bit floats
 SIZES = {name: 4 if name == "f32" else int(name[1:]) // 8 for name in TYPES if name != "pred"} | dict.fromkeys(FLOATS, 2)
@@ -19,7 +20,7 @@ OPERATIONS = {  # on operands of the instruction's type
     "rcp": "1.f / {0}", "ex2": "exp2f({0})", "lg2": "log2f({0})", "sqrt": "sqrtf({0})", "rsqrt": "1.f / sqrtf({0})",
     "popc": "__builtin_popcount({0})",
 }  # fmt: skip
-NOTHING = ("setmaxnreg", "griddepcontrol", "wgmma.fence", "mbarrier.inval", "cp.async.commit_group", "cp.async.bulk.commit_group",
+NOTHING = ("setmaxnreg", "griddepcontrol", "wgmma.fence", "mbarrier.inval", "cp.async.bulk.commit_group",
            "cp.async.bulk.wait_group", "createpolicy", "prefetch", ".pragma")  # fmt: skip
 SPECIAL = {"%tid.x": "thread(l)", "%laneid": "l", "%warpid": "warp->id", "%tid.y": "0", "%tid.z": "0"}
 for _i, _axis in enumerate("xyz"):
@@ -72,6 +73,7 @@ class Kernel:
         self._registers: dict[str, str] = {}  # name in C++ → type
         self._scopes: list[dict[str, str]] = [{}]  # PTX name → name in C++
         self._tables: dict[str, list[str]] = {}
+        self._variables: dict[str, int] = {}  # variables in shared memory → addresses, at its end
         self._num_scopes, self._line = 0, ptx[: found.end()].count("\n") + 1
         self._lines: list[str] = []
         for statement in self._statements(ptx[found.end() :]):
@@ -143,6 +145,8 @@ Registers_& r = *(Registers_*)warp->registers.data();
             return str(self._offsets[operand])
         if operand == "global_smem":
             return "0u"
+        if operand in self._variables:
+            return f"{self._variables[operand]}u"
         if operand.startswith("0f"):
             return f"real(0x{operand[2:]}u)" if kind == "f32" else f"0x{operand[2:]}u"
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
@@ -179,6 +183,13 @@ Registers_& r = *(Registers_*)warp->registers.data();
             return
         if found := re.match(r"\.reg \.(\w+) (.*)", statement):
             self._declare(*found.groups())
+            return
+        if found := re.match(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\]", statement):
+            align, name, size = int(found[1]), found[2], int(found[3])
+            if name in self._variables:
+                raise UnknownPTXError("two variables in shared memory with the same name")
+            end = min(self._variables.values(), default=SHARED)
+            self._variables[name] = (end - size) // align * align
             return
         guard, name, rest = re.match(r"(?:@(!?[%\w]+) )?(\S+) ?(.*)", statement).groups()
         operands = split(rest)
@@ -379,8 +390,10 @@ Registers_& r = *(Registers_*)warp->registers.data();
     def _copy(self, words: list[str], operands: list[str]) -> str:
         if "mbarrier" in words:
             return f"arrive_when_copied(thread(l), {self._address(operands[0])}, {self._line});"
+        if "commit_group" in words:
+            return "commit_copies(thread(l));"
         if "wait_group" in words or "wait_all" in words:
-            return "wait_for_copies(thread(l));"
+            return f"wait_for_copies(thread(l), {operands[0] if operands else -1});"
         given = self._value(operands[3], "u32") if len(operands) > 3 else operands[2]
         places = ", ".join(map(self._address, operands[:2]))
         return f"copy(thread(l), {places}, {operands[2]}, {given}, {self._line});"

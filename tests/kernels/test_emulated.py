@@ -41,7 +41,7 @@ def emulated(files: Sequence[str], selection: str, without: str = "") -> str:
         (["attention/test_prefill.py"], f"{FP16} and test_hopper and ((129 and 50) or (37 and 70 and not 400))", 2),
         (["moe/test_experts_sm90.py"], f"test_products and ({EXPERTS})", 4),
         (["linear/test_fp8_blocks.py"], "test_hopper_small", 4),
-        (["linear/test_int4_hopper.py"], f"{FP16} and (gelu_tanh or (7 and 33) or (40 and 140))", 3),
+        (["linear/test_int4_hopper.py"], f"{FP16} and (gelu_tanh or (7 and 33) or (40 and 140))", 6),
     ],
     ids=["decode", "prompts", "experts", "linear", "int4"],
 )
@@ -64,4 +64,11 @@ def test_what_is_missing_is_found(without, finding):
     said = emulated(DECODE, f"{FUSED} and fp8_pages and 130 and 200 and not 66", without)
     assert finding in said, said[-6000:]
     assert "EmulationError" in said
+    assert "passed" not in said
+
+
+@pytest.mark.parametrize("without", ["cp.async.wait_group", "bar.warp"])
+def test_what_is_missing_around_copies_is_found(without):
+    said = emulated(["linear/test_int4_hopper.py"], f"{FP16} and test_one_token and 2440", without)
+    assert "a thread reads what cp.async" in said, said[-6000:]
     assert "passed" not in said

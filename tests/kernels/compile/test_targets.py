@@ -27,7 +27,8 @@ COPIES = (
     "_chunk_kernel",
 )  # fmt: skip
 PDL = (
-    "_gemv_int4_kernel", "_gemm_int4_kernel", "_gemm_int4_small_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
+    "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_kernel",
+    "_gemm_int4_small_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_quantize_kernel", "_quantize_groups_kernel", "_gemm_small_kernel", "_kv_write_kernel",
     "_decode_kernel", "_combine_kernel", "_gemm_sm90_kernel", "_decode_sm90_kernel", "_decode_fp8_sm90_kernel",
     "_router_kernel", "_choose_kernel", "_place_kernel", "_gather_kernel", "_quantize_rows_kernel",
@@ -35,7 +36,7 @@ PDL = (
     "_one_down_kernel", "_experts_sm90_kernel",
 )  # fmt: skip
 READ_AHEAD = (  # read before the PDL wait: weights, lengths, older tokens, logits of the router
-    "_gemv_int4_kernel", "_gemm_int4_small_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
+    "_gemv_int4_kernel", "_gemv_int4_sm90_kernel", "_gemm_int4_small_kernel", "_gemm_int4_sm90_kernel", "_unpack_kernel",
     "_gemv_kernel", "_rms_norm_kernel", "_decode_kernel", "_combine_kernel", "_decode_sm90_kernel",
     "_decode_fp8_sm90_kernel", "_one_down_kernel", "_router_kernel",
 )  # fmt: skip
@@ -54,7 +55,7 @@ def compile_all(cc: int, dtype: str) -> list[dict]:
 def test_compiles_as_meant(target):
     cc, dtype = target
     results = compile_all(*target)
-    assert len({r["kernel"] for r in results}) == (32 if cc == 90 else 24 if cc >= 89 else 21)
+    assert len({r["kernel"] for r in results}) == (33 if cc == 90 else 24 if cc >= 89 else 21)
     for r in results:
         name = r["kernel"]
         assert r["shared"] <= r["limit"], r
@@ -76,12 +77,16 @@ def test_compiles_as_meant(target):
         elif name == "_gemm_int4_small_kernel":
             assert r["mma"] == ["mma.sync"], r  # whose operands are in registers
             assert r["stack"] <= 64, r
+        elif name == "_gemv_int4_sm90_kernel":
+            assert r["mma"] == ["mma.sync"], r
+            assert r["pipelined"], r
+            assert r["tiles_before_wait"] or not r["pdl"], r
         if name == "_gemv_int4_kernel":
             assert not r["flushes_denormals"], r  # its weights are denormal numbers
             # On later GPUs than Hopper, the kernel of one token with 4-bit weights keeps a few values in local memory.
             assert r["stack"] <= (256 if name == "_gemv_int4_kernel" and cc >= 100 else 64), r
         if "_sm90" in name:
-            assert r["tma"], r
+            assert r["tma"] == (name != "_gemv_int4_sm90_kernel"), r  # that one copies by cp.async
             most = {"_prefill_sm90_kernel": 256, "_decode_sm90_kernel": 32, "_decode_fp8_sm90_kernel": 32}
             most["_gemm_sm90_kernel"] = 8 if r["options"].get("SCALE_ROWS") else 0  # of the fetching warp, before its loop
             most["_gemm_int4_sm90_kernel"] = 384  # addresses of outputs, which the residual has too, kept over the loop

@@ -9,6 +9,13 @@ import torch
 
 from minirt.kernels import reference
 from minirt.kernels.launch import Workspace
+from minirt.kernels.linear.gemv_int4_sm90 import (
+    GemvInt4Sm90Config,
+    choose_gemv_int4_sm90_config,
+    fitting,
+    gemv_int4_sm90,
+    shared_bytes,
+)
 from minirt.kernels.linear.int4_sm90 import (
     Int4Sm90Config,
     choose_int4_sm90_config,
@@ -61,6 +68,65 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
     if residual is not None:  # in place
         gemm_int4_small(product._replace(out=residual), norm, EPS, config)
         assert torch.equal(residual, out)
+
+
+# (N, K, group, activation, norm, configuration): a loop with and without a rest, slots that are filled again once, twice or
+# never, warps with fewer chunks than others or none, columns that no chunk fills, groups past the last column, rows past the
+# last.
+ONE = [
+    (24, 640, 128, None, True, GemvInt4Sm90Config(2, 2, 1)),
+    (19, 456, 32, "silu", True, GemvInt4Sm90Config(2, 1, 1)),
+    (40, 1000, 64, None, False, GemvInt4Sm90Config(1, 2, 2)),
+    (17, 328, 128, "gelu_tanh", False, GemvInt4Sm90Config(2, 1, 1, None, True)),
+    (33, 577, 32, None, False, GemvInt4Sm90Config(4, 2, 2, None, True, 2)),
+    (16, 256, 128, None, False, GemvInt4Sm90Config(8, 4, 4)),
+    (20, 2000, 128, "silu", True, GemvInt4Sm90Config(2, 4, 2, 112)),
+    (9, 1164, 64, "gelu_tanh", True, GemvInt4Sm90Config(1, 4, 2)),
+    (35, 2440, 32, None, False, GemvInt4Sm90Config(2, 4, 4, 128, True)),
+    (16, 1800, 128, None, True, GemvInt4Sm90Config(2, 8, 3, line=True)),
+    (5, 97, 128, None, True, GemvInt4Sm90Config(1, 3, 1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ONE, ids=str)
+def test_one_token(case, half_dtype, make, nan, agrees, device, on_hopper):
+    N, K, group, activation, normed, config = case
+    rows = N if activation is None else 2 * N
+    words, scale, exact = four_bits(rows, K, group, device)
+    x, bias = make(1, K, dtype=half_dtype, scale=3.0), make(rows, dtype=half_dtype)
+    norm = make(K, dtype=half_dtype) if normed else None
+    residual, out = make(1, N, dtype=half_dtype) if activation is None else None, nan(1, N, dtype=half_dtype)
+    product = Product(x, words, out, bias, residual, activation, scale)
+    h, wide = x, x.double()
+    if norm is not None:
+        h = reference.rms_norm(x, norm, EPS)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
+    eager, _ = expected(h, words, scale, exact, bias, residual, activation)
+    truth = wide @ exact.T + bias.double()
+    truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
+    gemv_int4_sm90(product, norm, EPS, config)
+    agrees(out, eager, truth)
+    if residual is not None:  # in place
+        gemv_int4_sm90(product._replace(out=residual), norm, EPS, config)
+        assert torch.equal(residual, out)
+
+
+def test_rings_fit_into_shared_memory():
+    """Of well-known models and of awkward sizes, whatever configuration is asked for."""
+    for N, K, gated, normed in (
+        (4608, 3584, False, True), (18944, 3584, True, True), (3584, 18944, False, False), (28672, 8192, True, True),
+        (8192, 28672, False, False), (100, 12288, True, True), (64, 97, False, True), (7, 53248, False, False),
+    ):  # fmt: skip
+        rule = choose_gemv_int4_sm90_config(N, K, gated, 132)
+        for asked in (rule, GemvInt4Sm90Config(8, 16, 4), GemvInt4Sm90Config(4, 3, 2, None, True)):
+            for group in (32, 64, 128):
+                c = fitting(asked, K, group, gated, normed)
+                count = -(-K // (128 * c.num_warps))
+                assert 1 <= c.unroll <= c.stages <= count
+                assert c.stages == count or c.stages % c.unroll == 0
+                assert shared_bytes(c, K, group, gated) <= 46 * 1024
+                assert not (c.x_in_ring and normed)
 
 
 # (T, N, K, group, activation, configuration): more chunks than stages, chunks that the parts do not divide, several tiles.

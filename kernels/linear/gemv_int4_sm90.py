@@ -1,0 +1,511 @@
+"""Linear layers of one token with 4-bit weights (layout: `int4`) for Hopper: words go to tensor cores through shared memory.
+
+As in `int4_small`, a program computes 16 rows, its warps divide K, words are the left operand of `mma.sync`, and a group's sum is
+multiplied by its scale in fp32. `int4_small` loads words into registers, and ptxas moves such loads to where the words are used,
+so few bytes are in flight. Here, copies (`cp.async`) fetch words and scales into a ring of shared memory, several chunks of 128
+columns ahead. Copies use no registers, stay where they are written, and complete in order.
+
+Each warp has a ring of its own and waits for nothing but its copies, so the loop has no barrier of the program. Gluon would put
+one before each read of shared memory that copies write. So the ring is declared, written and read by inline assembly.
+
+x is multiplied by the norm's weight once, when it is put into shared memory, and its squares are added there. Without a norm, x
+may go through the ring too, which takes less shared memory.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minirt.errors import InputError
+from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, sm_count
+from minirt.kernels.linear.gemm_sm90 import activate
+from minirt.kernels.linear.int4_small import _first_chunk, _multiply, _times
+from minirt.kernels.linear.product import Product
+from minirt.kernels.prepared import prepared
+from minirt.kernels.reference import INT4_CHUNK, int4_group
+
+ROWS = gl.constexpr(16)  # of a program: the rows of the MMA
+_COLUMNS = gl.constexpr(8)  # of the MMA, all of them copies of the token
+_MOST_SHARED = 46 * 1024  # bytes: a kernel may declare 48 KiB, and the sums over warps take up to 2
+_MOST_NORMED = 12288  # columns that fit into shared memory beside a ring
+_FEWEST_BYTES = 10 << 20  # of words: with fewer, the start of a program and the first latency take most of the time
+
+
+@dataclass(frozen=True)
+class GemvInt4Sm90Config:
+    """A launch configuration of `gemv_int4_sm90`.
+
+    Args:
+        num_warps: warps of a program, each with its own part of K.
+        stages: chunks of 128 columns in flight for each warp.
+        unroll: chunks in a step of the loop. Divides `stages`, unless a warp's whole part is in flight.
+        registers: the most registers of a thread; None for no limit.
+        x_in_ring: whether x goes through the ring. It cannot if there is a norm.
+        chains: sums that the products of a group are added to in turn: 1 or 2.
+        line: whether a copy of 64 bytes of a row also brings the rest of its 128 bytes into L2.
+    """
+
+    num_warps: int
+    stages: int
+    unroll: int
+    registers: int | None = None
+    x_in_ring: bool = False
+    chains: int = 1
+    line: bool = False
+
+
+TUNABLE = Tunable("gemv_int4_sm90", GemvInt4Sm90Config, (__file__,))
+
+
+@gluon.jit
+def _shared(BYTES: gl.constexpr):
+    """The address of new shared memory of the program."""
+    return gl.inline_asm_elementwise(
+        f".shared .align 16 .b8 ring[{BYTES}]; mov.u32 $0, ring;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _commit():
+    """End a group of copies."""
+    gl.inline_asm_elementwise("cp.async.commit_group; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait(LEFT: gl.constexpr):
+    """Wait until all but the last LEFT groups of the warp's copies are complete."""
+    gl.inline_asm_elementwise(
+        f"cp.async.wait_group {LEFT}; bar.warp.sync -1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _sync_warp():
+    gl.inline_asm_elementwise("bar.warp.sync -1; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _copy(to, start, count, OFFSET: gl.constexpr, LINE: gl.constexpr):
+    """Copy `count` bytes, at most 16, from each address `start` to `to` + OFFSET, and fill 16 bytes with zeros."""
+    L2: gl.constexpr = ".L2::128B" if LINE else ""
+    gl.inline_asm_elementwise(
+        f"cp.async.cg.shared.global{L2} [$1 + {OFFSET}], [$2], 16, $3; // $0", "=r,r,l,r", [to, start, count], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy_some(to, start, count, wanted, OFFSET: gl.constexpr, SIZE: gl.constexpr):
+    """As `_copy`, SIZE bytes for each thread where `wanted` is not 0."""
+    CACHE: gl.constexpr = "cg" if SIZE == 16 else "ca"
+    gl.inline_asm_elementwise(
+        f"""{{
+        .reg .pred p;
+        setp.ne.s32 p, $4, 0;
+        @p cp.async.{CACHE}.shared.global [$1 + {OFFSET}], [$2], {SIZE}, $3;
+        // $0
+        }}""",
+        "=r,r,l,r,r", [to, start, count, wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _read(at, OFFSET: gl.constexpr):
+    """Eight neighbouring words of 16 bits from shared memory. `at`: an address for each, which is that of the first."""
+    return gl.inline_asm_elementwise(
+        f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];", "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [at], dtype=gl.int16,
+        is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _read_word(at, OFFSET: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        f"ld.shared.b32 $0, [$1 + {OFFSET}];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _write(at, x, OFFSET: gl.constexpr):
+    """Four neighbouring values of 16 bits to shared memory."""
+    gl.inline_asm_elementwise(
+        f"st.shared.v2.b32 [$1 + {OFFSET}], {{$5, $6}}; // $0", "=r,r,r,r,r,r,r", [at, x], dtype=gl.int8, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
+def _load_early(ptrs):
+    """16 bits from each address, loaded here and not where they are used."""
+    bits = gl.inline_asm_elementwise(
+        "ld.global.b16 $0, [$1];", "=h,l", [ptrs.to(gl.int64)], dtype=gl.int16, is_pure=False, pack=1
+    )
+    return bits.to(ptrs.dtype.element_ty, bitcast=True)
+
+
+@gluon.jit
+def _fetch(
+    ring,
+    sources,
+    i,
+    mine,
+    first,
+    SLOT: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    GATED: gl.constexpr,
+    WITH_X: gl.constexpr,
+    LINE: gl.constexpr,
+):
+    """Start the copies of chunk i of each warp into a slot of the ring, and commit them. Zeros past a warp's last chunk."""
+    words_to, entries_to = ring
+    words, up, scales, scale_step, x = sources
+    GROUPS: gl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
+    MOST: gl.constexpr = 4 // GROUP  # groups of a chunk
+    ENTRIES: gl.constexpr = 32 * MOST if GATED else 16 * MOST
+    SCALES: gl.constexpr = SLOT + (2048 if GATED else 1024)
+    mine_words, mine_entries = mine
+    count = gl.where(i < mine_words, 16, 0)
+    start = words + i * 64
+    _copy(words_to, start, count, SLOT, LINE)
+    if GATED:
+        _copy(words_to, start + up, count, SLOT + 1024, LINE)
+    lane = gl.arange(0, 32, gl.SliceLayout(0, scales.type.layout))[None, :]
+    lane, _ = gl.broadcast(lane, entries_to)
+    for part in gl.static_range((ENTRIES + 31) // 32):
+        # The first groups of a part; a lane above 15 has the next group, or the rows of up.
+        at = part if GATED else 2 * part
+        valid = i < mine_entries
+        if GROUPS % MOST != 0:
+            valid = valid & ((first + i) * MOST + at + (0 if GATED else lane // 16) < GROUPS)
+        start_scales = scales + (i * MOST + at).to(gl.int64) * scale_step
+        bytes_ = gl.where(valid, 4, 0)
+        wanted = (lane < ENTRIES).to(gl.int32)
+        _copy_some(entries_to + lane * 4, start_scales, bytes_, wanted, SCALES + 128 * part, 4)
+    if WITH_X:
+        left = gl.minimum(gl.maximum(2 * (K - (first + i) * 128) - lane * 16, 0), 16)
+        left = gl.where(i < mine_entries, left, 0)
+        _copy_some(
+            entries_to + lane * 16, x + i * 256, left, (lane < 16).to(gl.int32), SCALES + 4 * ENTRIES, 16
+        )
+    _commit()
+
+
+@gluon.jit
+def _of_token(acc):
+    """The sums of the token's column of the MMA: [warps, 16]."""
+    SUMS: gl.constexpr = acc.type.layout
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
+    return gl.sum(gl.where(column == 0, acc, 0.0), 2)
+
+
+@gluon.jit
+def _now(x):
+    """x, computed here and not where it is used."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@prepared
+@gluon.jit(do_not_specialize=["N"])
+def _gemv_int4_sm90_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    N,
+    eps,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
+    X_IN_RING: gl.constexpr,
+    CHAINS: gl.constexpr,
+    LINE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """16 values of out [1, N]. Groups have 32 · GROUP columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
+    if PDL:
+        gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
+    GATED: gl.constexpr = ACTIVATION is not None
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    CHUNKS: gl.constexpr = (K + 127) // 128
+    COUNT: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS  # chunks of a warp
+    MORE: gl.constexpr = CHUNKS - WARPS * (COUNT - 1)  # warps that have COUNT chunks
+    MOST: gl.constexpr = 4 // GROUP  # groups of a chunk
+    TILES: gl.constexpr = 2 if GATED else 1
+    # A slot of the ring: words of 16 rows, twice if gated, their scale words, and 128 columns of x.
+    SLOT_X: gl.constexpr = (1024 + 64 * MOST) * TILES
+    SLOT: gl.constexpr = SLOT_X + (256 if X_IN_RING else 0)
+    RING: gl.constexpr = STAGES * SLOT
+    ALL_X: gl.constexpr = 0 if X_IN_RING else COUNT * 256
+    all_rows = TILES * N.to(gl.int64)
+    n0 = gl.program_id(0) * ROWS
+    base = _shared(WARPS * (RING + ALL_X))
+
+    # Where a thread copies words from and to: 16 bytes of two rows. Rows past the end repeat the last one and are not stored.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+    part = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    mine_words = COUNT - (warp >= MORE).to(gl.int32)
+    words_to = base + (warp * RING + row * 64 + part * 16)
+    at = gl.minimum(n0 + row, N - 1).to(gl.int64) * (CHUNKS * 32) + (_first_chunk(warp, CHUNKS, WARPS) * 32 + part * 8)
+    words = (weight_ptr + at).to(gl.int64)
+    mine_words, _ = gl.broadcast(mine_words, words)
+
+    # Scale words, one for each lane: of a row of gate and one of up, or of two groups.
+    ENTRY: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    entry_warp = gl.arange(0, WARPS, gl.SliceLayout(1, ENTRY))[:, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, ENTRY))[None, :]
+    first = _first_chunk(entry_warp, CHUNKS, WARPS)
+    entry_row = gl.minimum(n0 + lane % 16, N - 1) + (lane // 16 * N if GATED else 0)
+    entry = entry_row.to(gl.int64) + (first * MOST + (0 if GATED else lane // 16)).to(gl.int64) * all_rows
+    scales = (scale_ptr + entry).to(gl.int64)
+    entries_to = base + entry_warp * RING
+    mine_entries = COUNT - (entry_warp >= MORE).to(gl.int32)
+    x_from = (x_ptr + (first * 128 + lane * 8)).to(gl.int64)
+    first, _ = gl.broadcast(first, scales)
+    entries_to, _ = gl.broadcast(entries_to, scales)
+    mine_entries, _ = gl.broadcast(mine_entries, scales)
+    mine = (mine_words, mine_entries)
+    sources = (words, N.to(gl.int64) * (CHUNKS * 64), scales, all_rows * 4, x_from)
+    for i in gl.static_range(STAGES):
+        # The kernel before may still write x, so the first chunks of x come later.
+        _fetch((words_to, entries_to), sources, gl.to_tensor(i), mine, first, i * SLOT, K, GROUP, GATED, False, LINE)
+
+    # Bias and residual, for the threads that store outputs.
+    ENDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
+    n = n0 + gl.arange(0, 16, ENDS)
+    inside = gl.minimum(n, N - 1)
+    added = gl.zeros([16], gl.float32, ENDS)
+    added_up = added
+    if bias_ptr is not None:
+        added = _load_early(bias_ptr + inside).to(gl.float32)
+        if GATED:
+            added_up = _load_early(bias_ptr + N + inside).to(gl.float32)
+
+    # x, normalized but for its root mean square, into shared memory: all of it, or the chunks that the ring has slots for.
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    STAGED: gl.constexpr = STAGES if X_IN_RING else COUNT
+    column_warp = gl.arange(0, WARPS, gl.SliceLayout(1, COLUMNS))[:, None]
+    column = gl.arange(0, 128, gl.SliceLayout(0, COLUMNS))[None, :]
+    k = _first_chunk(column_warp, CHUNKS, WARPS) * 128 + column
+    limit = gl.where(column_warp < MORE, K, gl.minimum(K, (_first_chunk(column_warp, CHUNKS, WARPS) + COUNT - 1) * 128))
+    norms = ()
+    if norm_ptr is not None:
+        for i in gl.static_range(STAGED):
+            norms += (gl.load(norm_ptr + k + 128 * i, mask=k + 128 * i < limit, other=0.0),)  # type: ignore[assignment]
+    if PDL:
+        gdc_wait()
+    xs = ()
+    for i in gl.static_range(STAGED):
+        if i < COUNT - 2:
+            xs += (gl.load(x_ptr + k + 128 * i),)  # type: ignore[assignment]
+        else:
+            xs += (gl.load(x_ptr + k + 128 * i, mask=k + 128 * i < limit, other=0.0),)  # type: ignore[assignment]
+    if residual_ptr is not None:
+        added += _load_early(residual_ptr + inside).to(gl.float32)
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    XS: gl.constexpr = 256 if not X_IN_RING else SLOT  # bytes from a chunk of x to the next
+    X0: gl.constexpr = 0 if not X_IN_RING else SLOT_X
+    XSLOTS: gl.constexpr = STAGES if X_IN_RING else COUNT
+    X_WARP: gl.constexpr = ALL_X if not X_IN_RING else RING
+    x_base = base if X_IN_RING else base + WARPS * RING
+    x_to = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, FOUR)))[:, None, None] * X_WARP
+    x_to += gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, FOUR)))[None, :, None] * 8
+    x_to = x_base + x_to + gl.zeros([WARPS, 32, 4], gl.int32, FOUR)
+    x_to = gl.convert_layout(x_to.reshape([WARPS, 128]), COLUMNS, assert_trivial=True)
+    squares = gl.zeros([WARPS, 128], gl.float32, COLUMNS)
+    for i in gl.static_range(STAGED):
+        columns = xs[i]
+        if norm_ptr is not None:
+            wide = columns.to(gl.float32)
+            squares += wide * wide
+            columns = _times(columns, norms[i])
+        _write(x_to, columns, X0 + i * XS)
+
+    inverse_rms = 1.0
+    if norm_ptr is not None:
+        inverse_rms = gl.rsqrt(gl.sum(_now(gl.sum(squares, 1)), 0) / K + eps)
+
+    # Where a thread reads its operands: the words of two rows, and 8 columns of x four times.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+    words_at = gl.convert_layout(words_to - base, gl.SliceLayout(3, WORDS), assert_trivial=True)[:, :, :, None]
+    words_at = base + words_at + gl.zeros([WARPS, 16, 4, 8], gl.int32, WORDS)
+    words_at = gl.convert_layout(words_at.reshape([WARPS, 16, 32]), LEFT, assert_trivial=True)
+    EIGHT: gl.constexpr = gl.BlockedLayout([1, 1, 8, 1], [1, 4, 1, 8], [WARPS, 1, 1, 1], [2, 1, 3, 0])
+    THIRD: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, EIGHT))
+    x_at = gl.arange(0, WARPS, gl.SliceLayout(1, THIRD))[:, None, None, None] * X_WARP
+    x_at += gl.arange(0, 4, gl.SliceLayout(0, THIRD))[None, :, None, None] * 16
+    x_at = x_base + x_at + gl.zeros([WARPS, 4, 8, 8], gl.int32, EIGHT)
+    x_at = gl.convert_layout(x_at.reshape([WARPS, 32, 8]), RIGHT, assert_trivial=True)
+    SCALES: gl.constexpr = gl.SliceLayout(2, SUMS)
+    scales_at = gl.arange(0, WARPS, gl.SliceLayout(1, SCALES))[:, None] * RING
+    scales_at = base + (scales_at + gl.arange(0, 16, gl.SliceLayout(0, SCALES))[None, :] * 4)
+
+    acc = gl.zeros([WARPS, 16, _COLUMNS], gl.float32, SUMS)
+    acc_up = acc
+    for step in range(COUNT // UNROLL):
+        slot = 0
+        if STAGES > UNROLL:
+            slot = (step if STAGES == COUNT else step % (STAGES // UNROLL)) * (UNROLL * SLOT)
+        for u in gl.static_range(UNROLL):
+            _wait(STAGES - 1)
+            x_slot = slot if X_IN_RING else step * (UNROLL * 256)
+            gate, up, x = _chunk(words_at + slot, scales_at + slot, x_at + x_slot, u * SLOT, X0 + u * XS, MOST, GATED, DTYPE)
+            if STAGES < COUNT:
+                _sync_warp()  # all lanes have read the slot
+                ring = (words_to + slot, entries_to + slot)
+                next_one = step * UNROLL + (u + STAGES)
+                _fetch(ring, sources, next_one, mine, first, u * SLOT, K, GROUP, GATED, X_IN_RING, LINE)
+            else:
+                _commit()
+            acc = _multiply(gate, x, acc, GROUP, CHAINS)
+            if GATED:
+                acc_up = _multiply(up, x, acc_up, GROUP, CHAINS)
+    for i in gl.static_range(COUNT // UNROLL * UNROLL, COUNT):
+        _wait(STAGES - 1)
+        gate, up, x = _chunk(words_at, scales_at, x_at, i % STAGES * SLOT, X0 + (i % XSLOTS) * XS, MOST, GATED, DTYPE)
+        _commit()
+        acc = _multiply(gate, x, acc, GROUP, CHAINS)
+        if GATED:
+            acc_up = _multiply(up, x, acc_up, GROUP, CHAINS)
+    _wait(0)
+
+    if GATED:
+        gate, up = gl.sum(gl.join(_of_token(acc), _of_token(acc_up)), 0).split()
+        gate = gl.convert_layout(gate, ENDS, assert_trivial=True) * inverse_rms + added
+        up = gl.convert_layout(up, ENDS, assert_trivial=True) * inverse_rms + added_up
+        result = activate(gate, ACTIVATION) * up
+    else:
+        result = gl.sum(_of_token(acc), 0) * inverse_rms + added
+    gl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@gluon.jit
+def _chunk(
+    words_at,
+    scales_at,
+    x_at,
+    OWN: gl.constexpr,
+    X_OWN: gl.constexpr,
+    MOST: gl.constexpr,
+    GATED: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """A chunk of each warp: gate's tile, up's tile (as for `_multiply`; empty if not gated), and x."""
+    TILES: gl.constexpr = 2 if GATED else 1
+    gate, up = (_read(words_at, OWN),), ()
+    for g in gl.static_range(MOST):
+        gate += (_read_word(scales_at, OWN + 1024 * TILES + 64 * TILES * g),)  # type: ignore[assignment]
+    if GATED:
+        up += (_read(words_at, OWN + 1024),)
+        for g in gl.static_range(MOST):
+            up += (_read_word(scales_at, OWN + 2048 + 128 * g + 64),)  # type: ignore[assignment]
+    x = ()
+    for j in gl.static_range(4):
+        x += (_read(x_at, X_OWN + 64 * j).to(DTYPE, bitcast=True),)  # type: ignore[assignment]
+    return gate, up, x
+
+
+def worthwhile(rows: int, K: int, residual: bool) -> bool:
+    """Whether a weight is large enough for more bytes in flight to gain something.
+
+    And whether x fits into shared memory, if it may have to be normalized. With a residual it never is.
+    """
+    return rows * K // 2 >= _FEWEST_BYTES and (residual or K <= _MOST_NORMED)
+
+
+def accepts(product: Product) -> bool:
+    """Whether the kernel should compute this product: one token of 16 bits, a large 4-bit weight, 16-byte alignment."""
+    x, weight = product.x, product.weight
+    if weight.dtype != torch.int16 or x.element_size() != 2 or x.shape[0] != 1 or (x.data_ptr() | weight.data_ptr()) % 16:
+        return False
+    return worthwhile(weight.shape[0], x.shape[1], product.residual is not None)
+
+
+def shared_bytes(config: GemvInt4Sm90Config, K: int, group: int, gated: bool) -> int:
+    """Shared memory that a program declares."""
+    count = cdiv(cdiv(K, INT4_CHUNK), config.num_warps)
+    slot = (1024 + 64 * (128 // group)) * (2 if gated else 1)
+    own = config.stages * (slot + 256) if config.x_in_ring else config.stages * slot + 256 * count
+    return config.num_warps * own
+
+
+def fitting(config: GemvInt4Sm90Config, K: int, group: int, gated: bool, normed: bool) -> GemvInt4Sm90Config:
+    """The configuration with as many stages as there are chunks and as fit into shared memory."""
+    count = cdiv(cdiv(K, INT4_CHUNK), config.num_warps)
+    unroll = min(config.unroll, count)
+    c = replace(config, unroll=unroll, stages=min(max(config.stages, unroll), count), x_in_ring=config.x_in_ring and not normed)
+    if not normed and shared_bytes(c, K, group, gated) > _MOST_SHARED:
+        c = replace(c, x_in_ring=True)
+    while True:
+        if c.stages < count and c.stages % c.unroll:
+            c = replace(c, stages=c.stages // c.unroll * c.unroll)
+        if shared_bytes(c, K, group, gated) <= _MOST_SHARED:
+            return c
+        if c.stages == c.unroll == 1:
+            c = replace(c, num_warps=c.num_warps // 2)
+            continue
+        c = replace(c, stages=c.stages - 1, unroll=min(c.unroll, c.stages - 1))
+
+
+def choose_gemv_int4_sm90_config(N: int, K: int, gated: bool, num_sms: int) -> GemvInt4Sm90Config:
+    """The configuration for a shape, by a rule from simulations of the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
+    chunks = cdiv(K, INT4_CHUNK)
+    if gated:
+        # Nine programs of two warps share an SM.
+        return GemvInt4Sm90Config(min(2, chunks), 4, 2, 112)
+    if chunks >= 64:
+        return GemvInt4Sm90Config(8, 4, 4, 128, x_in_ring=True)
+    return GemvInt4Sm90Config(min(4, next_power_of_2(chunks)), 7, 1)
+
+
+def candidates(N: int, K: int, gated: bool) -> list[GemvInt4Sm90Config]:
+    """The configurations that `minirt tune` compares."""
+    chunks, found = cdiv(K, INT4_CHUNK), []
+    for warps in (1, 2, 4, 8):
+        for stages, unroll in ((2, 2), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2), (7, 1), (8, 4)):
+            for registers in (None, 112, 128):
+                for in_ring in (False, True) if chunks >= 64 else (False,):
+                    if warps <= chunks:
+                        found.append(GemvInt4Sm90Config(warps, stages, unroll, registers, in_ring))
+    return found
+
+
+@cached_lookup
+def lookup_gemv_int4_sm90_config(device: torch.device, N: int, K: int, gated: bool) -> GemvInt4Sm90Config:
+    """The tuned configuration for a shape, or else the rule's."""
+    tuned = TUNABLE.find(device, bucket(N=N, K=K, gated=gated))
+    return tuned or choose_gemv_int4_sm90_config(N, K, gated, sm_count(device))
+
+
+def gemv_int4_sm90(
+    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: GemvInt4Sm90Config | None = None
+) -> None:
+    """Write the output of a product of one token. x is normalized first if `norm_weight` [K] is given."""
+    x, weight, out, bias, residual, activation, scale, *_ = product
+    _, N, K = product.shape
+    if scale is None:
+        raise InputError("missing", where="scale", expected="scale words")
+    group, gated = int4_group(K, scale.shape[0]), activation is not None
+    c = config or lookup_gemv_int4_sm90_config(x.device, N, K, gated)
+    c = fitting(c, K, group, gated, norm_weight is not None)
+    _gemv_int4_sm90_kernel[(cdiv(N, 16),)](
+        x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, GROUP=group // 32, ACTIVATION=activation,
+        WARPS=c.num_warps, STAGES=c.stages, UNROLL=c.unroll, X_IN_RING=c.x_in_ring, CHAINS=c.chains, LINE=c.line,
+        maxnreg=c.registers,
+        **launch_options(c.num_warps, 1, product.pdl),
+    )  # fmt: skip
