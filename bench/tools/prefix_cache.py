@@ -16,7 +16,7 @@ from typing import Any
 from minirt.bench.tools.paired import interval
 
 SHARED, NEW, FIRST_TOKENS = 8192, 64, 12
-REQUESTS, PROMPT, OUTPUT, PAIRS = 64, 256, 32, 10
+REQUESTS, PROMPT, OUTPUT, PAIRS = 64, 256, 32, 30
 KV_BYTES = 4 << 30
 
 
