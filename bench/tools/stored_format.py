@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-def write_config(parent: Path, preset: str, changed: Mapping[str, Any], suffix: str = "") -> Path:
+def write_config(parent: Path, preset: str, changed: dict[str, Any], suffix: str = "") -> Path:
     """Write the config.json of a preset with some fields changed to a new folder in `parent`. Returns the folder."""
     from minirt.models.presets import raw_configs
 

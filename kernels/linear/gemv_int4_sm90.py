@@ -33,7 +33,8 @@ ROWS = gl.constexpr(16)  # of a program: the rows of the MMA
 _COLUMNS = gl.constexpr(8)  # of the MMA, all of them copies of the token
 _MOST_SHARED = 46 * 1024  # bytes: a kernel may declare 48 KiB, and the sums over warps take up to 2
 _MOST_NORMED = 12288  # columns that fit into shared memory beside a ring
-_FEWEST_BYTES = 10 << 20  # of words: with fewer, the start of a program and the first latency take most of the time
+# Of words: with fewer, the start of a program and the first latency take most of the time. Without a norm, it starts sooner.
+_FEWEST_BYTES, _FEWEST_BYTES_WITH_RESIDUAL = 10 << 20, 3 << 20
 
 
 @dataclass(frozen=True)
@@ -425,7 +426,8 @@ def worthwhile(rows: int, K: int, residual: bool) -> bool:
 
     And whether x fits into shared memory, if it may have to be normalized. With a residual it never is.
     """
-    return rows * K // 2 >= _FEWEST_BYTES and (residual or K <= _MOST_NORMED)
+    fewest = _FEWEST_BYTES_WITH_RESIDUAL if residual else _FEWEST_BYTES
+    return rows * K // 2 >= fewest and (residual or K <= _MOST_NORMED)
 
 
 def accepts(product: Product) -> bool:
@@ -463,25 +465,24 @@ def fitting(config: GemvInt4Sm90Config, K: int, group: int, gated: bool, normed:
 
 
 def choose_gemv_int4_sm90_config(N: int, K: int, gated: bool, num_sms: int) -> GemvInt4Sm90Config:
-    """The configuration for a shape, by a rule from simulations of the layers of Qwen2.5-7B (docs/decisions/int4.md)."""
+    """The configuration for a shape, by a rule from sweeps over the layers of three models (docs/decisions/int4.md)."""
     chunks = cdiv(K, INT4_CHUNK)
     if gated:
-        # Nine programs of two warps share an SM.
-        return GemvInt4Sm90Config(min(2, chunks), 4, 2, 112)
+        return GemvInt4Sm90Config(min(2, chunks), 4, 2, 112, line=True)  # eight programs on an SM
     if chunks >= 64:
-        return GemvInt4Sm90Config(8, 4, 4, 128, x_in_ring=True)
-    return GemvInt4Sm90Config(min(4, next_power_of_2(chunks)), 7, 1)
+        return GemvInt4Sm90Config(8, 4, 4, 128, x_in_ring=True, line=True)
+    return GemvInt4Sm90Config(min(8, next_power_of_2(chunks)), 4, 4, 128)
 
 
 def candidates(N: int, K: int, gated: bool) -> list[GemvInt4Sm90Config]:
     """The configurations that `minirt tune` compares."""
     chunks, found = cdiv(K, INT4_CHUNK), []
     for warps in (1, 2, 4, 8):
-        for stages, unroll in ((2, 2), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2), (7, 1), (8, 4)):
-            for registers in (None, 112, 128):
-                for in_ring in (False, True) if chunks >= 64 else (False,):
+        for stages, unroll in ((3, 1), (4, 2), (4, 4), (6, 2), (7, 7)):
+            for registers in (112, 128):
+                for line in (False, True):
                     if warps <= chunks:
-                        found.append(GemvInt4Sm90Config(warps, stages, unroll, registers, in_ring))
+                        found.append(GemvInt4Sm90Config(warps, stages, unroll, registers, chunks >= 64, line=line))
     return found
 
 

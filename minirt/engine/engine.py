@@ -41,7 +41,7 @@ from minirt.errors import (
 from minirt.modeling.model import Observer
 from minirt.sampling_params import EffectiveSampling
 
-EVALUATION_CHUNK = 512  # tokens per forward pass of `Engine.logits`
+EVALUATION_CHUNK = 128  # tokens per forward pass of `Engine.logits`; the memory of their logits is not planned for
 Deliver = Callable[[list[TokenOutput]], None]
 _COMPILE_WAIT_S = 0.005  # how long a step with nothing else to do waits for a constraint that is being compiled
 

@@ -253,16 +253,20 @@ class Runner:
             self._reserve(self._model)
 
     def _reserve(self, model: Model) -> None:
-        """Have PyTorch's allocator keep the memory of the largest steps.
+        """Have PyTorch's allocator keep the memory of the largest step.
 
         Otherwise it would keep blocks of every size that steps ask for, until a larger one comes, and take more than was planned.
         """
         from minirt.kernels.compile.ahead_of_time import without_launches
 
-        torch.cuda.empty_cache()
+        def run(chunks: Sequence[Chunk]) -> int:
+            torch.cuda.empty_cache()
+            self._run_dry(model, chunks)
+            return torch.cuda.memory_reserved(self._device)
+
+        steps = largest_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, self._buckets.max_num_seqs)
         with without_launches(self._device):
-            for chunks in largest_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, self._buckets.max_num_seqs):
-                self._run_dry(model, chunks)
+            run(max(steps, key=run))
 
     @torch.inference_mode()
     def dry_run_bytes(self, steps: Sequence[Sequence[Chunk]]) -> int:
