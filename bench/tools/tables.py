@@ -441,10 +441,10 @@ _RATIO = ("ratio", "low", "high")
 
 def memory_table(records: Records) -> str:
     """What models take of a GPU of which another process holds the rest, and how long the workloads took."""
-    (record,) = records.values()
-    workloads = [name for name in record["results"][0] if " x " in name or name.startswith("logits")]
+    results = [row for record in records.values() for row in record["results"]]
+    workloads = [name for name in results[0] if " x " in name or name.startswith("logits")]
     rows = []
-    for row in record["results"]:
+    for row in results:
         title = f"{row['model']}, {row['weights']}" + ", FP8 pages" * (row["kv_cache_dtype"] == "fp8")
         rows.append([f"{row['free_gb']:g}", title])
         if "refused" in row:
@@ -925,7 +925,7 @@ BLOCKS = {
         ("h200-prefix-cache",), prefix_cache_table, _SYSTEM, "Qwen2.5-7B in bf16 (`bench/tools/prefix_cache.py`):"
     ),
     "memory": Block(
-        ("h200-memory",), memory_table, _SYSTEM,
+        ("h200-memory", "h200-memory-quantized-pages"), memory_table, _SYSTEM,
         "Models with default options on a GPU of which another process holds the rest, with random weights "
         "(`bench/tools/memory_cases.py`). *Least free* is the lowest amount of free memory during all workloads, as a share of "
         "what was free at the start. Prompts that are longer than the context are cut to it:",
