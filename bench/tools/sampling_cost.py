@@ -2,7 +2,7 @@
 
 Random weights, and a tokenizer with as many made-up tokens as the model's, because masks cover the vocabulary. Prints JSON. All
 cases sample at temperature 1 and take turns. A case's cost is its step's time divided by that of plain sampling: the median of
-all pairs, with a 95% confidence interval.
+all pairs, with a 95% confidence interval. For structured output, also how long the host takes for the masks of a step.
 """
 
 import argparse
@@ -41,6 +41,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def time_masks() -> list[float]:
+    """A list to which every call that computes the masks of a step adds its seconds."""
+    from minirt.structured.constraints import Constraints
+
+    compute, seconds = Constraints.fill, list[float]()
+
+    def timed(self: Constraints, masks: Any, constraints: Any) -> Any:
+        started = time.perf_counter()
+        failed = compute(self, masks, constraints)
+        seconds.append(time.perf_counter() - started)
+        return failed
+
+    Constraints.fill = timed  # type: ignore[method-assign]
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", metavar="PRESET")
@@ -49,7 +65,7 @@ def main() -> None:
     from minirt import Generator, SamplingParams
     from minirt.bench.report import machine
 
-    rows = []
+    rows, masks = [], time_masks()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.model)
         quantization = "fp8" if options.fp8 else None
@@ -75,6 +91,7 @@ def main() -> None:
 
             for batch in BATCHES:
                 times: dict[str, list[float]] = {name: [] for name in CASES}
+                masks.clear()
                 for pair in range(-1, PAIRS):
                     for name in list(CASES)[:: 1 if pair % 2 else -1]:
                         found = step(batch, name)
@@ -84,6 +101,8 @@ def main() -> None:
                     low, high = interval(ratios)
                     ratio = {"ratio": statistics.median(ratios), "low": low, "high": high}
                     rows.append({"batch_size": batch, "case": name, "step_s": statistics.median(own)} | ratio)
+                    if name == "structured":
+                        rows[-1]["masks_s"] = {"mean": statistics.mean(masks), "deciles": statistics.quantiles(masks, n=10)}
     shared = machine("sampling", device, ["python", "bench/tools/sampling_cost.py", *sys.argv[1:]], None)
     own_facts = {"model": options.model, "quantization": quantization}
     print(json.dumps(shared | own_facts | {"results": rows}, indent=1))
