@@ -33,7 +33,8 @@ ROWS = gl.constexpr(16)  # of a program: the rows of the MMA
 _COLUMNS = gl.constexpr(8)  # of the MMA, all of them copies of the token
 _MOST_SHARED = 46 * 1024  # bytes: a kernel may declare 48 KiB, and the sums over warps take up to 2
 _MOST_NORMED = 12288  # columns that fit into shared memory beside a ring
-# Of words: with fewer, the start of a program and the first latency take most of the time. Without a norm, it starts sooner.
+# Bytes of a weight from which the ring pays: in smaller ones, a program's start and the first latency take most of the time.
+# Without a norm, a program starts sooner.
 _FEWEST_BYTES, _FEWEST_BYTES_WITH_RESIDUAL = 10 << 20, 3 << 20
 
 
