@@ -6,7 +6,7 @@ python bench/tools/loading.py measure MODEL [OPTION …]  loads a model once and
 
 FORMAT is bf16, bf16-fused (all experts of a layer in one tensor) or one of stored_format.py, LAYERS the number of layers.
 Options of `measure`: `--quantize fp8` or `--quantize int4`; with `--weights-only` there is no warm-up and no text, so the
-memory peaks are those of loading alone.
+memory peaks do not include them.
 """
 
 import json

@@ -5,6 +5,7 @@ tokens from pinned memory after the event of their copy. On a CPU, a step has en
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -256,6 +257,7 @@ class Runner:
         """Have PyTorch's allocator keep the memory of the largest step.
 
         Otherwise it would keep blocks of every size that steps ask for, until a larger one comes, and take more than was planned.
+        If there is no memory for that step, nothing is kept: a step that runs out of memory is tried again with fewer tokens.
         """
         from minirt.kernels.compile.ahead_of_time import without_launches
 
@@ -265,8 +267,9 @@ class Runner:
             return torch.cuda.memory_reserved(self._device)
 
         steps = largest_steps(self._buckets.max_num_batched_tokens, self._max_seq_len, self._buckets.max_num_seqs)
-        with without_launches(self._device):
-            run(max(steps, key=run))
+        with without_launches(self._device), suppress(torch.OutOfMemoryError):
+            largest = max(steps, key=run)
+            run(largest)
 
     @torch.inference_mode()
     def dry_run_bytes(self, steps: Sequence[Sequence[Chunk]]) -> int:
