@@ -14,6 +14,8 @@ from minirt.sampling_params import SamplingParams
 def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
     """Steps that together launch every compiled kernel: prompts alone, beside single tokens, and with logits of all tokens.
 
+    Those that need most memory come first, so that PyTorch's allocator uses their blocks for the others.
+
     Args:
         limit: tokens of the largest step.
         longest: tokens of the longest sequence.
@@ -26,9 +28,9 @@ def warm_up_steps(limit: int, longest: int, seqs: int) -> list[list[Chunk]]:
                 if together > 1:
                     steps.append(_prompts(count - together + 1, longest) + [Chunk([0], 0, [0])] * (together - 1))
     scored = min(limit, longest, MAX_SCORED_TOKENS)  # with `prompt_logprobs`, each token of a prompt needs logits
-    return steps + [
-        [Chunk([0] * count, 0, range(count), num_logits=count)] for count in representatives(scored, operations("tokens"), _small)
-    ]
+    for count in representatives(scored, operations("tokens"), _small):
+        steps.append([Chunk([0] * count, 0, range(count), num_logits=count)])
+    return sorted(steps, key=lambda chunks: (sum(c.num_logits for c in chunks), sum(len(c.tokens) for c in chunks)), reverse=True)
 
 
 def _prompts(count: int, longest: int) -> list[Chunk]:

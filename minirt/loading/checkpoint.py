@@ -2,12 +2,14 @@
 
 import math
 import mmap
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +28,11 @@ _DTYPES = {
 }  # fmt: skip
 # Buffers that old transformers releases saved. The runtime computes them from the config.
 DERIVED = "rotary_emb.inv_freq"
-# Bytes of a file that are mapped at a time, so that the whole file never counts as the process's memory.
-MAP_BYTES = 64 << 20
-THREADS = 4
+# Bytes of a file that a thread reads or maps at a time, unless one tensor is larger. So the whole file never counts as the
+# process's memory.
+PART_BYTES = 16 << 20
+MAX_PINNED = 128 << 20  # bytes of a thread's pinned buffer; a tensor that is larger, and not read in pieces, is mapped
+THREADS = 4  # that fill a GPU's memory
 MAX_SHOWN = 200  # characters of a name or a text from a file in a message
 _OTHER = "config.json describes another model, or another format of its weights"
 _TRANSPOSED = "it is stored transposed, as in files of some other architectures; transpose its last two dimensions"
@@ -254,15 +258,21 @@ def load(
                 else:
                     holder.load(entry.name, tensor, piece.first)
 
-    threads = THREADS if model.device.type == "cuda" else 1
+    groups = _groups(work)
+    if model.device.type == "cuda":
+        threads, buffers = THREADS, PinnedBuffers(min(MAX_PINNED, max(map(_size, groups), default=0)))
+    else:
+        threads, buffers = 1, None
     pool = ThreadPoolExecutor(threads)
     try:
-        for size in pool.map(lambda group: _read(group, place), _groups(work)):
+        for size in pool.map(lambda group: _read(group, place, buffers), groups):
             done += size
             if progress:
                 progress(done, total)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        if buffers is not None:
+            buffers.close()
     if model.formats:
         _read_all([entries[name] for name in model.formats.unused_scales], _check_scale)
         _read_all([entries[name] for name in model.formats.zero_biases], _check_zero)
@@ -273,48 +283,82 @@ def load(
 
 
 def _pieces(entry: Entry, may_be_split: bool = False) -> Iterator[_Piece]:
-    """The tensor as a whole, or in pieces of at most MAP_BYTES if its first dimension may be split."""
+    """The tensor as a whole, or in pieces of at most PART_BYTES if its first dimension may be split."""
     count, *rest = entry.shape or (1,)
-    if not may_be_split or entry.nbytes <= MAP_BYTES:
+    if not may_be_split or entry.nbytes <= PART_BYTES:
         yield _Piece(entry, 0, entry.shape, entry.start, entry.nbytes)
         return
     size = entry.nbytes // count
-    step = max(1, MAP_BYTES // size)
+    step = max(1, PART_BYTES // size)
     for first in range(0, count, step):
         many = min(step, count - first)
         yield _Piece(entry, first, (many, *rest), entry.start + first * size, many * size)
 
 
 def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
-    """Split the pieces of each file, in the file's order, into groups of about MAP_BYTES. One thread reads a group."""
+    """Split the pieces of each file, in the file's order, into groups within PART_BYTES. One thread reads a group."""
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
     for piece in pieces:
         by_file[piece.entry.file].append(piece)
     groups: list[list[_Piece]] = []
     for members in by_file.values():
-        room = -1
+        begin = None
         for piece in sorted(members, key=lambda own: own.start):
-            if piece.nbytes > room:
+            if begin is None or piece.start + piece.nbytes - begin > PART_BYTES:
                 groups.append([])
-                room = MAP_BYTES
+                begin = piece.start
             groups[-1].append(piece)
-            room -= piece.nbytes
     return groups
 
 
+class PinnedBuffers:
+    """Page-locked memory of the host: a buffer for each thread that asks. A GPU copies from it without a copy by the driver.
+
+    PyTorch's own pinned memory would stay with the process after loading.
+    """
+
+    def __init__(self, nbytes: int, pin: bool = True) -> None:
+        self.nbytes, self._pin = nbytes, pin
+        self._thread, self._pinned = threading.local(), list[tuple[int, mmap.mmap]]()
+
+    def own(self) -> mmap.mmap:
+        """The calling thread's buffer, which stays the same."""
+        if not hasattr(self._thread, "buffer"):
+            buffer = mmap.mmap(-1, self.nbytes)
+            if self._pin:
+                start = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(start, self.nbytes, 0))
+                self._pinned.append((start, buffer))
+            self._thread.buffer = buffer
+        return self._thread.buffer
+
+    def close(self) -> None:
+        """Unlock the pages. No thread may use its buffer any more."""
+        while self._pinned:
+            start, _ = self._pinned.pop()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(start))
+
+
 @torch.inference_mode()
-def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None]) -> int:
-    """Map a part of a file, and call `place` with each piece. Returns the number of bytes.
+def _read(
+    group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None], buffers: PinnedBuffers | None = None
+) -> int:
+    """Read a part of a file into this thread's buffer, or map it, and call `place` with each piece. Returns the number of bytes.
 
     The header is not read again: with thousands of tensors, safetensors takes milliseconds for it.
     """
-    path, begin, end = group[0].entry.file, group[0].start, group[-1].start + group[-1].nbytes
-    before = begin % mmap.ALLOCATIONGRANULARITY
+    path, begin, size = group[0].entry.file, group[0].start, _size(group)
+    before = 0
+    memory: mmap.mmap | bytes = b""
     try:
-        with path.open("rb") as file:
-            # ACCESS_COPY, since PyTorch warns of memory that it may not write. Nothing is written, so nothing is copied.
-            size = end - begin + before
-            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin - before) if end > begin else b""
+        with path.open("rb", buffering=0) as file:
+            if size and buffers is not None and size <= buffers.nbytes:
+                memory = buffers.own()
+                _fill(memory, file, begin, size)
+            elif size:
+                before = begin % mmap.ALLOCATIONGRANULARITY
+                # ACCESS_COPY, since PyTorch warns of memory that it may not write. Nothing is written, so nothing is copied.
+                memory = mmap.mmap(file.fileno(), size + before, access=mmap.ACCESS_COPY, offset=begin - before)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=path, hint="the file has changed while it was read") from error
     for piece in group:
@@ -322,6 +366,24 @@ def _read(group: Sequence[_Piece], place: Callable[[_Piece, torch.Tensor], None]
         tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
         place(piece, tensor.view(piece.shape))
     return sum(piece.nbytes for piece in group)
+
+
+def _size(group: Sequence[_Piece]) -> int:
+    """Bytes from the beginning of a group to its end, with tensors in between that are not loaded."""
+    return group[-1].start + group[-1].nbytes - group[0].start
+
+
+def _fill(memory: mmap.mmap, file: FileIO, begin: int, size: int) -> None:
+    """Read `size` bytes from `begin` on. One call of the system may return fewer."""
+    file.seek(begin)
+    with memoryview(memory) as view:
+        done = 0
+        while done < size:
+            with view[done:size] as rest:
+                count = file.readinto(rest)
+            if not count:
+                raise OSError(f"it ends after {begin + done} bytes")
+            done += count
 
 
 def _read_all(entries: Iterable[Entry], check: Callable[[Entry, torch.Tensor], None]) -> None:

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from minirt.device import on_device, triton_installed
 from minirt.errors import CheckpointError, ConfigError
 from minirt.kernels.reference import (
     FP8_BLOCK,
@@ -27,7 +28,7 @@ from minirt.kernels.reference import (
 )
 
 FP8 = torch.float8_e4m3fn
-CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 needs 9 temporary bytes per weight
+CHUNK = 1 << 22  # weights quantized at a time; quantization to FP8 by PyTorch needs 9 temporary bytes per weight
 FLOATS = ("F32", "F16", "BF16")  # names of dtypes in safetensors files
 E4M3 = "F8_E4M3"
 INT32 = "I32"
@@ -146,6 +147,15 @@ class _Fp8Rows(LinearFormat):
         values, own = quantize_fp8(source)
         scale_rows.copy_(own)
         return values
+
+    def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
+        if weight.is_cuda and triton_installed():  # one launch instead of a dozen, and no temporary bytes
+            from minirt.kernels.quantize import quantize
+
+            with on_device(weight.device):
+                quantize(source, weight[own], scale[scales])
+        else:
+            super().store(source, weight, scale, own, scales)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from minirt.threads import usable_cpus
 MAX_GRAMMARS = 128  # compiled grammars that are kept
 _COMPILERS = 4  # threads that compile for the engine, at most
 _MASKERS = 8  # threads that compute masks, at most
-_FEW = 4  # masks that are worth waking another thread for
 
 
 class Constraint:
@@ -162,17 +161,9 @@ class Constraints:
             for row, own in enumerate(constraints):
                 if own is not None and own.reasons:
                     torch.bitwise_and(tools.known, ~own.end_bits, out=masks[row])
-        start, size = masks.data_ptr(), 4 * masks.shape[1]
-        waiting = iter(bound)  # shared: a thread takes the next row once it has finished one, because a few rows take far longer
-
-        def compute() -> None:
-            for row, own in waiting:
-                own.matcher.unsafe_compute_mask_ptr(start + row * size, size)  # releases Python's lock
-
-        helpers = [tools.maskers.submit(compute) for _ in range(min(tools.num_maskers, len(bound) // _FEW))]
-        compute()
-        for helper in helpers:
-            helper.result()
+        if bound:
+            rows = [(own.matcher, row) for row, own in bound]
+            tools.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), 4 * masks.shape[1], len(masks))  # releases the GIL
         failed: dict[int, MinirtError] = {}
         for row, own in bound:
             if own.matcher.is_error():
@@ -187,9 +178,7 @@ class _Tools:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Sequence[int]) -> None:
         self.tokenizer, self._words = GrammarTokenizer(tokenizer, vocab, end_ids), -(-vocab // 32)
-        self.num_maskers = min(_MASKERS, usable_cpus()) - 1  # beside the caller's thread
-        # Threads of Python: those of llguidance's LLExecutor compute one mask at a time (docs/decisions/structured-output.md).
-        self.maskers = ThreadPoolExecutor(max(1, self.num_maskers), thread_name_prefix="minirt-mask")
+        self.executor = self.tokenizer.executor(min(_MASKERS, usable_cpus()))
         self.known = self.bits(self.tokenizer.known_ids)
 
     def bits(self, tokens: frozenset[int]) -> Tensor:

@@ -51,14 +51,15 @@ def test_prompts_fit_the_smallest_cache():
 
 
 def token_counts(limit):
-    """Of steps without single tokens beside prompts. The same sizes come again, up to a limit, with logits of all tokens."""
-    steps = warm_up_steps(limit, 32768, 1)
-    counts = [sum(len(c.tokens) for c in step) for step in steps]
-    again = counts.index(1, 1)
-    own = counts[:again]
-    assert [sum(c.num_logits for c in step) for step in steps[again:]] == counts[again:]
-    assert max(counts[again:]) == min(limit, MAX_SCORED_TOKENS)
-    assert {count for count in own if count <= MAX_SCORED_TOKENS} == set(counts[again:])
+    """Of steps without single tokens beside prompts. The same sizes, up to a limit, come with logits of all tokens, too. What
+    needs more memory comes first."""
+    counts = [(sum(c.num_logits for c in step), sum(len(c.tokens) for c in step)) for step in warm_up_steps(limit, 32768, 1)]
+    assert counts == sorted(counts, reverse=True)
+    assert len(counts) == len(set(counts)) + 1, "one token has the logits of all tokens, or of the last"
+    scored = {tokens for logits, tokens in counts if logits == tokens}
+    own = sorted({tokens for logits, tokens in counts if logits == 1})
+    assert max(scored) == min(limit, MAX_SCORED_TOKENS)
+    assert {count for count in own if count <= MAX_SCORED_TOKENS} == scored
     return own
 
 

@@ -1,5 +1,6 @@
 """Strict loading: every damage to a checkpoint is an error that names tensor, file, expected value and found value."""
 
+import io
 import json
 import os
 import re
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from minirt import Generator
 from minirt.errors import CheckpointError, ConfigError
-from minirt.loading.checkpoint import read_headers
+from minirt.loading import checkpoint
+from minirt.loading.checkpoint import PinnedBuffers, read_headers
 
 
 def load(folder, **options):
@@ -156,6 +158,44 @@ def test_damaged_files(damage, hf_folder):
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a readable safetensors file"):
         load(folder)
+
+
+@pytest.mark.parametrize("room", [1 << 20, 9_000, 100])
+def test_parts_through_a_buffer(room, hf_folder, monkeypatch):
+    """As on a GPU: parts that fit are read into a buffer, which is used again, and the others are mapped. Catches a wrong place
+    in the buffer, and weights that still refer to it."""
+    folder = hf_folder("Qwen2")
+    with load(folder) as generator:
+        expected = generator.logits([3, 1, 4, 1, 5])
+    original, buffers, used = checkpoint._read, PinnedBuffers(room, pin=False), []
+
+    def read(group, place, _=None):
+        used.append(checkpoint._size(group) <= room)
+        return original(group, place, buffers)
+
+    monkeypatch.setattr(checkpoint, "_read", read)
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 16_000)
+    with load(folder) as generator:
+        buffers.own()[:] = b"\xff" * room
+        assert torch.equal(generator.logits([3, 1, 4, 1, 5]), expected)
+    assert any(used) == (room > 100)
+    assert all(used) == (room == 1 << 20)
+
+
+def test_reads_that_return_less(tmp_path):
+    """The system may return fewer bytes than asked for. A file that became shorter is an error."""
+
+    class Slow(io.FileIO):
+        def readinto(self, view):
+            return super().readinto(view[:7])
+
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    memory = PinnedBuffers(90, pin=False).own()
+    with Slow(tmp_path / "file") as file:
+        checkpoint._fill(memory, file, 13, 80)
+        assert memory[:] == bytes(range(13, 93)) + bytes(10)
+        with pytest.raises(OSError, match="ends after 100 bytes"):
+            checkpoint._fill(memory, file, 13, 88)
 
 
 def test_shards_match_the_single_file(hf_folder):

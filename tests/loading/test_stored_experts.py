@@ -138,7 +138,7 @@ def test_pieces(family, quantization, hf_folder, monkeypatch):
         return original(file, length, offset=offset, **options)
 
     original, bound = mmap.mmap, 2 * 48 * 64 * 4 + 1  # two experts' gate and up
-    monkeypatch.setattr(checkpoint, "MAP_BYTES", bound)
+    monkeypatch.setattr(checkpoint, "PART_BYTES", bound)
     monkeypatch.setattr(QuantizedToFp8, "chunk", 1000)
     monkeypatch.setattr(mmap, "mmap", record)
     done = []
@@ -152,7 +152,7 @@ def test_values_of_a_piece_are_checked(hf_folder, monkeypatch):
     name, sizes = FAMILIES["qwen2-moe"]
     folder = hf_folder(name, fused=True, **sizes)
     rewrite(folder, lambda tensors: tensors[DOWN][4, 7, 3:5].fill_(torch.nan))
-    monkeypatch.setattr(checkpoint, "MAP_BYTES", 1 << 13)
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 1 << 13)
     with pytest.raises(CheckpointError, match=rf"{DOWN}: 2 NaN or Inf"):
         load(folder, check_weights=True)
 
