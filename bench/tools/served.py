@@ -28,7 +28,11 @@ ONE_PROMPT, ONE_OUTPUT, ONE_REQUESTS = 200, 200, 6
 
 
 def write_model(folder: Path, preset: str) -> None:
-    """Write the preset's config.json, and a tokenizer of its size."""
+    """Write the preset's config.json, and a tokenizer of its size.
+
+    Its made-up tokens have lengths and common beginnings like those of real tokenizers: with 49,152 tokens, SmolLM2's have 2.0
+    different beginnings a token and a median of 6 letters, these 2.2 and 7. What a grammar's mask costs depends on that.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from minirt.models.presets import raw_configs
@@ -38,9 +42,14 @@ def write_model(folder: Path, preset: str) -> None:
         sys.exit(f"{preset}: no preset has this name")
     draw, letters = random.Random(0), "etaoinshrdlucmfwypvbgkqjxz"
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words: dict[int, list[str]] = {0: [""]}  # by length
     while len(vocab) < raw["vocab_size"] - 1:  # a token without a text would be streamed as nothing, and look like a failure
-        word = "".join(draw.choices(letters, k=draw.randint(2, 8)))
-        vocab.setdefault(draw.choice(("Ġ", "")) + word, len(vocab))
+        length = min(16, max(1, round(draw.lognormvariate(1.85, 0.5))))
+        start = draw.choice(words.get(max(0, length - draw.choice((2, 3))), [""]))
+        word = start + "".join(draw.choices(letters, k=length - len(start)))
+        words.setdefault(length, []).append(word)
+        for space in ("Ġ", "")[: raw["vocab_size"] - 1 - len(vocab)]:
+            vocab.setdefault(space + word, len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -19,7 +19,7 @@ from minirt.engine.cuda_graphs import StepGraphs
 from minirt.engine.kv_cache import KVCache
 from minirt.engine.logprobs import TokenLogprobs
 from minirt.engine.sampler import SamplingBatch, sample
-from minirt.engine.sampling_stages import Drawn, Row, SamplingStages, Scored
+from minirt.engine.sampling_stages import Drawn, FillMasks, Row, SamplingStages, Scored
 from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Ranges
 from minirt.engine.warmup import largest_steps, sampling_kinds, warm_up_steps
@@ -29,7 +29,6 @@ from minirt.sampling_params import SamplingParams, resolve
 
 ModelLike = Callable[[Batch, KVCache], Tensor]
 ProgressCallback = Callable[[int, int], None]  # (done, total)
-FillMasks = Callable[[Tensor], None]
 
 
 class Scores(NamedTuple):
@@ -156,8 +155,7 @@ class Runner:
         if scores:
             scored = self._stages.score(logits, chunks)
             logits, row_maxima = self._stages.sampled_rows(logits, chunks), None
-        mask = None if fill is None else self._stages.send_masks(len(rows), fill)
-        drawn = self._stages.draw(logits, row_maxima, rows, mask) if rows else Drawn(torch.empty(0, dtype=torch.int64))
+        drawn = self._stages.draw(logits, row_maxima, rows, fill) if rows else Drawn(torch.empty(0, dtype=torch.int64))
         if not self._cuda:
             return Step(drawn, scored)
         ended = torch.cuda.Event()  # even if the step has no tokens: the host is one step ahead of the device, never more

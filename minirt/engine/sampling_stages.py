@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from minirt.kernels.sampling.logprobs import LogprobsWorkspace
 
 SCORED_ROWS = 64  # of a prompt's logits that are scored at once
+FillMasks = Callable[[Tensor], None]
 
 
 class Row(NamedTuple):
@@ -106,7 +107,7 @@ class SamplingStages:
             self._host = [torch.zeros(max_num_seqs, dtype=torch.int64).pin_memory() for _ in range(2)]
             self._buffers = SamplingBuffers(max_num_seqs, vocab, device)
 
-    def send_masks(self, count: int, fill: Callable[[Tensor], None]) -> Tensor:
+    def _send_masks(self, count: int, fill: FillMasks) -> Tensor:
         """Masks of `count` rows, as `fill` writes them on the host, on their way to the device."""
         if self._masks is None:
             self._masks = CpuGpuBuffer((len(self._previous), -(-self._vocab // 32)), self._device)
@@ -114,23 +115,32 @@ class SamplingStages:
         self._masks.send(count)
         return self._masks.device[:count]
 
-    def draw(self, logits: Tensor, row_maxima: Tensor | None, rows: Sequence[Row], mask: Tensor | None = None) -> Drawn:
-        """Draw a token from each row of `logits`. `row_maxima`: see `sample`; `mask`: see `LogitsProcessors.process`."""
+    def draw(
+        self, logits: Tensor, row_maxima: Tensor | None, rows: Sequence[Row], fill: FillMasks | None = None
+    ) -> Drawn:
+        """Draw a token from each row of `logits`.
+
+        Args:
+            row_maxima: see `sample`.
+            fill: writes the masks of the rows, see `LogitsProcessors.process`. It may wait for earlier steps, so it is called
+                when the host has done all that it can do without the masks.
+        """
         count, raw = len(rows), logits
         ruled = any(row.rules is not None for row in rows)
         wanted = [-1 if row.num_top is None else self._num_top(row.num_top) for row in rows]
         num_top = max(wanted)
-        if ruled or num_top >= 0 or mask is not None:
+        if ruled or num_top >= 0 or fill is not None:
             slots, counts, steps = self._send(rows, wanted)
         if ruled:
             self._fill_slots(rows)
-        if ruled or mask is not None:
-            logits, row_maxima = self._processors.process(logits, slots, steps, [row.rules for row in rows], mask), None
         packed = self._room(count, num_top) if num_top >= 0 else None
         tokens = self._previous[:count] if packed is None else self._drawn[:count]
         settings = [(row.sampling, row.step) for row in rows]
         batch = SamplingBatch.build(settings) if self._buffers is None else self._buffers.fill(settings)
         scratch = None if self._buffers is None else self._buffers.workspace
+        mask = None if fill is None else self._send_masks(count, fill)
+        if ruled or mask is not None:
+            logits, row_maxima = self._processors.process(logits, slots, steps, [row.rules for row in rows], mask), None
         sample(logits, batch, workspace=scratch, row_maxima=row_maxima, out=tokens)
         if packed is not None:
             token_logprobs(raw, tokens, counts, num_top, out=packed, workspace=self._workspace)

@@ -18,7 +18,7 @@ from minirt.threads import usable_cpus
 
 MAX_GRAMMARS = 128  # compiled grammars that are kept
 _COMPILERS = 4  # threads that compile for the engine, at most
-_MASKERS = 8  # threads that compute masks, at most
+_MASKERS = 16  # threads that compute masks, at most
 
 
 class Constraint:

@@ -23,10 +23,6 @@ ESCAPES = 'nrbtf\\"'
 # States of the lexer: 1 to 2 kB each, for each sequence. The other limits are llguidance's own: compiling and a mask take well
 # below a second.
 MAX_LEXER_STATES = 50_000
-# Sets of tokens whose masks llguidance prepares, so that it takes a set as a whole where all of it is allowed: white space, and
-# parts of JSON strings by their length. With a set for each short length, masks near `maxLength` take two thirds of the time.
-_PART = r'[^"\\\x00-\x1F\x7F]'
-_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PART}{{1,{length}}}" for length in (*range(1, 11), 30)), f"{_PART}+"]
 # What llguidance says where a limit is reached.
 _TOO_COMPLEX = (
     "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
@@ -109,7 +105,7 @@ class GrammarTokenizer:
             what, expected = "the tokenizer has ids that the model has no logits for", f"ids below {vocab}"
             raise UnsupportedError(what, where="structured_outputs", expected=expected, found=max(self.known_ids))
         self._tokenizer = _call(
-            lambda: llguidance.LLTokenizer(tokenizer.serialized(), vocab, list(self.end_ids), slices=_SLICES),
+            lambda: llguidance.LLTokenizer(tokenizer.serialized(), n_vocab=vocab, eos_token=list(self.end_ids)),
             "the tokenizer cannot be used for structured output", error=UnsupportedError,
         )
         # Errors without the state of the parser, which is long.

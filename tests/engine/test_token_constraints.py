@@ -15,6 +15,7 @@ from engine.test_sampling_stages import KINDS, Noisy, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minirt.engine import sampling_stages
 from minirt.engine.engine import Request
 from minirt.engine.sampler import SamplingBatch, sample
 from minirt.errors import EngineError, InputError, NumericsError, UnsupportedError
@@ -175,18 +176,20 @@ def test_a_constraint_follows_its_sequence_through_preemptions(lookahead):
     assert sum(model.tokens_per_step) > sum(9 + len(tokens[i]) - 1 for i in range(6)), "nothing was recomputed"
 
 
-def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_read():
-    """So the device has work while the host waits and computes masks. Steps without constraints keep their order."""
+def test_the_forward_pass_is_queued_before_the_tokens_of_the_step_before_are_read(monkeypatch):
+    """So the device has work while the host waits and computes masks. What the sampler needs beside them is sent before. Steps
+    without constraints keep their order."""
     it, _ = bound_engine(lookahead=1)
     it._runner._model, order = Noisy(), []
     start, collect, fill = it._runner._scores, it._collect, it._constraints.fill
     it._runner._scores = lambda *args: order.append("forward") or start(*args)
     it._collect = lambda *args: order.append("collect") or collect(*args)
     it._constraints.fill = lambda *args: order.append("masks") or fill(*args)
-    draw = it._runner._stages.draw
-    it._runner._stages.draw = lambda *args: order.append("draw") or draw(*args)
+    send = it._runner._stages._send
+    it._runner._stages._send = lambda *args: order.append("send") or send(*args)
+    monkeypatch.setattr(sampling_stages, "sample", lambda *args, **own: order.append("draw") or sample(*args, **own))
     run(it, [(0, [1, 2], SamplingParams(max_tokens=3, temperature=0.0, logit_bias={EOS: -50.0}, **BOUND))])
-    assert order == ["forward", "masks", "draw", *["forward", "collect", "masks", "draw"] * 2, "collect"]
+    assert order == ["forward", "send", "masks", "draw", *["forward", "send", "collect", "masks", "draw"] * 2, "collect"]
     del order[:]
     run(it, [(0, [1, 2], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))])
     assert order == ["forward", "draw", *["forward", "draw", "collect"] * 2, "collect"]
@@ -350,18 +353,18 @@ def test_an_engine_without_constraints_refuses():
     assert not it.has_work
 
 
-def test_memory_that_runs_out_in_the_sampler_changes_nothing():
+def test_memory_that_runs_out_in_the_sampler_changes_nothing(monkeypatch):
     """The tokens of the earlier step, which were collected while the step was started, are delivered all the same."""
     it, _ = bound_engine(lookahead=1, seqs=4)
     it._runner._model = Noisy()
-    draw, calls = it._runner._stages.draw, itertools.count()
+    calls = itertools.count()
 
-    def short_of_memory(*args):
+    def short_of_memory(*args, **own):
         if next(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return draw(*args)
+        return sample(*args, **own)
 
-    it._runner._stages.draw = short_of_memory
+    monkeypatch.setattr(sampling_stages, "sample", short_of_memory)
     params = SamplingParams(max_tokens=10, temperature=0.0, logit_bias={EOS: -50.0}, **BOUND)
     requests = [(0, [i, 2 * i, 3], params) for i in range(1, 4)]
     tokens, last = run(it, requests)

@@ -14,6 +14,8 @@ from minirt import Generator
 from minirt.errors import CheckpointError, ConfigError
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers, read_headers
+from minirt.loading.load import load as load_model
+from minirt.loading.options import LoadOptions
 
 
 def load(folder, **options):
@@ -196,6 +198,39 @@ def test_reads_that_return_less(tmp_path):
         assert memory[:] == bytes(range(13, 93)) + bytes(10)
         with pytest.raises(OSError, match="ends after 100 bytes"):
             checkpoint._fill(memory, file, 13, 88)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_weights_on_a_gpu_are_those_on_the_cpu(quantization, hf_folder, monkeypatch):
+    """Bit for bit, and NaN for NaN. Catches a buffer that is filled again before it was copied, and a kernel that quantizes
+    weights unlike `reference.quantize_fp8`."""
+    folder = hf_folder("Qwen2")
+
+    def damage(tensors):
+        name = "model.layers.0.mlp.gate_proj.weight"
+        tensors[name][3] = 0
+        tensors[name][5, 7:9] = torch.tensor([torch.nan, -torch.inf])
+        tensors[name][6] *= 1e-30
+
+    rewrite(folder, damage)
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 9_000)  # many parts: each thread uses its buffer again and again
+    models = [
+        load_model(LoadOptions(model=folder, device=device, dtype="bfloat16", quantization=quantization)).model
+        for device in ("cpu", "cuda")
+    ]
+    compared = 0
+    for cpu, gpu in zip(*(model.parameters() for model in models), strict=True):
+        if cpu.format != gpu.format:
+            continue  # on a GPU, small weights stay in 16 bits
+        for name in ("weight", "scale", "bias"):
+            expected, found = getattr(cpu, name, None), getattr(gpu, name, None)
+            assert (expected is None) == (found is None)
+            if expected is not None:
+                same = {"rtol": 0, "atol": 0, "equal_nan": True}
+                torch.testing.assert_close(found.cpu().float(), expected.float(), **same)
+        compared += cpu.format is not None
+    assert (compared > 0) == (quantization is not None)
 
 
 def test_shards_match_the_single_file(hf_folder):

@@ -41,7 +41,12 @@ REGEXES = [
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_regular_expression_matches_the_whole_text(regex):
     compiled_regex = compiled(OWN, regex=regex)
-    texts = {text_of(tokens) for seed in range(6) for tokens, done in [draw(OWN, compiled_regex.start((EOS,), 0), seed)] if done}
+    texts = {
+        text_of(tokens)
+        for seed in range(6)
+        for tokens, done in [draw(OWN, compiled_regex.start((EOS,), 0), seed)]
+        if done
+    }
     assert texts
     for text in texts:
         assert re.fullmatch(regex, text), text
@@ -57,7 +62,12 @@ CHOICES = [
 def test_every_choice_and_nothing_else(choices):
     """Choices that begin with another choice, and characters that mean something in a grammar."""
     own = compiled(OWN, choice=choices)
-    texts = {text_of(tokens) for seed in range(40) for tokens, done in [draw(OWN, own.start((EOS,), 0), seed, push=99)] if done}
+    texts = {
+        text_of(tokens)
+        for seed in range(40)
+        for tokens, done in [draw(OWN, own.start((EOS,), 0), seed, push=99)]
+        if done
+    }
     assert texts == set(choices)
 
 
@@ -234,31 +244,26 @@ def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
     assert torch.equal(masks[1:], expected)
 
 
-def test_masks_of_many_rows_are_computed_side_by_side(monkeypatch):
-    """Two matchers wait for each other, which they would for ever in one thread (as in llguidance's LLExecutor)."""
-    monkeypatch.setattr(module, "usable_cpus", lambda: 2)
-    own, meet = constraints(), threading.Barrier(2, timeout=60)
+def test_masks_of_many_rows_are_computed_by_several_threads(monkeypatch):
+    """In one call, each into its own row, those of free rows and of rows in between untouched by others."""
+    monkeypatch.setattr(module, "usable_cpus", lambda: 3)
+    made, inner = [], module.GrammarTokenizer.executor
+    monkeypatch.setattr(
+        module.GrammarTokenizer, "executor", lambda self, threads: made.append(threads) or inner(self, threads)
+    )
+    own = constraints()
     rows = [compiled(own, regex=letter * 3).start((EOS,), 0) for letter in "abcdefgh"]
-    expected = torch.zeros(8, -(-VOCAB // 32), dtype=torch.int32)
+    expected = torch.zeros(9, -(-VOCAB // 32), dtype=torch.int32)
     for row, constraint in enumerate(rows):
         own.fill(expected[row : row + 1], [constraint])
-
-    class Waits:
-        def __init__(self, matcher):
-            self.matcher = matcher
-
-        def unsafe_compute_mask_ptr(self, at, size):
-            meet.wait()
-            self.matcher.unsafe_compute_mask_ptr(at, size)
-
-        def __getattr__(self, name):
-            return getattr(self.matcher, name)
-
-    for constraint in rows:
-        constraint.matcher = Waits(constraint.matcher)
-    masks = torch.zeros_like(expected)
+    rows, expected = (
+        [*rows[:5], None, *rows[5:]],
+        torch.cat([expected[:5], torch.full_like(expected[:1], -1), expected[5:8]]),
+    )
+    masks = torch.full_like(expected, 0x55555555)
     assert not own.fill(masks, rows)
     assert torch.equal(masks, expected)
+    assert made == [3]
 
 
 def test_grammars_are_checked_once_and_the_last_are_kept(monkeypatch):
