@@ -371,12 +371,13 @@ def startup_table(records: Records) -> str:
 def loading_table(records: Records) -> str:
     """Speed and memory of loading a checkpoint."""
     rows = []
-    for record in records.values():
+    for name, record in records.items():
+        experts = f", experts {'fused' if 'fused' in name else 'one by one'}" if "mixture" in name else ""
         runs = record if isinstance(record, list) else record.get("results", [record])
         speeds = sorted({f"{run['gb_per_s']:.1f}" for run in runs}, key=float)
-        last = [runs[-1].get(name) for name in ("weights_gb", "gpu_resident_gb", "gpu_peak_gb")]
+        last = [runs[-1].get(size) for size in ("weights_gb", "gpu_resident_gb", "gpu_peak_gb")]
         rows.append([
-            f"{runs[0]['bytes'] / 1e9:.1f} GB" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else "")
+            f"{runs[0]['bytes'] / 1e9:.1f} GB{experts}" + (", `--fp8`" if runs[0].get("quantization") == "fp8" else "")
             + (f", {checkpoint}" if (checkpoint := runs[0].get("checkpoint")) else ""),
             speeds[0] if len(speeds) == 1 else f"{speeds[0]} to {speeds[-1]}",
             f"{max(run['host_peak_gb'] for run in runs):.1f}",
@@ -808,6 +809,7 @@ _STEPS = ("h200-decode-bf16", "h200-decode-fp8", "h200-decode-bf16-8000", "h200-
 _PROMPTS = ("h200-prefill-bf16", "h200-prefill-fp8")
 _MIXTURE = ("h200-mixture-bf16", "h200-mixture-fp8")
 _OTHERS = ("llama-3.1-8b", "qwen3-4b", "qwen2.5-0.5b", "smollm2-1.7b", "bf16-odd", "fp8-odd")
+_LOADED = ("bf16", "fp8", "w4a16", "mixture-bf16", "mixture-fp8", "mixture-fused-bf16", "mixture-fused-fp8")
 _STORED_FORMATS = ("fp8-blocks", "fp8-channels", "fp8-odd-tiles", "fp8-odd-widths")
 _MODELS, _KERNELS, _LAYERS, _SYSTEM = (BENCHMARKS / f"{name}.md" for name in ("models", "kernels", "layers", "system"))
 BLOCKS = {
@@ -907,7 +909,7 @@ BLOCKS = {
         "(`bench/tools/startup.py`):",
     ),
     "loading": Block(
-        tuple(f"h200-loading-{name}" for name in ("bf16", "fp8", "w4a16", "mixture-bf16", "mixture-fp8")), loading_table, _SYSTEM,
+        tuple(f"h200-loading-{name}" for name in _LOADED), loading_table, _SYSTEM,
         "Loading a checkpoint (`bench/tools/loading.py`). Peak GPU memory is that of loading and the first tokens; of 4-bit "
         "weights, that of loading alone:",
     ),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from minirt.device import on_device
 from minirt.errors import CheckpointError, inside
 from minirt.files import parse_json
 from minirt.modeling.config import shown
@@ -260,7 +261,7 @@ def load(
 
     groups = _groups(work)
     if model.device.type == "cuda":
-        threads, buffers = THREADS, PinnedBuffers(min(MAX_PINNED, max(map(_size, groups), default=0)))
+        threads, buffers = THREADS, PinnedBuffers(min(MAX_PINNED, max(map(_size, groups), default=0)), model.device)
     else:
         threads, buffers = 1, None
     pool = ThreadPoolExecutor(threads)
@@ -315,28 +316,33 @@ class PinnedBuffers:
     """Page-locked memory of the host: a buffer for each thread that asks. A GPU copies from it without a copy by the driver.
 
     PyTorch's own pinned memory would stay with the process after loading.
+
+    Args:
+        nbytes: of each buffer.
+        device: the GPU; None: the memory is not pinned.
     """
 
-    def __init__(self, nbytes: int, pin: bool = True) -> None:
-        self.nbytes, self._pin = nbytes, pin
+    def __init__(self, nbytes: int, device: torch.device | None) -> None:
+        self.nbytes, self._device = nbytes, device
         self._thread, self._pinned = threading.local(), list[tuple[int, mmap.mmap]]()
 
     def own(self) -> mmap.mmap:
         """The calling thread's buffer, which stays the same."""
         if not hasattr(self._thread, "buffer"):
-            buffer = mmap.mmap(-1, self.nbytes)
-            if self._pin:
+            self._thread.buffer = buffer = mmap.mmap(-1, self.nbytes)
+            if self._device is not None:
                 start = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(start, self.nbytes, 0))
+                with on_device(self._device):  # else CUDA would take memory of another GPU for this thread
+                    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(start, self.nbytes, 0))
                 self._pinned.append((start, buffer))
-            self._thread.buffer = buffer
         return self._thread.buffer
 
     def close(self) -> None:
         """Unlock the pages. No thread may use its buffer any more."""
-        while self._pinned:
+        while self._pinned and self._device is not None:
             start, _ = self._pinned.pop()
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(start))
+            with on_device(self._device):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(start))
 
 
 @torch.inference_mode()

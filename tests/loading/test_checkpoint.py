@@ -169,7 +169,7 @@ def test_parts_through_a_buffer(room, hf_folder, monkeypatch):
     folder = hf_folder("Qwen2")
     with load(folder) as generator:
         expected = generator.logits([3, 1, 4, 1, 5])
-    original, buffers, used = checkpoint._read, PinnedBuffers(room, pin=False), []
+    original, buffers, used = checkpoint._read, PinnedBuffers(room, None), []
 
     def read(group, place, _=None):
         used.append(checkpoint._size(group) <= room)
@@ -192,7 +192,7 @@ def test_reads_that_return_less(tmp_path):
             return super().readinto(view[:7])
 
     (tmp_path / "file").write_bytes(bytes(range(100)))
-    memory = PinnedBuffers(90, pin=False).own()
+    memory = PinnedBuffers(90, None).own()
     with Slow(tmp_path / "file") as file:
         checkpoint._fill(memory, file, 13, 80)
         assert memory[:] == bytes(range(13, 93)) + bytes(10)
