@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minirt.device import on_device, triton_installed
+from minirt.device import compute_capability, interpreting, on_device, triton_installed
 from minirt.errors import CheckpointError, ConfigError
 from minirt.kernels.reference import (
     FP8_BLOCK,
@@ -149,8 +149,8 @@ class _Fp8Rows(LinearFormat):
         return values
 
     def store(self, source: Tensor, weight: Tensor, scale: Tensor, own: slice, scales: slice) -> None:
-        if weight.is_cuda and triton_installed():  # one launch instead of a dozen, and no temporary bytes
-            from minirt.kernels.quantize import quantize
+        if compute_capability(weight.device) >= (8, 9) and triton_installed() and not interpreting():
+            from minirt.kernels.quantize import quantize  # one launch instead of a dozen, and no temporary bytes
 
             with on_device(weight.device):
                 quantize(source, weight[own], scale[scales])

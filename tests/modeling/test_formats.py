@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from minirt import Generator, SamplingParams
 from minirt.errors import ConfigError
 from minirt.kernels.reference import FP8_MAX, linear, quantize_fp8
+from minirt.modeling import formats
 from minirt.modeling.config import ModelConfig
 from minirt.modeling.formats import FP8, Quantization, QuantizedToFp8, StoredFp8Blocks
 from minirt.modeling.model import Model
@@ -233,6 +234,34 @@ def test_the_bits_of_fp8_do_not_change():
             for tensor in (parameter.weight, getattr(parameter, "scale", None)):
                 digest.update(b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes())
     assert digest.hexdigest() == "232e2458ae228f6d3c38161af5396f69dfa6db5ff46577ec43bf3bc06b61d60e"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9), (8, 6), (0, 0)])
+@pytest.mark.parametrize("missing", [None, "triton", "a GPU for its kernels"])
+def test_a_kernel_quantizes_where_there_is_one(capability, missing, monkeypatch):
+    """An older GPU, and one of AMD, has the layers' eager forms with FP8 weights, so it has to load them, too."""
+    pytest.importorskip("triton")
+    from minirt.kernels import quantize as kernels
+
+    used, w = [], weights(7, 97)
+    expected = quantize_fp8(w)
+
+    def quantize(source, out, scale):
+        used.append(source.shape)
+        out.copy_(expected[0])
+        scale.copy_(expected[1])
+
+    monkeypatch.setattr(kernels, "quantize", quantize)
+    monkeypatch.setattr(formats, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(formats, "triton_installed", lambda: missing != "triton")
+    monkeypatch.setattr(formats, "interpreting", lambda: missing == "a GPU for its kernels")
+    packed = PackedLinear([Part("a", 7)], 97)
+    packed.format = QuantizedToFp8()
+    packed.allocate(torch.device("cpu"), torch.bfloat16)
+    packed.load("a.weight", w)
+    assert packed.weight.view(torch.uint8).equal(expected[0].view(torch.uint8))
+    assert packed.scale.equal(expected[1])
+    assert used == [(7, 97)] * (capability >= (8, 9) and missing is None)
 
 
 @pytest.mark.parametrize("rows", [(300,), (128, 128, 7), (192, 64), (576, 192, 192), (64, 1), (1, 64), (768,) * 256, (96, 32, 9)])
