@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from minirt.device import on_device
-from minirt.errors import CheckpointError, inside
+from minirt.errors import CheckpointError, DeviceError, inside
 from minirt.files import parse_json
 from minirt.modeling.config import shown
 from minirt.modeling.formats import CHUNK, E4M3, FLOATS, INT32, INT64, TensorSpec
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
+from minirt.sizes import format_size
 
 _DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, E4M3: torch.float8_e4m3fn, INT32: torch.int32,
@@ -320,6 +321,8 @@ class PinnedBuffers:
     Args:
         nbytes: of each buffer.
         device: the GPU; None: the memory is not pinned.
+    Raises:
+        DeviceError: the system or the driver refuses to pin memory. Raised by `own` and `close`.
     """
 
     def __init__(self, nbytes: int, device: torch.device | None) -> None:
@@ -333,7 +336,7 @@ class PinnedBuffers:
             if self._device is not None:
                 start = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
                 with on_device(self._device):  # else CUDA would take memory of another GPU for this thread
-                    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(start, self.nbytes, 0))
+                    self._check(torch.cuda.cudart().cudaHostRegister(start, self.nbytes, 0))
                 self._pinned.append((start, buffer))
         return self._thread.buffer
 
@@ -342,7 +345,15 @@ class PinnedBuffers:
         while self._pinned and self._device is not None:
             start, _ = self._pinned.pop()
             with on_device(self._device):
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(start))
+                self._check(torch.cuda.cudart().cudaHostUnregister(start))
+
+    def _check(self, code: int) -> None:
+        try:
+            torch.cuda.check_error(code)
+        except RuntimeError as error:
+            what, expected = "host memory cannot be pinned", f"{format_size(self.nbytes)} for each of {THREADS} loading threads"
+            hint = "raise the limit of locked memory (ulimit -l); in a container or a virtual machine, allow locked memory"
+            raise DeviceError(what, where=str(self._device), expected=expected, found=str(error), hint=hint) from error
 
 
 @torch.inference_mode()

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minirt import Generator
-from minirt.errors import CheckpointError, ConfigError
+from minirt.errors import CheckpointError, ConfigError, DeviceError
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers, read_headers
 from minirt.loading.load import load as load_model
@@ -182,6 +183,31 @@ def test_parts_through_a_buffer(room, hf_folder, monkeypatch):
         assert torch.equal(generator.logits([3, 1, 4, 1, 5]), expected)
     assert any(used) == (room > 100)
     assert all(used) == (room == 1 << 20)
+
+
+@pytest.mark.parametrize("refused", ["cudaHostRegister", "cudaHostUnregister"])
+def test_memory_that_cannot_be_pinned(refused, monkeypatch):
+    """As with a low limit of locked memory. Catches an error of PyTorch's that leaves the public API."""
+
+    class Runtime:
+        def __getattr__(self, name):
+            return lambda *args: 801 if name == refused else 0
+
+    def check_error(code):
+        if code:
+            raise RuntimeError(f"operation not supported ({code})")  # torch.cuda.CudaError is one
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    monkeypatch.setattr(checkpoint, "on_device", nullcontext)
+
+    def use():
+        buffers = PinnedBuffers(1 << 14, torch.device("cuda", 0))
+        buffers.own()
+        buffers.close()
+
+    with pytest.raises(DeviceError, match=r"cuda:0: host memory.*pinned.*16KiB.*801.*ulimit"):
+        use()
 
 
 def test_reads_that_return_less(tmp_path):
