@@ -123,6 +123,14 @@ def test_outsiders():
             assert "triton" not in names, f"{path} imports triton"
 
 
+def test_private_names_stay_in_their_file():
+    for path, module in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("minirt"):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert not private, f"{module} imports {private} from {node.module}"
+
+
 def test_no_guard_is_an_assert():
     """python -O removes assert statements. Kernels may use tl.static_assert."""
     for path, _ in modules():

@@ -20,7 +20,7 @@ from minirt.server.front import Front, ServerOptions
 from minirt.server.http_protocol import HTTPProtocol
 from minirt.server.metrics import Metrics
 from minirt.server.remote_engine import RemoteEngine
-from minirt.server.run import _Server
+from minirt.server.run import FrontServer
 from minirt.server.wire import TO_ENGINE, Found, Frames, Ready, Start, Step, Submit, frame
 
 
@@ -76,7 +76,7 @@ async def front(connection: socket.socket, listening: socket.socket, streams: in
     own = Front(ServerOptions("fake", quiet=True), engine, Metrics("fake"), 0)
     await own.load()
     config = uvicorn.Config(App(own), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
-    server = _Server(config)
+    server = FrontServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     while len(own.generations) < streams:
         await asyncio.sleep(0.01)

@@ -24,7 +24,7 @@ from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, sm_count
 from minirt.kernels.linear.gemm_sm90 import activate
-from minirt.kernels.linear.int4_small import _first_chunk, _multiply, _times
+from minirt.kernels.linear.int4_small import first_chunk, multiply, times
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
@@ -263,7 +263,7 @@ def _gemv_int4_sm90_kernel(
     part = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
     mine_words = COUNT - (warp >= MORE).to(gl.int32)
     words_to = base + (warp * RING + row * 64 + part * 16)
-    at = gl.minimum(n0 + row, N - 1).to(gl.int64) * (CHUNKS * 32) + (_first_chunk(warp, CHUNKS, WARPS) * 32 + part * 8)
+    at = gl.minimum(n0 + row, N - 1).to(gl.int64) * (CHUNKS * 32) + (first_chunk(warp, CHUNKS, WARPS) * 32 + part * 8)
     words = (weight_ptr + at).to(gl.int64)
     mine_words, _ = gl.broadcast(mine_words, words)
 
@@ -271,7 +271,7 @@ def _gemv_int4_sm90_kernel(
     ENTRY: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     entry_warp = gl.arange(0, WARPS, gl.SliceLayout(1, ENTRY))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, ENTRY))[None, :]
-    first = _first_chunk(entry_warp, CHUNKS, WARPS)
+    first = first_chunk(entry_warp, CHUNKS, WARPS)
     entry_row = gl.minimum(n0 + lane % 16, N - 1) + (lane // 16 * N if GATED else 0)
     entry = entry_row.to(gl.int64) + (first * MOST + (0 if GATED else lane // 16)).to(gl.int64) * all_rows
     scales = (scale_ptr + entry).to(gl.int64)
@@ -303,8 +303,8 @@ def _gemv_int4_sm90_kernel(
     STAGED: gl.constexpr = STAGES if X_IN_RING else COUNT
     column_warp = gl.arange(0, WARPS, gl.SliceLayout(1, COLUMNS))[:, None]
     column = gl.arange(0, 128, gl.SliceLayout(0, COLUMNS))[None, :]
-    k = _first_chunk(column_warp, CHUNKS, WARPS) * 128 + column
-    limit = gl.where(column_warp < MORE, K, gl.minimum(K, (_first_chunk(column_warp, CHUNKS, WARPS) + COUNT - 1) * 128))
+    k = first_chunk(column_warp, CHUNKS, WARPS) * 128 + column
+    limit = gl.where(column_warp < MORE, K, gl.minimum(K, (first_chunk(column_warp, CHUNKS, WARPS) + COUNT - 1) * 128))
     norms = ()
     if norm_ptr is not None:
         for i in gl.static_range(STAGED):
@@ -335,7 +335,7 @@ def _gemv_int4_sm90_kernel(
         if norm_ptr is not None:
             wide = columns.to(gl.float32)
             squares += wide * wide
-            columns = _times(columns, norms[i])
+            columns = times(columns, norms[i])
         _write(x_to, columns, X0 + i * XS)
 
     inverse_rms = 1.0
@@ -374,16 +374,16 @@ def _gemv_int4_sm90_kernel(
                 _fetch(ring, sources, next_one, mine, first, u * SLOT, K, GROUP, GATED, X_IN_RING, LINE)
             else:
                 _commit()
-            acc = _multiply(gate, x, acc, GROUP, CHAINS)
+            acc = multiply(gate, x, acc, GROUP, CHAINS)
             if GATED:
-                acc_up = _multiply(up, x, acc_up, GROUP, CHAINS)
+                acc_up = multiply(up, x, acc_up, GROUP, CHAINS)
     for i in gl.static_range(COUNT // UNROLL * UNROLL, COUNT):
         _wait(STAGES - 1)
         gate, up, x = _chunk(words_at, scales_at, x_at, i % STAGES * SLOT, X0 + (i % XSLOTS) * XS, MOST, GATED, DTYPE)
         _commit()
-        acc = _multiply(gate, x, acc, GROUP, CHAINS)
+        acc = multiply(gate, x, acc, GROUP, CHAINS)
         if GATED:
-            acc_up = _multiply(up, x, acc_up, GROUP, CHAINS)
+            acc_up = multiply(up, x, acc_up, GROUP, CHAINS)
     _wait(0)
 
     if GATED:
@@ -407,7 +407,7 @@ def _chunk(
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """A chunk of each warp: gate's tile, up's tile (as for `_multiply`; empty if not gated), and x."""
+    """A chunk of each warp: gate's tile, up's tile (as for `multiply`; empty if not gated), and x."""
     TILES: gl.constexpr = 2 if GATED else 1
     gate, up = (_read(words_at, OWN),), ()
     for g in gl.static_range(MOST):

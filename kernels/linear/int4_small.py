@@ -100,7 +100,7 @@ def unpack(w, zero):
 
 
 @gluon.jit
-def _times(x, y):
+def times(x, y):
     """x · y, rounded to their 16-bit dtype, two values at a time."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -112,7 +112,7 @@ def _times(x, y):
 
 
 @gluon.jit
-def _first_chunk(warp, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+def first_chunk(warp, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
     """The first chunk of a warp. The first warps have one chunk more than the others if WARPS does not divide the chunks."""
     MOST: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS
     return warp * (MOST - 1) + gl.minimum(warp, CHUNKS - WARPS * (MOST - 1))
@@ -146,14 +146,14 @@ def _tile(weight, scales, stride, wide_warp, warp, i: gl.constexpr, K: gl.conste
         if i < COUNT - 2 or (MORE == WARPS and GROUPS == CHUNKS * MOST):
             tile += (gl.load(scale_ptrs),)  # type: ignore[assignment]
         else:
-            group = (_first_chunk(warp, CHUNKS, WARPS) + i) * MOST + g
+            group = (first_chunk(warp, CHUNKS, WARPS) + i) * MOST + g
             valid = (group < GROUPS) & ((i < COUNT - 1) | (warp < MORE))
             tile += (gl.load(scale_ptrs, mask=valid, other=0),)  # type: ignore[assignment]
     return tile
 
 
 @gluon.jit
-def _multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
+def multiply(tile, x, acc, GROUP: gl.constexpr, CHAINS: gl.constexpr):
     """acc + a tile's products. x: the columns of the four nibbles of its words."""
     LEFT: gl.constexpr = tile[0].type.layout
     SUMS: gl.constexpr = acc.type.layout
@@ -240,10 +240,10 @@ def _gemm_int4_small_kernel(
     wide_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
     row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT))), N - 1)[None, :, None]
     word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
-    weight = weight_ptr + (row.to(gl.int64) * (CHUNKS * 32) + (_first_chunk(wide_warp, CHUNKS, WARPS) * 32 + word))
+    weight = weight_ptr + (row.to(gl.int64) * (CHUNKS * 32) + (first_chunk(wide_warp, CHUNKS, WARPS) * 32 + word))
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
     scale_row = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS))), N - 1)[None, :]
-    scales = scale_ptr + (scale_row + _first_chunk(warp, CHUNKS, WARPS) * (4 // GROUP) * all_rows)
+    scales = scale_ptr + (scale_row + first_chunk(warp, CHUNKS, WARPS) * (4 // GROUP) * all_rows)
     up = N.to(gl.int64) * (CHUNKS * 32)
     gate_tiles, up_tiles = (), ()
     for i in gl.static_range(TILES):
@@ -254,7 +254,7 @@ def _gemm_int4_small_kernel(
         gdc_wait()
     t = gl.minimum(gl.arange(0, BLOCK_T, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))), T - 1)[None, None, :]
     right_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None]
-    k = _first_chunk(right_warp, CHUNKS, WARPS) * 128
+    k = first_chunk(right_warp, CHUNKS, WARPS) * 128
     k += gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
     x_ptrs = x_ptr + (t.to(gl.int64) * K + k)
     acc = gl.zeros([WARPS, ROWS, BLOCK_T], gl.float32, SUMS)
@@ -265,13 +265,13 @@ def _gemm_int4_small_kernel(
             columns = _columns(x_ptrs, k, i, j, K, WARPS)
             if norm_ptr is not None:
                 weights, _ = gl.broadcast(_columns(norm_ptr + k, k, i, j, K, WARPS), columns)
-                columns = _times(columns, weights)
+                columns = times(columns, weights)
             x += (columns,)  # type: ignore[assignment]
-        acc = _multiply(gate_tiles[i], x, acc, GROUP, CHAINS)
+        acc = multiply(gate_tiles[i], x, acc, GROUP, CHAINS)
         if i + TILES < COUNT:
             gate_tiles += (_tile(weight, scales, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),)  # type: ignore[assignment]
         if GATED:
-            acc_up = _multiply(up_tiles[i], x, acc_up, GROUP, CHAINS)
+            acc_up = multiply(up_tiles[i], x, acc_up, GROUP, CHAINS)
             if i + TILES < COUNT:
                 up_tiles += (  # type: ignore[assignment]
                     _tile(weight + up, scales + N, all_rows, wide_warp, warp, i + TILES, K, GROUP, WARPS),

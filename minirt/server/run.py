@@ -57,7 +57,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-class _Server(uvicorn.Server):
+class FrontServer(uvicorn.Server):
     """uvicorn's server, without its own handling of signals."""
 
     @contextmanager
@@ -86,7 +86,7 @@ async def _serve(options: ServerOptions, load_options: dict[str, Any], listening
     engine = await RemoteEngine.start(options.start_message(load_options))
     signals = _Signals(engine)
     front = Front(options, engine, Metrics(options.names[0]), int(time.time()))
-    server = _Server(
+    server = FrontServer(
         uvicorn.Config(
             App(front), http=HTTPProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             log_level="critical", timeout_keep_alive=_KEEP_ALIVE_SECONDS,
