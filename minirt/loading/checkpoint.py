@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from minirt.device import on_device
-from minirt.errors import CheckpointError, DeviceError, inside
+from minirt.errors import CheckpointError, DeviceError, OutOfMemoryError, inside
 from minirt.files import parse_json
 from minirt.modeling.config import shown
 from minirt.modeling.formats import CHUNK, E4M3, FLOATS, INT32, INT64, TensorSpec
@@ -39,6 +39,10 @@ MAX_SHOWN = 200  # characters of a name or a text from a file in a message
 _OTHER = "config.json describes another model, or another format of its weights"
 _TRANSPOSED = "it is stored transposed, as in files of some other architectures; transpose its last two dimensions"
 MAX_HEADER = 16 << 20  # bytes; a header takes about 100 for each tensor
+
+_LFS_POINTER = b"version https://git-lfs"  # how the text begins that a clone without Git LFS has instead of a file
+# Beginnings of the names of tensors that belong to no decoder layer. A checkpoint may have them; they are not used.
+_EXTRAS = {"mtp.": "multi-token prediction", "model.visual.": "a vision encoder", "visual.": "a vision encoder"}
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
 
@@ -81,10 +85,14 @@ def _header_length(path: Path) -> int:
     if not path.is_file():  # opening a named pipe would wait
         raise CheckpointError("is not a file, or is a broken link", where=path, hint="get the file again")
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(len(_LFS_POINTER))
+    if start == _LFS_POINTER:
+        what, hint = "is a pointer of Git LFS, not the weights", "run git lfs pull in its folder, or download the model again"
+        raise CheckpointError(what, where=path, hint=hint)
+    length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER:
-        what = "not a readable safetensors file: the header is too long"
-        raise CheckpointError(what, where=path, expected=f"at most {MAX_HEADER} bytes", found=length)
+        what, hint = "not a readable safetensors file: the header is too long", "download it again; it may be of another kind"
+        raise CheckpointError(what, where=path, expected=f"at most {MAX_HEADER} bytes", found=length, hint=hint)
     return length
 
 
@@ -166,7 +174,8 @@ def match(
     Args:
         allow_unused: accept tensors that the model does not use, for a model composed of part of a checkpoint.
     Returns:
-        Tensor name → its holders (two for a tied head that is quantized), and the names of the unused tensors.
+        Tensor name → its holders (two for a tied head that is quantized), and the names of the unused tensors. Those that belong
+        to no decoder layer, such as those for multi-token prediction, are accepted; see `warn_of_extras`.
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or is not a float tensor, or is unexpected.
     """
@@ -195,6 +204,11 @@ def match(
                 "wrong shape", where=f"{entry.file}: {name}", expected=list(spec.shape), found=list(entry.shape),
                 hint=_TRANSPOSED if transposed else _OTHER,
             )  # fmt: skip
+    heads = model.config.num_kv_heads
+    for entry in (entries[name] for name in (model.formats.unused_scales if model.formats else ())):
+        if math.prod(entry.shape) not in (1, heads):
+            where, expected = f"{entry.file}: {entry.name}", f"one value, or one for each of {heads} KV heads"
+            raise CheckpointError("wrong shape of a scale", where=where, expected=expected, found=list(entry.shape), hint=_OTHER)
     for entry in (entries[n] for n in entries if n in specs or n in checked or _tied_copy(model, n)):
         dtypes = specs[entry.name].dtypes if entry.name in specs else FLOATS
         if entry.dtype not in dtypes:
@@ -206,14 +220,22 @@ def match(
     unused = tuple(
         sorted(n for n in entries if n not in known and not n.endswith(DERIVED) and not _tied_copy(model, n))
     )
-    if unused and not allow_unused:
+    unexpected = [name for name in unused if not name.startswith(tuple(_EXTRAS))]
+    if unexpected and not allow_unused:
         raise CheckpointError(
-            f"{len(unused)} unexpected tensors",
-            where=entries[unused[0]].file,
-            found=_some(unused),
+            f"{len(unexpected)} unexpected tensors",
+            where=entries[unexpected[0]].file,
+            found=_some(unexpected),
             hint="config.json describes another model",
         )
     return {name: holders for name, (holders, _) in wanted.items()}, unused
+
+
+def warn_of_extras(unused: Iterable[str], where: Path | str) -> None:
+    """Warn of unused tensors that belong to no decoder layer. `unused`: from `match`."""
+    for start, what in _EXTRAS.items():
+        if count := sum(name.startswith(start) for name in unused):
+            warnings.warn(f"{where}: {count} tensors {start}* are not used: {what} is not supported", stacklevel=3)
 
 
 def _tied_copy(model: Model, name: str) -> bool:
@@ -262,7 +284,8 @@ def load(
 
     groups = _groups(work)
     if model.device.type == "cuda":
-        threads, buffers = THREADS, PinnedBuffers(min(MAX_PINNED, max(map(_size, groups), default=0)), model.device)
+        largest = max((size for size in map(_size, groups) if size <= MAX_PINNED), default=0)
+        threads, buffers = THREADS, PinnedBuffers(largest, model.device)
     else:
         threads, buffers = 1, None
     pool = ThreadPoolExecutor(threads)
@@ -321,8 +344,6 @@ class PinnedBuffers:
     Args:
         nbytes: of each buffer.
         device: the GPU; None: the memory is not pinned.
-    Raises:
-        DeviceError: the system or the driver refuses to pin memory. Raised by `own` and `close`.
     """
 
     def __init__(self, nbytes: int, device: torch.device | None) -> None:
@@ -330,30 +351,44 @@ class PinnedBuffers:
         self._thread, self._pinned = threading.local(), list[tuple[int, mmap.mmap]]()
 
     def own(self) -> mmap.mmap:
-        """The calling thread's buffer, which stays the same."""
+        """The calling thread's buffer, which stays the same.
+
+        Raises:
+            OutOfMemoryError: the host has no memory for it.
+            DeviceError: the system or the driver refuses to pin it.
+        """
         if not hasattr(self._thread, "buffer"):
-            self._thread.buffer = buffer = mmap.mmap(-1, self.nbytes)
+            try:
+                buffer = mmap.mmap(-1, self.nbytes)
+            except OSError as error:
+                what, expected = "no host memory left for a loading buffer", format_size(self.nbytes, up=True)
+                raise OutOfMemoryError(what, expected=expected, found=error.strerror, hint="free host memory") from error
             if self._device is not None:
-                start = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-                with on_device(self._device):  # else CUDA would take memory of another GPU for this thread
-                    self._check(torch.cuda.cudart().cudaHostRegister(start, self.nbytes, 0))
-                self._pinned.append((start, buffer))
+                self._pin(buffer, self._device)
+            self._thread.buffer = buffer
         return self._thread.buffer
 
-    def close(self) -> None:
-        """Unlock the pages. No thread may use its buffer any more."""
-        while self._pinned and self._device is not None:
-            start, _ = self._pinned.pop()
-            with on_device(self._device):
-                self._check(torch.cuda.cudart().cudaHostUnregister(start))
-
-    def _check(self, code: int) -> None:
+    def _pin(self, buffer: mmap.mmap, device: torch.device) -> None:
+        start = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        with on_device(device):  # else CUDA would take memory of another GPU for this thread
+            code = torch.cuda.cudart().cudaHostRegister(start, self.nbytes, 0)
         try:
             torch.cuda.check_error(code)
         except RuntimeError as error:
             what, expected = "host memory cannot be pinned", f"{format_size(self.nbytes)} for each of {THREADS} loading threads"
             hint = "raise the limit of locked memory (ulimit -l); in a container or a virtual machine, allow locked memory"
-            raise DeviceError(what, where=str(self._device), expected=expected, found=str(error), hint=hint) from error
+            raise DeviceError(what, where=str(device), expected=expected, found=str(error), hint=hint) from error
+        self._pinned.append((start, buffer))
+
+    def close(self) -> None:
+        """Unlock the pages. No thread may use its buffer any more.
+
+        A call fails only if the GPU has failed before. The error of that failure is on its way, or the next call raises it.
+        """
+        while self._pinned and self._device is not None:
+            start, _ = self._pinned.pop()
+            with on_device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(start)
 
 
 @torch.inference_mode()

@@ -135,12 +135,19 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     config, entries = found.config, _headers(found)
     planned = build(options, found, entries, target)
     if entries is not None:
-        checkpoint.match(planned, entries, options.layers is not None)
+        _match(planned, entries, options)
     planned.device = cast(torch.device, target)
     planned.dtype = pick_dtype(options.dtype, config, planned.device)
     planned.kv_dtype = pick_kv_dtype(options.kv_cache_dtype, planned.dtype)
     planned.resolve(options.impl)
     return planned
+
+
+def _match(model: Model, entries: Mapping[str, Entry], options: LoadOptions) -> None:
+    """Compare the headers with the model, and warn of tensors that it does not use. A composed model may use a part of them."""
+    _, unused = checkpoint.match(model, entries, options.layers is not None)
+    if options.layers is None:
+        checkpoint.warn_of_extras(unused, options.model)
 
 
 def plan_load(options: LoadOptions, gpu: AbsentGPU | None = None) -> tuple[Model, MemoryPlan]:
@@ -186,7 +193,10 @@ def _headers(found: Found) -> Mapping[str, Entry] | None:
     files = with_present_weights(found.files)
     if files.weight_files:
         return checkpoint.read_headers(files.weight_files, files.weight_index)
-    if files.revision is None or found.quantization is None:
+    if files.revision is None:
+        warnings.warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone", stacklevel=3)
+        return None
+    if found.quantization is None:
         return None
     with suppress(ModelNotFoundError):
         return {own.name: Entry(own.name, Path(own.file), own.shape, own.dtype) for own in remote_headers(files)}
@@ -220,7 +230,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     Raises:
         ModelNotFoundError, ConfigError, UnsupportedError, CheckpointError, TokenizerError, DeviceError, OutOfMemoryError.
     """
-    device, composed = pick_device(options.device), options.layers is not None
+    device = pick_device(options.device)
     set_threads(options.threads)
     found = find(options.model, options.revision, need_weights=not options.random_weights, progress=progress is not None)
     files, config = found.files, found.config
@@ -233,7 +243,7 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
     tokenizer = Tokenizer.load(files.folder) if files else None
     check_vocabulary(tokenizer, config)
     if weights is not None and entries is not None:
-        checkpoint.match(model, entries, composed)
+        _match(model, entries, options)
         checkpoint.check_total_size(weights.weight_files, weights.total_size)
     model.dtype, model.kv_dtype = dtype, kv_dtype
     _check_memory(options, model, length, device)
@@ -248,8 +258,8 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
             checkpoint.randomize(model, options.seed)
         else:
             report = checkpoint.load(
-                model, weights.weight_files, weights.weight_index, allow_unused=composed, check_weights=options.check_weights,
-                progress=progress and partial(progress, "weights"),
+                model, weights.weight_files, weights.weight_index, allow_unused=options.layers is not None,
+                check_weights=options.check_weights, progress=progress and partial(progress, "weights"),
             )
     generation_config = files.generation_config if files else None
     eos = eos_token_ids(generation_config, files.config if files else {}, tokenizer)

@@ -266,4 +266,6 @@ def _refuse_foreign(entries: Mapping[str, Entry], stated: QuantizationConfig | N
             if last in _INT4_TENSORS:
                 what = f"{kind}, but config.json does not state them"
                 hint = "the quantization_config of config.json is missing; older releases have it in quantize_config.json"
+                if stated is not None:
+                    hint = f"{stated.where} states {stated.method}"
             raise UnsupportedError(what, where=f"{entry.file}: {name[:MAX_SHOWN]}", hint=hint)

@@ -94,7 +94,9 @@ class LinearFormat(ABC):
         """How many rows of the weight share a row of the scale."""
         return 1
 
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
         """Copy a checkpoint tensor of one part into its rows. The default quantizes weights of 16 or 32 bits.
 
         Args:
@@ -102,8 +104,9 @@ class LinearFormat(ABC):
             source: the tensor, on any device, already checked against `tensors`.
             weight, scale: those of the packed linear.
             part: which part, an index of `rows`.
+            first: the first row of `source` within the part; other than 0 only if the tensor's spec has `pieces`.
         """
-        self.store_rows(source, weight, scale, rows, sum(rows[:part]))
+        self.store_rows(source, weight, scale, rows, sum(rows[:part]) + first)
 
     @abstractmethod
     def quantize(self, source: Tensor, scale_rows: Tensor) -> Tensor:
@@ -188,17 +191,18 @@ class StoredFp8(_Fp8Rows):
     scale: str = "weight_scale"
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,))
+        yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,), pieces=True)
         shape, also = ((1,), ((), (1, 1))) if self.per_tensor else ((rows, 1), ((rows,),))
         yield TensorSpec(f"{module}.{self.scale}", shape, also=also, positive=True)
 
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
         start = sum(rows[:part])
-        own = slice(start, start + rows[part])
         if what == "weight":
-            weight[own].copy_(source)
+            weight[start + first : start + first + source.shape[0]].copy_(source)
         else:
-            scale[own].copy_(source.flatten())
+            scale[start : start + rows[part]].copy_(source.flatten())
 
 
 @dataclass(frozen=True)
@@ -219,17 +223,19 @@ class StoredFp8Blocks(LinearFormat):
         return gcd(FP8_BLOCK, *set(rows[:-1]))  # also divides the sums of rows, where parts begin
 
     def tensors(self, module: str, rows: int, K: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,))
+        yield TensorSpec(f"{module}.weight", (rows, K), (E4M3,), pieces=True)
         n, k = -(-rows // FP8_BLOCK), -(-K // FP8_BLOCK)
         yield TensorSpec(f"{module}.{self.scale}", (n, k), also=((n, 1, k, 1),), positive=True)
 
     def scale_shape(self, rows: Sequence[int], K: int) -> tuple[int, ...]:
         return -(-sum(rows) // self.group_rows(rows)), -(-K // FP8_BLOCK)
 
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "weight":
-            weight[start : start + own].copy_(source)
+            weight[start + first : start + first + source.shape[0]].copy_(source)
             return
         g = self.group_rows(rows)
         table = source.flatten(1) if source.ndim == 2 else source[:, 0, :, 0]
@@ -360,7 +366,9 @@ class StoredInt4Packed(StoredInt4):
         if not self.symmetric:
             yield TensorSpec(f"{module}.weight_zero_point", (-(-rows // 8), groups), (INT32,))
 
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "weight_packed":
             for at, _ in self.chunks(0, own, (own,), 8 * source.shape[1]):
@@ -394,7 +402,9 @@ class StoredInt4Gptq(StoredInt4):
         if self.indices:
             yield TensorSpec(f"{module}.g_idx", (K,), (INT32, INT64))
 
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "qweight":
             for columns, words in self._column_chunks(own, 8 * source.shape[0]):
@@ -435,7 +445,9 @@ class StoredInt4Awq(StoredInt4):
         yield self._scales(f"{module}.scales", (groups, rows))
         yield TensorSpec(f"{module}.qzeros", (groups, -(-rows // 8)), (INT32,))
 
-    def load(self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int) -> None:
+    def load(
+        self, what: str, source: Tensor, weight: Tensor, scale: Tensor, rows: Sequence[int], part: int, first: int = 0
+    ) -> None:
         start, own = sum(rows[:part]), rows[part]
         if what == "qweight":
             for columns, words in self._column_chunks(own, source.shape[0]):

@@ -75,7 +75,8 @@ class Parameter(ABC):
     def load(self, name: str, source: Tensor, first: int = 0) -> None:
         """Copy one checkpoint tensor, already checked against `expected`, into its place.
 
-        If the tensor's spec has `pieces`, `source` may be a range of its first dimension that begins at `first`.
+        If the tensor's spec has `pieces`, `source` may be a range of its first dimension that begins at `first`. Its memory is
+        used again after the call, so the copy must have ended by then: no view of `source`, and no `non_blocking` copy.
         """
 
     @abstractmethod
@@ -150,7 +151,7 @@ class PackedLinear(Parameter):
         elif self.format is None or self.scale is None or self.format.quantizes:
             self._load_rows(source, start + first)
         else:
-            self.format.load(what, source, self.weight, self.scale, self.rows, i)
+            self.format.load(what, source, self.weight, self.scale, self.rows, i, first)
 
     def _load_rows(self, source: Tensor, start: int) -> None:
         """Copy or quantize 16- or 32-bit weights [n, K] into the rows from `start` on."""

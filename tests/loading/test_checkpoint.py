@@ -1,10 +1,13 @@
 """Strict loading: every damage to a checkpoint is an error that names tensor, file, expected value and found value."""
 
+import errno
 import io
 import json
 import os
 import re
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -12,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minirt import Generator
-from minirt.errors import CheckpointError, ConfigError, DeviceError
+from minirt.errors import CheckpointError, ConfigError, DeviceError, OutOfMemoryError
 from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers, read_headers
 from minirt.loading.load import load as load_model
+from minirt.loading.load import plan_model
 from minirt.loading.options import LoadOptions
 
 
@@ -185,13 +189,11 @@ def test_parts_through_a_buffer(room, hf_folder, monkeypatch):
     assert all(used) == (room == 1 << 20)
 
 
-@pytest.mark.parametrize("refused", ["cudaHostRegister", "cudaHostUnregister"])
-def test_memory_that_cannot_be_pinned(refused, monkeypatch):
+def test_memory_that_cannot_be_pinned(monkeypatch):
     """As with a low limit of locked memory. Catches an error of PyTorch's that leaves the public API."""
 
     class Runtime:
-        def __getattr__(self, name):
-            return lambda *args: 801 if name == refused else 0
+        cudaHostRegister = staticmethod(lambda *args: 801)
 
     def check_error(code):
         if code:
@@ -200,14 +202,71 @@ def test_memory_that_cannot_be_pinned(refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
     monkeypatch.setattr(checkpoint, "on_device", nullcontext)
-
-    def use():
-        buffers = PinnedBuffers(1 << 14, torch.device("cuda", 0))
-        buffers.own()
-        buffers.close()
-
+    buffers = PinnedBuffers(1 << 14, torch.device("cuda", 0))
     with pytest.raises(DeviceError, match=r"cuda:0: host memory.*pinned.*16KiB.*801.*ulimit"):
-        use()
+        buffers.own()
+    buffers.close()
+
+
+def test_no_memory_for_a_buffer(monkeypatch):
+    """Catches an error that blames the file."""
+
+    def full(*args):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(checkpoint.mmap, "mmap", full)
+    with pytest.raises(OutOfMemoryError, match="loading buffer; expected 3KiB; found Cannot allocate"):
+        PinnedBuffers(3 << 10, None).own()
+
+
+def test_a_failed_gpu_is_not_taken_for_memory_that_cannot_be_pinned(hf_folder, monkeypatch):
+    """CUDA repeats an error at each later call, also when the buffers are unpinned. The first error counts."""
+    closed = []
+
+    class Runtime:
+        cudaHostRegister = staticmethod(lambda *args: 0)
+        cudaHostUnregister = staticmethod(lambda start: closed.append(start) or 700)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(checkpoint, "on_device", nullcontext)
+    buffers = PinnedBuffers(1 << 14, torch.device("cuda", 0))
+    with ThreadPoolExecutor(2) as pool:
+        meet = threading.Barrier(2, timeout=60)
+        list(pool.map(lambda _: (meet.wait(), buffers.own()), range(2)))
+    buffers.close()
+    assert len(set(closed)) == 2, "all are unpinned"
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "model.visual.", "visual."])
+def test_tensors_of_what_is_not_supported_are_named(prefix, hf_folder):
+    """Layers for multi-token prediction and vision encoders belong to no decoder layer: accepted, with a warning."""
+    folder = hf_folder("Qwen2")
+    rewrite(folder, lambda t: t.update({f"{prefix}layers.0.weight": torch.ones(3), f"{prefix}norm.weight": torch.ones(3)}))
+    for action in (load, lambda folder: plan_model(LoadOptions(model=folder, device="cpu"))):
+        with pytest.warns(UserWarning, match=rf"2 tensors {prefix}\* are not used: .* is not supported") as caught:
+            result = action(folder)
+        assert len(caught) == 1
+        assert str(folder) in str(caught[0].message)
+        if action is load:
+            assert result.unused_tensors == (f"{prefix}layers.0.weight", f"{prefix}norm.weight")
+            result.close()
+
+
+def test_a_pointer_of_git_lfs(hf_folder):
+    """What a clone without Git LFS has instead of the weights."""
+    folder = hf_folder("Qwen2")
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    for action in (load, lambda folder: plan_model(LoadOptions(model=folder, device="cpu"))):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: is a pointer of Git LFS.*git lfs pull"):
+            action(folder)
+
+
+def test_a_plan_without_weights_says_so(hf_folder):
+    folder = hf_folder("Qwen2")
+    (folder / "model.safetensors").unlink()
+    with pytest.warns(UserWarning, match="there are no safetensors files, so the plan follows config.json alone"):
+        plan_model(LoadOptions(model=folder, device="cpu"))
 
 
 def test_reads_that_return_less(tmp_path):

@@ -20,6 +20,8 @@ from minirt import Generator, LoadOptions, SamplingParams
 from minirt.bench.bounds import errors, fault, floor
 from minirt.errors import CheckpointError, ConfigError, MinirtError, OutOfMemoryError, UnsupportedError
 from minirt.kernels.reference import dequantize_fp8, linear, quantize_fp8
+from minirt.loading import checkpoint
+from minirt.loading.checkpoint import PinnedBuffers
 from minirt.loading.load import plan_model
 from minirt.modeling.formats import StoredFp8Blocks
 
@@ -106,6 +108,26 @@ def test_weights_and_scales_are_those_of_the_file(style, plain, quantized):
                     assert parameter.weight.nbytes + parameter.scale.nbytes == parameter.nbytes(torch.float32) - sum(
                         bias.nbytes for bias in [parameter.bias] if bias is not None
                     )
+
+
+@pytest.mark.parametrize("style", ["compressed-tensors channel", "modelopt", "fp8 block"])
+def test_weights_in_pieces(style, quantized, monkeypatch):
+    """Parts of a file of 5,000 bytes, through buffers as on a GPU. The pieces of a weight begin at rows within a block."""
+    written = quantized(style)
+    with load(written.folder) as generator:
+        expected = generator.logits(TOKENS)
+    original, buffers, sizes = checkpoint._read, PinnedBuffers(5_000, None), []
+
+    def read(group, place, _=None):
+        sizes.append(checkpoint._size(group))
+        return original(group, place, buffers)
+
+    monkeypatch.setattr(checkpoint, "_read", read)
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 5_000)
+    with load(written.folder) as generator:
+        buffers.own()[:] = b"\xff" * 5_000
+        assert torch.equal(generator.logits(TOKENS), expected)
+    assert max(sizes) <= 5_000
 
 
 def test_a_file_of_the_numbers_of_fp8_loads_as_fp8_does(plain, tmp_path):
@@ -366,6 +388,18 @@ TENSORS = {  # what: style, change of the tensors, error, words
     "a KV scale of zero": ("modelopt", lambda t: t[f"{K}.k_scale"].fill_(0), CheckpointError, rf"{K}\.k_scale: 1 of 1 scales"),
     "a KV scale of integers": (
         "modelopt", lambda t: t.update({f"{K}.k_scale": torch.tensor(1)}), CheckpointError, "wrong dtype.*I64",
+    ),
+    "a KV scale of many values": (
+        "modelopt", lambda t: t.update({f"{K}.k_scale": torch.ones(9, 9)}), CheckpointError,
+        rf"{K}\.k_scale: wrong shape of a scale; expected one value.* 2 KV heads; found \[9, 9\]",
+    ),
+    "an input scale of many values": (
+        "modelopt", lambda t: t.update({f"{DOWN}.input_scale": torch.ones(7, 7)}), CheckpointError,
+        rf"{DOWN}\.input_scale: wrong shape of a scale.*found \[7, 7\]",
+    ),
+    "zero points": (
+        "compressed-tensors channel", lambda t: t.update({f"{DOWN}.weight_zero_point": torch.ones(144, 1)}), UnsupportedError,
+        f"{DOWN}.weight_zero_point: weights with zero points, but .*config.json.* states compressed-tensors",
     ),
     "an input scale elsewhere": (
         "modelopt", lambda t: t.update({"lm_head.input_scale": torch.ones(())}), CheckpointError, "unexpected",
