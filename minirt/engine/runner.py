@@ -1,7 +1,7 @@
 """`Runner`: a step on the device: input buffers, the model or its CUDA graph, the sampler, and the copy of tokens to the host.
 
-On a GPU nothing here waits: a step is queued behind the previous step and reads that step's tokens on the device. The host reads
-tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
+On a GPU nothing here waits, except `fill`: a step is queued behind the previous step and reads that step's tokens on the device.
+The host reads tokens from pinned memory after the event of their copy. On a CPU, a step has ended when `start` returns.
 """
 
 from collections.abc import Callable, Sequence

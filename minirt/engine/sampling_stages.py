@@ -1,7 +1,7 @@
 """`SamplingStages`: from a step's logits to its tokens and log-probabilities on the host. docs/design/sampling.md has the order.
 
-On a GPU nothing here waits. What a step needs is allocated before its tokens replace those of the step before: if memory runs
-out, nothing has changed, and the step can be tried again.
+On a GPU nothing here waits, except `fill`. What a step needs is allocated before its tokens replace those of the step before: if
+memory runs out, nothing has changed, and the step can be tried again.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ class SamplingStages:
         Args:
             row_maxima: see `sample`.
             fill: writes the masks of the rows, see `LogitsProcessors.process`. It may wait for earlier steps, so it is called
-                when the host has done all that it can do without the masks.
+                after everything that the host can do without the masks. None: there are no masks.
         """
         count, raw = len(rows), logits
         ruled = any(row.rules is not None for row in rows)

@@ -63,7 +63,7 @@ class Entry:
 
 
 class _Piece(NamedTuple):
-    """The entries of a tensor's first dimension from `first` on, or all of it. `start`: the place in the file, in bytes."""
+    """A range of a tensor's first dimension from `first` on, or the whole tensor. `start`: its place in the file, in bytes."""
 
     entry: Entry
     first: int
@@ -321,7 +321,10 @@ def _pieces(entry: Entry, may_be_split: bool = False) -> Iterator[_Piece]:
 
 
 def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
-    """Split the pieces of each file, in the file's order, into groups within PART_BYTES. One thread reads a group."""
+    """Split the pieces of each file, in the file's order, into groups that one thread reads at a time.
+
+    A group spans at most PART_BYTES of the file, unless it is a single larger piece.
+    """
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
     for piece in pieces:
         by_file[piece.entry.file].append(piece)
@@ -337,9 +340,9 @@ def _groups(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
 
 
 class PinnedBuffers:
-    """Page-locked memory of the host: a buffer for each thread that asks. A GPU copies from it without a copy by the driver.
+    """Page-locked (pinned) host memory, a buffer for each thread. A GPU reads it directly, without a copy by the driver.
 
-    PyTorch's own pinned memory would stay with the process after loading.
+    It is not PyTorch's pinned memory, which would stay with the process after loading.
 
     Args:
         nbytes: of each buffer.
@@ -351,7 +354,7 @@ class PinnedBuffers:
         self._thread, self._pinned = threading.local(), list[tuple[int, mmap.mmap]]()
 
     def own(self) -> mmap.mmap:
-        """The calling thread's buffer, which stays the same.
+        """The calling thread's buffer, allocated at its first call.
 
         Raises:
             OutOfMemoryError: the host has no memory for it.
@@ -381,7 +384,7 @@ class PinnedBuffers:
         self._pinned.append((start, buffer))
 
     def close(self) -> None:
-        """Unlock the pages. No thread may use its buffer any more.
+        """Unpin the memory. No thread may use its buffer any more.
 
         A call fails only if the GPU has failed before. The error of that failure is on its way, or the next call raises it.
         """
@@ -421,12 +424,12 @@ def _read(
 
 
 def _size(group: Sequence[_Piece]) -> int:
-    """Bytes from the beginning of a group to its end, with tensors in between that are not loaded."""
+    """Bytes from the beginning of a group to its end, including tensors in between that are not loaded."""
     return group[-1].start + group[-1].nbytes - group[0].start
 
 
 def _fill(memory: mmap.mmap, file: FileIO, begin: int, size: int) -> None:
-    """Read `size` bytes from `begin` on. One call of the system may return fewer."""
+    """Read `size` bytes of the file, from `begin` on, into `memory`. A single read may return fewer, so it is repeated."""
     file.seek(begin)
     with memoryview(memory) as view:
         done = 0
