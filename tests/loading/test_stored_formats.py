@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.quantized import STYLES, save, write
+from support.weights import loads_alike
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.bench.bounds import errors, fault, floor
@@ -655,3 +656,11 @@ def test_experts_keep_their_scales(style, hf_folder, tmp_path):
                 names = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for part in parts]
                 torch.testing.assert_close(found, torch.cat([written.exact[n] for n in names]), rtol=1e-6, atol=0)
         assert generator.logits([3, 4, 5]).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", STYLES)
+def test_weights_on_a_gpu_are_those_on_the_cpu(style, quantized, monkeypatch):
+    """Catches a buffer that is filled again before it was copied."""
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 5_000)
+    assert loads_alike(quantized(style).folder) > 0

@@ -18,11 +18,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.quantized import save
 from support.quantized_int4 import STYLES, write
+from support.weights import loads_alike
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirt import Generator, LoadOptions, SamplingParams
 from minirt.errors import CheckpointError, ConfigError, MinirtError, UnsupportedError
 from minirt.kernels.reference import dequantize_int4, unpack_int4_scale
+from minirt.loading import checkpoint
 from minirt.loading.load import plan_model
 from minirt.modeling.formats import LinearFormat, QuantizedToInt4, StoredInt4Awq, StoredInt4Gptq, StoredInt4Packed
 
@@ -480,3 +482,11 @@ def test_smollm2(style, smollm2, tmp_path):
         loss = -logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].mean().item()
         assert loss < 4.0
         assert len(generator.generate(TEXT, SamplingParams(max_tokens=2, temperature=0)).token_ids) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", STYLES)
+def test_weights_on_a_gpu_are_those_on_the_cpu(style, quantized, monkeypatch):
+    """Catches a buffer that is filled again before it was copied, and bits that are packed otherwise on a GPU."""
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 5_000)
+    assert loads_alike(quantized(style).folder) > 0
