@@ -844,8 +844,8 @@ BLOCKS = {
     "mixture": Block(
         _MIXTURE, mixture_table, _MODELS,
         "Qwen3-30B-A3B shapes, random weights, greedy decoding, context 128. *Experts* is the mean number of distinct "
-        "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; its FP8 "
-        "experts at 64 and 256 sequences were fewer:",
+        "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; in FP8, its "
+        "steps of 64 and 256 sequences used fewer distinct experts:",
     ),
     "mixture-odd": Block(
         ("h200-mixture-odd-bf16",), mixture_table, _MODELS,
@@ -910,8 +910,8 @@ BLOCKS = {
     ),
     "loading": Block(
         tuple(f"h200-loading-{name}" for name in _LOADED), loading_table, _SYSTEM,
-        "Loading a checkpoint (`bench/tools/loading.py`). Peak GPU memory is that of loading and the first tokens; of 4-bit "
-        "weights, that of loading alone:",
+        "Loading a checkpoint (`bench/tools/loading.py`). Peak GPU memory is that of loading and the first tokens; in rows "
+        "without GPU memory after loading, that of loading alone:",
     ),
     "served": Block(
         ("h200-served-bf16", "h200-served-fp8"), served_table, _SYSTEM,
