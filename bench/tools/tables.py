@@ -844,8 +844,8 @@ BLOCKS = {
     "mixture": Block(
         _MIXTURE, mixture_table, _MODELS,
         "Qwen3-30B-A3B shapes, random weights, greedy decoding, context 128. *Experts* is the mean number of distinct "
-        "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; in FP8, its "
-        "steps of 64 and 256 sequences used fewer distinct experts:",
+        "experts that a layer of the step uses, of 128; the limit counts their weights. vLLM was measured separately; in FP8, "
+        "its steps of 64 and 256 sequences used fewer distinct experts:",
     ),
     "mixture-odd": Block(
         ("h200-mixture-odd-bf16",), mixture_table, _MODELS,
