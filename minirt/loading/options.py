@@ -88,6 +88,9 @@ class LoadOptions:
             raise ConfigError(what, where="quantize_head", expected='quantization="fp8" or "int4"', found=self.quantization)
         if self.check_weights and self.random_weights:
             raise ConfigError("random weights have no checkpoint to check", where="check_weights", expected="False")
+        if self.layers is not None and not callable(self.layers):
+            expected = "a function that takes the model's config and returns a list of layers"
+            raise ConfigError("not a function", where="layers", expected=expected, found=repr(self.layers)[:80])
         check_limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
         self.memory  # noqa: B018  (checks its values)
 

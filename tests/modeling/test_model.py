@@ -215,6 +215,9 @@ def test_impossible_compositions(hf_folder):
 
     with pytest.raises(CheckpointError, match=r"4 of .* missing.*model\.extra_norm\.weight"):
         load(folder, layers=stranger)
+    for wrong in (5, models.build(models.preset("SmolLM2-135M").config)):
+        with pytest.raises(ConfigError, match=r"layers: not a function; expected a function .* config.*; found"):
+            load(folder, layers=wrong)
     for wrong in (lambda c: None, lambda c: 3):
         with pytest.raises(ConfigError, match=r"needs layers; expected a sequence of layers; found (NoneType|int)"):
             load(folder, layers=wrong)
