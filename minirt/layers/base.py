@@ -47,7 +47,7 @@ class LayerContext:
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
 
     def rope(self, rope: RopeConfig, head_dim: int) -> Tensor:
-        """The cos|sin table of this rotary embedding, computed at the first call."""
+        """The cos|sin table of this rotary embedding. `Model.allocate` computes those that layers state (`Layer.ropes`)."""
         key = (rope, head_dim)
         if key not in self._ropes:
             self._ropes[key] = rope_table(rope, head_dim, self.max_model_len, self.device)
@@ -125,6 +125,11 @@ class Layer:
     def decode_read_bytes(self, dtype: torch.dtype, tokens: int = 1, experts: float | None = None) -> int:
         """Bytes of the weights that a step of so many tokens reads, with so many distinct experts; None: the expected number."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
+
+    @property
+    def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
+        """The rotary tables that the layer takes from `context.rope`, as its arguments. Layers with equal ones share a table."""
+        return ()
 
     @property
     def activation_values(self) -> int:

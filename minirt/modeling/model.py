@@ -20,7 +20,7 @@ from minirt.layers import (
     has_implementation,
     implementation,
 )
-from minirt.modeling.config import ModelConfig
+from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
@@ -82,6 +82,15 @@ class Model:
         return sum(p.nbytes(dtype) for p in self.parameters())
 
     @property
+    def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
+        """The rotary tables of all layers, each once: (rope, head_dim)."""
+        return list(dict.fromkeys(table for layer in self.layers for table in layer.ropes))
+
+    def rope_bytes(self, length: int) -> list[int]:
+        """Bytes of each rotary table of `length` positions."""
+        return [4 * length * head_dim for _, head_dim in self.ropes]
+
+    @property
     def uses_triton(self) -> bool:
         """Whether any layer runs its Triton implementation."""
         return any(row.implementation == "triton" for row in self.plan.rows)
@@ -94,7 +103,7 @@ class Model:
     def allocate(
         self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
     ) -> None:
-        """Reserve memory for all weights, and create the context that the layers share.
+        """Reserve memory for all weights, and create the context that the layers share, with the rope tables.
 
         Args:
             max_model_len: number of positions of the rope tables.
@@ -106,6 +115,8 @@ class Model:
         shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
         for layer in self.unique_layers():
             layer.context = shared
+        for rope, head_dim in self.ropes:
+            shared.rope(rope, head_dim)
 
     def reserve_splits(self, max_splits: int) -> None:
         """Reserve memory for the partial results of `max_splits` KV splits. Call it before CUDA graphs are captured."""
