@@ -1,7 +1,7 @@
 """Errors of a device are told apart by their types and by who raised them, not by words in a message.
 
-Catches a custom layer's own RuntimeError that ends the engine, and an error of a driver that is taken for one of a layer. Also: what
-other processes hold of a device's memory.
+Catches a custom layer's own RuntimeError that ends the engine, and an error of a driver that is taken for one of a layer. Also
+checks what counts as memory of other processes.
 """
 
 import pytest

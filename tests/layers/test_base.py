@@ -166,7 +166,8 @@ def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
     assert "other processes" not in out.lower()
     monkeypatch.setattr("minirt.loading.memory.held_by_others", lambda device: 19 << 30)
     lines = run("plan")[1].splitlines()
-    (memory,) = (i for i, line in enumerate(lines) if line.startswith("Memory: 80GiB free now, of which the model may take 72GiB"))
+    start = "Memory: 80GiB free now, of which the model may take 72GiB"
+    (memory,) = (i for i, line in enumerate(lines) if line.startswith(start))
     assert lines[memory + 1] == "  Other processes hold 19GiB of 100GiB, which lowers the budget."
     out = run("plan", "--impl", "auto", "--impl", "*.mlp=plain")[1]
     assert "CUDA graphs: none, since layers.0.mlp runs as 'plain'" in out

@@ -145,7 +145,7 @@ def test_what_other_processes_hold_is_said(free, monkeypatch):
 
 
 def test_each_rope_table_counts_once(hf_folder):
-    """Two of three layers have the config's rope, one has its own. The tables that exist after a load are those that were counted."""
+    """Two of three layers have the config's rope, one has its own. A load allocates the tables that were counted."""
     other = RopeConfig(theta=500.0)
 
     def compose(config):
