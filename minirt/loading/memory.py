@@ -1,8 +1,8 @@
 """What a model takes of a device's memory: `plan_memory` sizes the KV cache and the largest step, before or after loading.
 
 On a GPU, weights, KV pages and the memory of steps together take at most `gpu_memory_utilization` of what is free at the start.
-What other processes hold lowers this budget, and the plan says so. vLLM takes a share of all memory, and refuses to start if other
-processes hold too much of it.
+What other processes hold lowers this budget, and the plan says so. vLLM takes a share of all memory, and refuses to start if
+other processes hold too much of it.
 """
 
 import warnings
