@@ -71,6 +71,9 @@ class Attention(Layer):
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return LinearOp(self.qkv), LinearOp(self.o, residual=True)
 
+    def attention_flops(self, pairs: int) -> int:
+        return 4 * self.config.num_heads * self.config.head_dim * pairs
+
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":
             from minirt.kernels.attention.partial import workspace_floats  # at least what decode steps need
