@@ -11,7 +11,7 @@ import torch
 
 import minirt
 from minirt.errors import DeviceError, OutOfMemoryError
-from minirt.gpus import AbsentGPU
+from minirt.gpus import CONTEXT_BYTES, AbsentGPU
 from minirt.sizes import format_size
 
 try:
@@ -83,6 +83,28 @@ def free_memory(device: torch.device | AbsentGPU) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+def total_memory(device: torch.device | AbsentGPU) -> int:
+    """All memory of `device`, in bytes."""
+    if isinstance(device, AbsentGPU):
+        return device.memory
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+
+
+def held_by_others(device: torch.device | AbsentGPU) -> int | None:
+    """Memory of a GPU that is neither free nor PyTorch's in this process, in bytes. None on a CPU, where it is not known.
+
+    It includes the CUDA context of this process, about 0.5 GiB, which the driver does not tell apart. So up to `CONTEXT_BYTES`
+    count as 0.
+    """
+    if isinstance(device, AbsentGPU):
+        return 0
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    held = total - free - torch.cuda.memory_reserved(device)
+    return held if held > CONTEXT_BYTES else 0
 
 
 def pick_device(device: str) -> torch.device:

@@ -15,6 +15,7 @@ from minirt.structured.params import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 16_000_000  # listed tokens of one prompt; each takes about 145 bytes on the host
 _FILE = "generation_config.json"
 
 
@@ -151,7 +152,8 @@ class SamplingParams:
         truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1: as many as the model can take.
         logprobs: return the log-probability and the rank of each new token, and so many of the most probable tokens, 0 to 20;
             -1: all tokens. They are those of the model, before temperature, penalties, biases and masks.
-        prompt_logprobs: the same for each token of the prompt but the first.
+        prompt_logprobs: the same for each token of the prompt but the first. A request that would list more than
+            `MAX_PROMPT_LOGPROBS` tokens in all is refused.
         structured_outputs: what the text must be, such as JSON that a schema accepts: a `StructuredOutputsParams`, or its fields
             as a mapping.
         n: number of samples for the prompt, which is computed once. Sample i has the seed `seed` + i (modulo 2**64).

@@ -1,13 +1,15 @@
 """Errors of a device are told apart by their types and by who raised them, not by words in a message.
 
-Catches a custom layer's own RuntimeError that ends the engine, and an error of a driver that is taken for one of a layer.
+Catches a custom layer's own RuntimeError that ends the engine, and an error of a driver that is taken for one of a layer. Also
+checks what counts as memory of other processes.
 """
 
 import pytest
 import torch
 from support.native import native_error
 
-from minirt.device import is_device_failure, is_out_of_memory
+from minirt.device import held_by_others, is_device_failure, is_out_of_memory, total_memory
+from minirt.gpus import find_gpu
 
 
 def raised(error: BaseException) -> BaseException:
@@ -90,3 +92,23 @@ def test_frames_around_a_native_error_do_not_matter():
     with pytest.raises(RuntimeError) as caught:
         layer()
     assert is_device_failure(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("free", "own", "others"),
+    [(20, 0, 60), (20, 50, 10), (79, 0, 0), (20, 59, 0)],
+    ids=["others", "this process too", "only the context of this process", "only this process"],
+)
+def test_memory_that_others_hold(monkeypatch, free, own, others):
+    """All that is neither free nor this process's; up to 1 GiB is the CUDA context of this process."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own << 30)
+    assert (held_by_others(gpu), total_memory(gpu)) == (others << 30, 80 << 30)
+
+
+def test_memory_that_others_hold_elsewhere():
+    cpu, absent = torch.device("cpu"), find_gpu("24GiB")
+    assert held_by_others(cpu) is None
+    assert total_memory(cpu) > 1 << 28
+    assert (held_by_others(absent), total_memory(absent)) == (0, 24 << 30)

@@ -68,6 +68,7 @@ def test_memory():
     assert memory.page == 64 * 28 * 2 * 4 * 128 * 2
     assert memory.free == find_gpu("H200").memory - CONTEXT_BYTES == free_memory(find_gpu("H200"))
     assert memory.budget == int(0.9 * memory.free)
+    assert (memory.total, memory.held_by_others) == (find_gpu("H200").memory, 0)
     assert memory.pages == (memory.budget - memory.weights - memory.other - memory.step) // memory.page
     assert memory.tokens == 64 * memory.pages
     assert memory.fits

@@ -221,9 +221,9 @@ def _compared(place: Place, step: Step) -> tuple[Row, list[str]]:
 
 
 def _error_columns(compared: Comparison) -> Row:
-    """Return, for each of VIEWS, the candidate's errors, PyTorch's errors and the limit. Missing values are None."""
+    """Return, for each view, the candidate's errors, PyTorch's errors and the limit. Missing values are None."""
     columns: Row = {}
-    for name in compare_layers.VIEWS:
+    for name in dict.fromkeys((*compare_layers.VIEWS, *compared.found)):
         most = compared.limits.get(name)
         columns[name] = {
             "error": _finite(compared.found.get(name)),
@@ -279,7 +279,7 @@ def _times(eager: float, candidate: float) -> Row:
 def _variants(sequence: Sequence[Place]) -> dict[str, list[Forward]]:
     """Return variants of the model, each with one forward for each place: all eager; all candidates; one kind of layer eager."""
     variants = {"eager": [p.eager for p in sequence], "candidate": [p.candidate for p in sequence]}
-    for kind in dict.fromkeys(place.layer.kind for place in sequence if place.differs and place.layer.kind != "select"):
+    for kind in dict.fromkeys(place.layer.kind for place in sequence if place.differs and not place.layer.selects_rows):
         variants[kind] = [p.eager if p.layer.kind == kind else p.candidate for p in sequence]
     return variants
 

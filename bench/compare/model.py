@@ -12,7 +12,6 @@ from minirt.bench.compare.layers import CHUNK, Place, empty_cache, exact, pages_
 from minirt.engine.kv_cache import PAGE_SIZE
 from minirt.engine.step_input import Batch, Chunk
 from minirt.layers import Forward
-from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 
 ROWS = 64  # logit rows converted to fp64 at a time
@@ -114,13 +113,12 @@ def compare_text(
     sums = _Sums(least)
     steps = _Steps(-(-len(tokens) // CHUNK) * 3 * len(sequence), progress)
     pages = -(-len(tokens) // PAGE_SIZE) + 1
-    wide = model.kv_dtype if model.kv_dtype == FP8 else torch.float64
-    caches = [empty_cache(model, pages), empty_cache(model, pages), empty_cache(model, pages, wide)]
+    caches = [empty_cache(model, pages), empty_cache(model, pages), empty_cache(model, pages, wide=True)]
     own = [pages_for_prompt(cache, [len(tokens)])[0] for cache in caches]
     for start in range(0, len(tokens), CHUNK):
         part = list(tokens[start : start + CHUNK])
         eager, candidate, right = (
-            Batch.build([Chunk(part, start, p, num_logits=len(part))], cache.page_size).to(model.device)
+            Batch.build([Chunk(part, start, p, num_logits=len(part), slot=0)], cache.page_size).to(model.device)
             for cache, p in zip(caches, own, strict=True)
         )
         logits = (

@@ -97,10 +97,12 @@ def _pair(column: str, error: str, *, limit: bool = False) -> Any:
     return cell
 
 
-def _pages(row: Row) -> str:
-    if row["k"]["torch"]["relative"] is None:
+def _cached(row: Row) -> str:
+    names = [name for name in row if name.startswith("state.")]
+    names += ["k", "v"] if row["k"]["torch"]["relative"] is not None else []
+    if not names:
         return ""
-    sides = ([row[name][side]["relative"] for name in ("k", "v")] for side in ("error", "torch"))
+    sides = ([row[name][side]["relative"] for name in names] for side in ("error", "torch"))
     return " / ".join("-" if None in side else _number(max(side)) for side in sides)
 
 
@@ -123,7 +125,7 @@ _ERROR_COLUMNS: list[Column] = [
     ("of what it adds", _pair("added", "relative", limit=True)),
     ("max", _pair("out", "largest")),
     ("1 − cosine", _cosine),
-    ("K, V in the pages", _pages),
+    ("K, V or state", _cached),
     ("", lambda r: "" if r["within_bounds"] else "**broken**"),
 ]
 _LAYER_COLUMNS: list[Column] = [

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from minirt.bench.compare.layers import Place, Step, stream
+from minirt.bench.compare.layers import Place, Step, cached, stream
 from minirt.layers import Forward
 
 REPEATS = 20
@@ -81,8 +81,7 @@ def layer_times(sequence: Sequence[Place], step: Step, nbytes: int) -> LayerTime
         def run() -> None:
             for _ in range(rounds):
                 for forward, place in zip(forwards, sequence, strict=True):
-                    kv = None if place.pages is None else step.cache.layers[place.pages]
-                    forward(step.inputs[place.index], step.batch, kv)
+                    forward(step.inputs[place.index], step.batch, cached(place, step.cache))
 
         return run
 

@@ -13,7 +13,7 @@ import torch
 
 from minirt.bench.compare.timing import captured, replays
 from minirt.device import on_device
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache, LayerKV
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Case, override_config
@@ -27,9 +27,9 @@ CONTEXT = 128  # tokens of each decoding sequence
 def chunks(tokens: int, page_size: int, vocab_size: int = 1) -> list[Chunk]:
     """Return the chunks of a step of `tokens` tokens, on KV pages 0, 1, 2, … The tokens differ, as their experts should."""
     if tokens > MOST_DECODED:
-        return [Chunk([i % vocab_size for i in range(tokens)], 0, range(-(-tokens // page_size)))]
+        return [Chunk([i % vocab_size for i in range(tokens)], 0, range(-(-tokens // page_size)), slot=0)]
     own = -(-CONTEXT // page_size)
-    return [Chunk([i % vocab_size], CONTEXT - 1, range(own * i, own * i + own)) for i in range(tokens)]
+    return [Chunk([i % vocab_size], CONTEXT - 1, range(own * i, own * i + own), slot=i) for i in range(tokens)]
 
 
 class Steps:
@@ -52,12 +52,12 @@ class Steps:
         with on_device(model.device):
             work = chunks(case.tokens, PAGE_SIZE, model.config.vocab_size)
             pages = sum(len(chunk.pages) for chunk in work)
-            if pages > self._cache.num_pages:
-                self._cache = KVCache(model.cache_specs, pages, model.device, model.kv_dtype)
+            if pages > self._cache.num_pages or len(work) > self._cache.num_slots:
+                self._cache = KVCache(model.cache_specs, pages, model.device, model.kv_dtype, num_slots=len(work))
                 for layer in self._cache.layers:  # power draw depends on the values
-                    if isinstance(layer, LayerKV):
-                        layer.k.normal_()
-                        layer.v.normal_()
+                    for tensor in layer.tensors():
+                        if tensor.is_floating_point():
+                            tensor.normal_()
             batch = Batch.build(work, PAGE_SIZE).to(model.device)
             model.reserve_splits(batch.max_splits)
             times: list[list[float]] = [[] for _ in configs]

@@ -68,6 +68,8 @@ def _memory_lines(memory: "MemoryPlan", length: int, gpu: AbsentGPU | None) -> l
     free += f", estimated for {format_size(gpu.memory)} in all" if gpu is not None else " now"
     share = f", of which the model may take {format_size(memory.budget)} ({memory.budget / max(memory.free, 1):.0%})"
     lines = [f"Memory: {free}{share}"]
+    if memory.others:
+        lines.append(f"  {memory.others[0].upper()}{memory.others[1:]}.")
     lines += [f"  {what:<24}{format_size(size):>10}  {remark}".rstrip() for what, size, remark in memory.rows()]
     if not memory.fits:
         return lines

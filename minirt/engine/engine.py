@@ -39,7 +39,7 @@ from minirt.errors import (
     UnsupportedError,
 )
 from minirt.modeling.model import Observer
-from minirt.sampling_params import EffectiveSampling
+from minirt.sampling_params import MAX_PROMPT_LOGPROBS, EffectiveSampling
 
 EVALUATION_CHUNK = 128  # tokens per forward pass of `Engine.logits`; the memory of their logits is not planned for
 Deliver = Callable[[list[TokenOutput]], None]
@@ -201,13 +201,14 @@ class Engine:
 
         Raises:
             InputError: the prompt is empty; an id, of the prompt or of a setting, is outside the vocabulary; the settings leave
-                no token to draw; a grammar is wrong.
+                no token to draw; the log-probabilities of the prompt would be too many; a grammar is wrong.
             ContextLengthError: the prompt can never fit.
             UnsupportedError: a grammar has a feature that is not supported.
         """
         self._scheduler.check_length(len(prompt_token_ids))  # before its tokens are looked at: it may be very long
         self.check_tokens(prompt_token_ids)
         if sampling is not None:
+            self._check_prompt_logprobs(len(prompt_token_ids), sampling.prompt_logprobs)
             for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
                 largest = max(getattr(sampling, name) or (), default=-1)
                 if largest >= self._vocab_size:
@@ -227,6 +228,18 @@ class Engine:
                 what = "no token is left to draw: bad_words and min_tokens forbid all that are allowed"
                 where = "min_tokens" if rules.end_ids else "bad_words"
                 raise InputError(what, where=where, expected="an allowed token that is not forbidden", found="none")
+
+    def _check_prompt_logprobs(self, prompt_len: int, asked: int | None) -> None:
+        """Refuse `prompt_logprobs` whose result would take gigabytes of the host's memory."""
+        listed, scored = self._vocab_size if asked is not None and asked < 0 else asked or 0, prompt_len - 1
+        if scored * listed > MAX_PROMPT_LOGPROBS:
+            raise InputError(
+                "too many log-probabilities of the prompt",
+                where="prompt_logprobs",
+                expected=f"at most {MAX_PROMPT_LOGPROBS:,} in one request",
+                found=f"{scored:,} tokens × {listed:,} listed for each = {scored * listed:,}",
+                hint="shorten the prompt, list fewer tokens, or use Generator.logits, which returns a tensor",
+            )
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has passed `check`."""

@@ -1,10 +1,15 @@
-"""The KV cache: pages of the attention layers, state slots of recurrent layers, and a reference-counted page allocator."""
+"""The KV cache: pages of the attention layers, state slots of recurrent layers, and a reference-counted page allocator.
+
+A layer states what it keeps between steps as a `CacheSpec`, which allocates it and counts its bytes. Nothing else distinguishes
+kinds of specs, so a new kind needs no change elsewhere.
+"""
 
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,7 +17,59 @@ from torch import Tensor
 from minirt.errors import MinirtError
 from minirt.modeling.formats import FP8
 
+if TYPE_CHECKING:
+    from minirt.engine.step_input import Batch
+
 PAGE_SIZE = 64  # tokens; a multiple of the context block of every attention tile
+
+
+class CacheRoom(NamedTuple):
+    """The sizes and the place of a cache.
+
+    Args:
+        dtype: of KV pages.
+        num_slots: sequences that can run at once.
+    """
+
+    num_pages: int
+    page_size: int
+    num_slots: int
+    dtype: torch.dtype
+    device: torch.device | str
+
+
+class LayerCache(Protocol):
+    """What one layer keeps between steps, as the layer gets it (`kv`). The benchmarks read it by these methods."""
+
+    def tensors(self) -> list[Tensor]:
+        """Its tensors as views [N, …], with a row for each token of the pages, or for each slot of a sequence."""
+
+    def rows(self, batch: "Batch") -> list[Tensor]:
+        """For each of `tensors`, the rows that a step of this batch writes: int64."""
+
+    def clone(self, *, wide: bool = False) -> "LayerCache":
+        """A copy. `wide`: with values in fp64, unless they are FP8."""
+
+    def written(self, batch: "Batch") -> dict[str, Tensor]:
+        """What a step of this batch has written, by name, in fp64."""
+
+    def read_bytes(self, batch: "Batch") -> int:
+        """Bytes that a step of this batch reads at least."""
+
+
+@runtime_checkable
+class CacheSpec(Protocol):
+    """What a layer keeps between steps: pages (`PagesSpec`), a state (`StateSpec`), several (`CombinedSpec`), or another kind."""
+
+    def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
+        """Bytes of one page with values of `dtype`; 0: it has no pages."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence; 0: it has none."""
+
+    def allocate(self, room: CacheRoom) -> LayerCache:
+        """Tensors for all pages and slots, uninitialized."""
 
 
 class PagesSpec(NamedTuple):
@@ -21,6 +78,20 @@ class PagesSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
+    def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
+        scale = 4 if dtype == FP8 else 0
+        return 2 * page_size * self.num_kv_heads * (self.head_dim * dtype.itemsize + scale)
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, room: CacheRoom) -> "LayerKV":
+        size = (room.num_pages, room.page_size, self.num_kv_heads)
+        k, v = (torch.empty(*size, self.head_dim, device=room.device, dtype=room.dtype) for _ in range(2))
+        scales = [torch.empty(size, device=room.device) for _ in range(2)] if room.dtype == FP8 else []
+        return LayerKV(k, v, *scales)
+
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -28,10 +99,34 @@ class StateSpec:
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
+    def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
+        return 0
+
     @property
-    def nbytes(self) -> int:
-        """Bytes per sequence."""
+    def state_bytes(self) -> int:
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.tensors)
+
+    def allocate(self, room: CacheRoom) -> "LayerState":
+        return LayerState({
+            name: torch.empty(room.num_slots, *shape, device=room.device, dtype=dtype) for name, shape, dtype in self.tensors
+        })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CombinedSpec:
+    """Several specs of one layer, such as pages and a state. The layer gets a tuple, with what each of them allocates."""
+
+    specs: tuple[CacheSpec, ...]
+
+    def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
+        return sum(spec.page_bytes(dtype, page_size) for spec in self.specs)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(spec.state_bytes for spec in self.specs)
+
+    def allocate(self, room: CacheRoom) -> "CombinedCache":
+        return CombinedCache(spec.allocate(room) for spec in self.specs)
 
 
 class LayerKV(NamedTuple):
@@ -45,6 +140,36 @@ class LayerKV(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    def tensors(self) -> list[Tensor]:
+        return [tensor.flatten(0, 1) for tensor in self if tensor is not None]
+
+    def rows(self, batch: "Batch") -> list[Tensor]:
+        return [batch.slots] * len(self.tensors())
+
+    def clone(self, *, wide: bool = False) -> "LayerKV":
+        wide = wide and self.k_scale is None
+        return LayerKV._make(None if tensor is None else _clone(tensor, wide) for tensor in self)
+
+    def written(self, batch: "Batch") -> dict[str, Tensor]:
+        """K and V of the step's tokens, each [T, Nkv, D], with their scales applied."""
+        return {"k": _values(self.k, self.k_scale, batch.slots), "v": _values(self.v, self.v_scale, batch.slots)}
+
+    def read_bytes(self, batch: "Batch") -> int:
+        return sum(batch.seq_lens) * sum(tensor[0].nbytes for tensor in self.tensors())
+
+
+def _clone(tensor: Tensor, wide: bool) -> Tensor:
+    return tensor.double() if wide else tensor.clone()
+
+
+def _values(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
+    """What pages [P, page_size, Nkv, D] hold at `slots` [T]: [T, Nkv, D] fp64."""
+    values = pages.flatten(0, 1)
+    if scales is None:
+        return values[slots].double()
+    values = values.view(torch.uint8)[slots].view(FP8).double()  # PyTorch lacks some operations for FP8
+    return values * scales.flatten(0, 1)[slots].double().unsqueeze(-1)
+
 
 class LayerState(dict[str, Tensor]):
     """The states of one recurrent layer: tensors [num_slots, *shape] by name. A sequence's row is its slot (`Batch.seq_slots`).
@@ -53,17 +178,53 @@ class LayerState(dict[str, Tensor]):
     has no state yet.
     """
 
+    def tensors(self) -> list[Tensor]:
+        return list(self.values())
 
-def page_bytes(specs: Sequence[PagesSpec | StateSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
-    """Bytes of one page, summed over all attention layers."""
-    scale = 4 if dtype == FP8 else 0
-    pages = [spec for spec in specs if not isinstance(spec, StateSpec)]
-    return sum(2 * page_size * heads * (dim * dtype.itemsize + scale) for heads, dim in pages)
+    def rows(self, batch: "Batch") -> list[Tensor]:
+        return [batch.seq_slots.long()] * len(self)
+
+    def clone(self, *, wide: bool = False) -> "LayerState":
+        return LayerState({name: _clone(tensor, wide and tensor.is_floating_point()) for name, tensor in self.items()})
+
+    def written(self, batch: "Batch") -> dict[str, Tensor]:
+        """The states of the step's sequences, each [B, N]."""
+        slots = batch.seq_slots.long()
+        return {f"state.{name}": tensor[slots].double().reshape(len(slots), -1) for name, tensor in self.items()}
+
+    def read_bytes(self, batch: "Batch") -> int:
+        return batch.num_seqs * sum(tensor[0].nbytes for tensor in self.values())
 
 
-def state_bytes(specs: Sequence[PagesSpec | StateSpec]) -> int:
-    """Bytes of the states of one sequence, summed over all recurrent layers."""
-    return sum(spec.nbytes for spec in specs if isinstance(spec, StateSpec))
+class CombinedCache(tuple[LayerCache, ...]):
+    """What a layer with a `CombinedSpec` keeps: an element for each of its specs."""
+
+    __slots__ = ()
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for part in self for tensor in part.tensors()]
+
+    def rows(self, batch: "Batch") -> list[Tensor]:
+        return [rows for part in self for rows in part.rows(batch)]
+
+    def clone(self, *, wide: bool = False) -> "CombinedCache":
+        return CombinedCache(part.clone(wide=wide) for part in self)
+
+    def written(self, batch: "Batch") -> dict[str, Tensor]:
+        return dict(chain.from_iterable(part.written(batch).items() for part in self))
+
+    def read_bytes(self, batch: "Batch") -> int:
+        return sum(part.read_bytes(batch) for part in self)
+
+
+def page_bytes(specs: Sequence[CacheSpec], dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
+    """Bytes of one page, summed over all layers."""
+    return sum(spec.page_bytes(dtype, page_size) for spec in specs)
+
+
+def state_bytes(specs: Sequence[CacheSpec]) -> int:
+    """Bytes of the states of one sequence, summed over all layers."""
+    return sum(spec.state_bytes for spec in specs)
 
 
 class KVCache:
@@ -79,26 +240,17 @@ class KVCache:
 
     def __init__(
         self,
-        specs: Sequence[PagesSpec | StateSpec],
+        specs: Sequence[CacheSpec],
         num_pages: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         page_size: int = PAGE_SIZE,
         num_slots: int = 0,
     ) -> None:
-        self.page_size, self.num_pages = page_size, num_pages
-        self.has_states = any(isinstance(spec, StateSpec) for spec in specs)
-        self.layers: list[LayerKV | LayerState] = []
-        for spec in specs:
-            if isinstance(spec, StateSpec):
-                state = {name: torch.empty(num_slots, *shape, device=device, dtype=kind) for name, shape, kind in spec.tensors}
-                self.layers.append(LayerState(state))
-                continue
-            heads, dim = spec
-            size = (num_pages, page_size, heads)
-            k, v = (torch.empty(*size, dim, device=device, dtype=dtype) for _ in range(2))
-            scales = [torch.empty(size, device=device) for _ in range(2)] if dtype == FP8 else []
-            self.layers.append(LayerKV(k, v, *scales))
+        self.page_size, self.num_pages, self.num_slots = page_size, num_pages, num_slots
+        self.has_states = state_bytes(specs) > 0
+        room = CacheRoom(num_pages, page_size, num_slots, dtype, device)
+        self.layers = [spec.allocate(room) for spec in specs]
         self.allocator = PageAllocator(num_pages)
 
     @property
@@ -108,8 +260,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        tensors = (layer.values() if isinstance(layer, LayerState) else layer for layer in self.layers)
-        return sum(t.nbytes for layer in tensors for t in layer if t is not None)
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -64,8 +64,15 @@ class Attention(Layer):
         """The rotary table [max_model_len, D] fp32, cosines | sines."""
         return self.context.rope(self.rope, self.config.head_dim)
 
+    @property
+    def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
+        return ((self.rope, self.config.head_dim),)
+
     def linear_ops(self) -> tuple[LinearOp, ...]:
         return LinearOp(self.qkv), LinearOp(self.o, residual=True)
+
+    def attention_flops(self, pairs: int) -> int:
+        return 4 * self.config.num_heads * self.config.head_dim * pairs
 
     def reserve(self, max_splits: int) -> None:
         if self.implementation == "triton":

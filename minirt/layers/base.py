@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import compute_capability, interpreter_unsupported, interpreting, is_nvidia, triton_installed
-from minirt.engine.kv_cache import LayerKV, LayerState, PagesSpec, StateSpec
+from minirt.engine.kv_cache import CacheSpec, LayerCache
 from minirt.engine.step_input import Batch
 from minirt.errors import InputError, UnsupportedError
 from minirt.gpus import AbsentGPU
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from minirt.kernels.launch import Workspace
 
 BUILT_IN = ("eager", "triton")  # the built-in implementations
-Forward = Callable[[Tensor, Batch, Any], Tensor]  # kv: LayerKV, LayerState or None, as the layer's `cache_spec` says
+Forward = Callable[[Tensor, Batch, Any], Tensor]  # kv: what the layer's `cache_spec` allocates, or None
 Factory = Callable[[Any], Forward]  # takes a layer of the registered kind
 
 
@@ -47,7 +47,7 @@ class LayerContext:
         self._ropes: dict[tuple[RopeConfig, int], Tensor] = {}
 
     def rope(self, rope: RopeConfig, head_dim: int) -> Tensor:
-        """The cos|sin table of this rotary embedding, computed at the first call."""
+        """The cos|sin table of this rotary embedding. `Model.allocate` computes those that layers state (`Layer.ropes`)."""
         key = (rope, head_dim)
         if key not in self._ropes:
             self._ropes[key] = rope_table(rope, head_dim, self.max_model_len, self.device)
@@ -95,12 +95,18 @@ class Layer:
             other tokens than a row's own, so `Select` comes after the last of them.
         residual: whether it adds to the residual stream.
         copies: whether it only copies values, so it is exact in any dtype.
+        reads_tokens: whether it makes the residual stream from the tokens, and ignores its input: the first layer, and no other.
+        selects_rows: whether it keeps only the rows that need logits: at most one layer, after the last with a cache spec.
+        makes_logits: whether its output is logits: the last layer, and no other.
     """
 
     kind: ClassVar[str]
     residual: ClassVar[bool] = True
     copies: ClassVar[bool] = False
-    cache_spec: PagesSpec | StateSpec | None = None
+    reads_tokens: ClassVar[bool] = False
+    selects_rows: ClassVar[bool] = False
+    makes_logits: ClassVar[bool] = False
+    cache_spec: CacheSpec | None = None
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         self.config, self.name = config, name
@@ -127,6 +133,11 @@ class Layer:
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
 
     @property
+    def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
+        """The rotary tables that the layer takes from `context.rope`, as its arguments. Layers with equal ones share a table."""
+        return ()
+
+    @property
     def activation_values(self) -> int:
         """Values for each token that the layer holds at once beside its input and output: an estimate, to plan memory."""
         total = 0
@@ -142,6 +153,10 @@ class Layer:
             many, used = experts or (1, 1)
             total += 2 * rows * used * linear.out_features // many * linear.in_features
         return total
+
+    def attention_flops(self, pairs: int) -> int:
+        """Floating-point operations of attention for so many pairs of a new token and a token that it sees."""
+        return 0
 
     def settled(self, x: Tensor) -> Tensor | None:
         """Which rows of x [T, H] have a result that depends on no near-tie: [T] bool; None: all of them.
@@ -196,7 +211,7 @@ class Layer:
     def _checked(self, forward: Forward, name: str) -> Forward:
         """Wrap `forward` with a check of its output: the following kernels assume its shape, its dtype and contiguous rows."""
 
-        def checked(x: Tensor, batch: Batch, kv: LayerKV | LayerState | None) -> Tensor:
+        def checked(x: Tensor, batch: Batch, kv: LayerCache | None) -> Tensor:
             out = forward(x, batch, kv)
             shape, dtype = self.returns(x, batch)
             found = type(out).__name__
@@ -213,7 +228,7 @@ class Layer:
 
         return checked
 
-    def __call__(self, x: Tensor, batch: Batch, kv: LayerKV | LayerState | None = None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, kv: LayerCache | None = None) -> Tensor:
         if self._forward is None:
             raise UnsupportedError(
                 "the layer has no implementation yet", where=self.name, hint="call Model.resolve first"

@@ -17,7 +17,7 @@ class Embedding(Layer):
     """Gathers the rows of the table [V, H] for batch.input_ids [T] → [T, H]. Ignores its input x."""
 
     kind = "embedding"
-    residual, copies = False, True
+    residual, copies, reads_tokens = False, True, True
 
     def __init__(self, config: ModelConfig, *, name: str = "embedding", weight: str = "model.embed_tokens") -> None:
         super().__init__(config, name)

@@ -15,7 +15,7 @@ class Head(Layer):
     """lm_head(norm(x)): x [R, H] → logits [R, V] fp32."""
 
     kind = "head"
-    residual = False
+    residual, makes_logits = False, True
 
     def __init__(
         self, config: ModelConfig, *, name: str = "head", norm: str = "model.norm", weight: str = "lm_head"

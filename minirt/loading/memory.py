@@ -1,7 +1,8 @@
 """What a model takes of a device's memory: `plan_memory` sizes the KV cache and the largest step, before or after loading.
 
 On a GPU, weights, KV pages and the memory of steps together take at most `gpu_memory_utilization` of what is free at the start.
-vLLM takes a share of all memory, and refuses to start if other processes hold too much of it.
+What other processes hold lowers this budget, and the plan says so. vLLM takes a share of all memory, and refuses to start if
+other processes hold too much of it.
 """
 
 import warnings
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minirt.device import free_memory, is_out_of_memory
+from minirt.device import free_memory, held_by_others, is_out_of_memory, total_memory
 from minirt.engine.kv_cache import PAGE_SIZE, page_bytes, state_bytes
 from minirt.engine.scheduler import MAX_NUM_BATCHED_TOKENS
 from minirt.errors import ConfigError, OutOfMemoryError
@@ -53,6 +54,8 @@ class MemoryPlan:
         page, pages: the size of a KV page, and how many there are.
         free: what is free before the model is loaded; of an absent GPU an estimate.
         budget: what the model may take of it.
+        total: all memory of the device.
+        held_by_others: what other processes hold of it, which lowers `free` and so the budget; None: not known (a CPU).
         full: the pages of as many full sequences as a step computes.
         context: positions that a sequence may have: those asked for, or what all pages hold, if that is less.
         max_num_batched_tokens: tokens of the largest step.
@@ -66,6 +69,8 @@ class MemoryPlan:
     pages: int
     free: int
     budget: int
+    total: int
+    held_by_others: int | None
     full: int
     context: int
     max_num_batched_tokens: int
@@ -84,6 +89,13 @@ class MemoryPlan:
     def tokens(self) -> int:
         """How many tokens the KV cache holds."""
         return self.pages * PAGE_SIZE
+
+    @property
+    def others(self) -> str | None:
+        """What other processes hold, in words; None: nothing that lowers the budget."""
+        if not self.held_by_others:
+            return None
+        return f"other processes hold {format_size(self.held_by_others)} of {format_size(self.total)}, which lowers the budget"
 
     def rows(self) -> list[tuple[str, int, str]]:
         """The table that `minirt plan` prints: (what, bytes, remark)."""
@@ -110,12 +122,13 @@ def plan_memory(
     loaded, page = step_bytes is not None, page_bytes(model.cache_specs, model.kv_dtype)
     full = options.max_num_seqs * -(-length // PAGE_SIZE)
     asked = None if options.kv_cache_memory is None else min(_pages_in(options.kv_cache_memory, page), full)
-    free = free_memory(device)
-    weights, tables = model.weight_bytes(model.dtype), 4 * length * model.config.head_dim
+    free, others = free_memory(device), held_by_others(device)
+    weights, each = model.weight_bytes(model.dtype), model.rope_bytes(length)
+    tables = sum(each)
     if loaded:
         free += weights + tables
     elif device.type == "cpu":
-        tables *= 4  # while they are computed, there are temporary tensors
+        tables += 3 * max(each, default=0)  # while a table is computed, there are temporary tensors
     other = tables + options.max_num_seqs * state_bytes(model.cache_specs)
     fixed = weights + other
     if device.type == "cpu":
@@ -137,7 +150,10 @@ def plan_memory(
     if asked is not None:
         pages = asked
     context = min(length, pages * PAGE_SIZE) if page else length
-    return MemoryPlan(weights, other, step, page, pages, free, budget, full, context, tokens, measured=loaded and step > 0)
+    return MemoryPlan(
+        weights, other, step, page, pages, free, budget, total_memory(device), others, full, context, tokens,
+        measured=loaded and step > 0,
+    )  # fmt: skip
 
 
 def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
@@ -165,6 +181,7 @@ def measured_plan(model: Model, options: MemoryOptions) -> MemoryPlan:
         raise does_not_fit(plan, str(device), "use a smaller model, or free memory")
     if plan.context < length and options.kv_cache_memory is None:
         more = "" if model.kv_dtype.itemsize == 1 else "; --kv-cache-dtype fp8 makes room for about twice as many"
+        more += f"; {plan.others}" if plan.others else ""
         what = f"the free memory has room for {plan.context:,} tokens, so the context is that instead of {length:,}{more}"
         warnings.warn(what, RuntimeWarning, stacklevel=4)
     return plan
@@ -179,6 +196,8 @@ def does_not_fit(plan: MemoryPlan, where: str, hint: str) -> OutOfMemoryError:
     found = f"{format_size(plan.free)} free"
     if plan.budget < plan.free:
         found = f"{format_size(plan.budget)}, {plan.budget / plan.free:.0%} of {found}"
+    if plan.others:
+        found += f" ({plan.others})"
     expected = format_size(plan.needed, up=True)
     return OutOfMemoryError(f"the model does not fit: {parts}", where=where, expected=expected, found=found, hint=hint)
 

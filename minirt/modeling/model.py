@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minirt.device import on_device
-from minirt.engine.kv_cache import KVCache, LayerKV, LayerState, PagesSpec, StateSpec
+from minirt.engine.kv_cache import CacheSpec, KVCache, LayerCache
 from minirt.engine.step_input import Batch
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.gpus import AbsentGPU
@@ -20,7 +20,7 @@ from minirt.layers import (
     has_implementation,
     implementation,
 )
-from minirt.modeling.config import ModelConfig
+from minirt.modeling.config import ModelConfig, RopeConfig
 from minirt.modeling.formats import FormatChoice, LinearFormat
 from minirt.modeling.parameters import Parameter
 from minirt.modeling.plan import Plan, PlanRow, not_capturable, parse_impl
@@ -59,7 +59,7 @@ class Model:
         yield from {id(p): p for layer in self.unique_layers() for p in layer.parameters()}.values()
 
     @property
-    def cache_specs(self) -> list[PagesSpec | StateSpec]:
+    def cache_specs(self) -> list[CacheSpec]:
         """The cache specs of the layers that have one, in order."""
         return [layer.cache_spec for layer in self.layers if layer.cache_spec is not None]
 
@@ -82,6 +82,15 @@ class Model:
         return sum(p.nbytes(dtype) for p in self.parameters())
 
     @property
+    def ropes(self) -> Sequence[tuple[RopeConfig, int]]:
+        """The rotary tables of all layers, each once: (rope, head_dim)."""
+        return list(dict.fromkeys(table for layer in self.layers for table in layer.ropes))
+
+    def rope_bytes(self, length: int) -> list[int]:
+        """Bytes of each rotary table of `length` positions."""
+        return [4 * length * head_dim for _, head_dim in self.ropes]
+
+    @property
     def uses_triton(self) -> bool:
         """Whether any layer runs its Triton implementation."""
         return any(row.implementation == "triton" for row in self.plan.rows)
@@ -94,7 +103,7 @@ class Model:
     def allocate(
         self, device: torch.device, dtype: torch.dtype, max_model_len: int, kv_dtype: torch.dtype | None = None
     ) -> None:
-        """Reserve memory for all weights, and create the context that the layers share.
+        """Reserve memory for all weights, and create the context that the layers share, with the rope tables.
 
         Args:
             max_model_len: number of positions of the rope tables.
@@ -106,6 +115,8 @@ class Model:
         shared = LayerContext(max_model_len, device, self.kv_dtype, dtype)
         for layer in self.unique_layers():
             layer.context = shared
+        for rope, head_dim in self.ropes:
+            shared.rope(rope, head_dim)
 
     def reserve_splits(self, max_splits: int) -> None:
         """Reserve memory for the partial results of `max_splits` KV splits. Call it before CUDA graphs are captured."""
@@ -180,7 +191,7 @@ class Model:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache, observer: Observer | None = None) -> Tensor:
-        """Logits of a batch. `observer(layer, x)` is called with the input x of each layer except the embedding."""
+        """Logits of a batch. `observer(layer, x)` is called with the input x of each layer that has one: all but the first."""
         return self._run(self._with_cache(cache), batch, observer)
 
     @torch.inference_mode()
@@ -189,27 +200,27 @@ class Model:
 
         Layers after `Select` have another number of rows, so they are run separately.
         """
-        firsts: dict[tuple[Any, ...], tuple[Layer, LayerKV | LayerState | None]] = {}
+        firsts: dict[tuple[Any, ...], tuple[Layer, LayerCache | None]] = {}
         selected = False
         for (layer, kv), row in zip(self._with_cache(cache), self.plan.rows, strict=True):
             # For other implementations, it is not known on what their kernels depend.
             key = (row.implementation, layer.compile_key()) if row.implementation in BUILT_IN else (id(layer),)
             firsts.setdefault((selected, *key), (layer, kv))
-            selected = selected or layer.kind == "select"
+            selected = selected or layer.selects_rows
         self._run(firsts.values(), batch)
 
-    def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerKV | LayerState | None]]:
+    def _with_cache(self, cache: KVCache) -> list[tuple[Layer, LayerCache | None]]:
         kept = iter(cache.layers)
         return [(layer, None if layer.cache_spec is None else next(kept)) for layer in self.layers]
 
     def _run(
-        self, layers: Iterable[tuple[Layer, LayerKV | LayerState | None]], batch: Batch, observer: Observer | None = None
+        self, layers: Iterable[tuple[Layer, LayerCache | None]], batch: Batch, observer: Observer | None = None
     ) -> Tensor:
         with on_device(self.device):
             batch = batch.to(self.device)
             x = torch.empty(0, device=self.device)
             for layer, kv in layers:
-                if observer is not None and layer.kind != "embedding":
+                if observer is not None and not layer.reads_tokens:
                     observer(layer, x)
                 x = layer(x, batch, kv)
             if batch.logits is not None and x.data_ptr() != batch.logits.data_ptr():  # the head did not write to `logits`
@@ -226,17 +237,21 @@ def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
         if not isinstance(layer, Layer) or not isinstance(getattr(layer, "kind", None), str):
             found, expected = type(layer).__name__, "a minirt.layers.Layer with a kind"
             raise ConfigError("not a layer", where=f"layers[{place}]", expected=expected, found=found)
+        if layer.cache_spec is not None and not isinstance(layer.cache_spec, CacheSpec):
+            expected, found = "a PagesSpec, StateSpec or CombinedSpec, or another CacheSpec", type(layer.cache_spec).__name__
+            raise ConfigError("not a cache spec", where=f"layers[{place}], {layer.name}", expected=expected, found=found)
         if layer.context.device.type != "meta":
             what = "this layer already belongs to a model"
             raise ConfigError(what, where=f"layers[{place}], {layer.name}", hint="make new layers for each model")
-    kinds = [layer.kind for layer in layers]
-    if len(kinds) < 2 or kinds[0] != "embedding" or kinds[-1] != "head" or {"embedding", "head"} & set(kinds[1:-1]):
+    ends = [(layer.reads_tokens, layer.makes_logits) for layer in layers]
+    if len(layers) < 2 or ends != [(True, False), *[(False, False)] * (len(layers) - 2), (False, True)]:
         raise ConfigError(
             "a model needs one embedding first, then residual layers, at most one select after the last attention, one head last",
-            found=", ".join(kinds) or "no layers",
+            expected="reads_tokens is true of the first layer only, makes_logits of the last layer only",
+            found=", ".join(layer.kind for layer in layers) or "no layers",
         )
     behind = 1 + max(place for place, layer in enumerate(layers) if place == 0 or layer.cache_spec is not None)
-    selects = [place for place, kind in enumerate(kinds) if kind == "select"]
+    selects = [place for place, layer in enumerate(layers) if layer.selects_rows]
     hint = "leave it out: the model inserts one after the last attention"
     if len(selects) > 1:
         where, first = f"layers[{selects[1]}]", f"layers[{selects[0]}]"

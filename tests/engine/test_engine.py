@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import KVCache, PageAllocator
+from minirt.engine.kv_cache import KVCache, PageAllocator, PagesSpec
 from minirt.engine.runner import StepResult
 from minirt.engine.step_input import Batch
 from minirt.errors import ContextLengthError, InputError, MinirtError, QueueFullError
@@ -65,7 +65,7 @@ def undisturbed(prompt, count, eos=None):
 
 
 def engine(pages=64, seqs=8, budget=64, length=64, lookahead=1, prefix_cache=True, max_waiting=None):
-    cache = KVCache([(1, 1)], pages, page_size=PAGE)
+    cache = KVCache([PagesSpec(1, 1)], pages, page_size=PAGE)
     cache.layers[0].k.fill_(float("nan"))
     return Engine(
         Mock(), cache, vocab_size=VOCAB, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=budget,

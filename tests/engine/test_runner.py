@@ -18,7 +18,7 @@ from minirt.engine.buckets import (
     max_prompt_tokens,
     token_bucket,
 )
-from minirt.engine.kv_cache import KVCache
+from minirt.engine.kv_cache import KVCache, PagesSpec
 from minirt.engine.runner import Runner
 from minirt.engine.scheduler import MAX_SCORED_TOKENS
 from minirt.engine.step_input import KV_SPLIT, Batch, Chunk
@@ -41,7 +41,7 @@ def test_prompts_stay_within_the_model(count, longest):
 
 
 def test_prompts_fit_the_smallest_cache():
-    cache = KVCache([(1, 1)], 3, page_size=4)
+    cache = KVCache([PagesSpec(1, 1)], 3, page_size=4)
     runner = Runner(
         Mock(), cache, torch.device("cpu"), vocab_size=97, max_num_seqs=4, max_seq_len=12, max_num_batched_tokens=40,
         cuda_graphs=False,

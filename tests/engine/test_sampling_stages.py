@@ -14,6 +14,7 @@ from engine.test_engine import PROMPTS, VOCAB, Mock, add, engine, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minirt.engine import engine as engine_module
 from minirt.engine import logprobs, sampling_stages
 from minirt.engine.engine import Request
 from minirt.engine.logits_processors import LogitsProcessors, Rules
@@ -234,6 +235,20 @@ def test_a_step_scores_a_bounded_number_of_prompt_tokens():
     _, _, scores = run(it, [(0, [1] * 700, params), (0, [2] * 300, params), (0, [3] * 40, SamplingParams(max_tokens=2))])
     assert [len(scores[i]) for i in (0, 1)] == [699, 299]
     assert max(sizes) <= MAX_SCORED_TOKENS + 4
+
+
+@pytest.mark.parametrize(("listed", "count"), [(-1, VOCAB), (20, 20)])
+def test_too_many_log_probabilities_of_a_prompt_are_refused(listed, count, monkeypatch):
+    """A prompt of 11 tokens has 10 that are scored. The limit itself is accepted."""
+    it, _ = engine(length=200)
+    sampling = resolve(SamplingParams(prompt_logprobs=listed), None)
+    monkeypatch.setattr(engine_module, "MAX_PROMPT_LOGPROBS", 10 * count)
+    it.check([1] * 11, sampling)
+    found = rf"11 tokens × {count} listed for each = {11 * count:,}"
+    with pytest.raises(InputError, match=rf"prompt_logprobs: .*at most {10 * count:,} .*{found}.*Generator\.logits"):
+        it.check([1] * 12, sampling)
+    for fewer in (0, None):
+        it.check([1] * 190, resolve(SamplingParams(prompt_logprobs=fewer), None))
 
 
 def test_a_step_that_runs_out_of_memory_and_is_tried_again_counts_once(monkeypatch):

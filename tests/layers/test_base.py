@@ -156,17 +156,25 @@ def test_which_models_cuda_graphs_can_hold(hopper):
 def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
     run = caller(capfd, monkeypatch)
     monkeypatch.setattr("minirt.loading.load.pick_device", lambda name: GPU)
-    monkeypatch.setattr("minirt.loading.memory.free_memory", lambda device: 80 << 30)
+    for name, value in (("free_memory", 80 << 30), ("total_memory", 100 << 30), ("held_by_others", 0)):
+        monkeypatch.setattr(f"minirt.loading.memory.{name}", lambda device, value=value: value)
     register("mlp", "plain")(eager("mlp"))
     code, out, err = run("plan")
     assert code == 0, err
     assert "CUDA graphs: small steps" in out.splitlines()
     assert out.splitlines()[-1] == "Fits."
+    assert "other processes" not in out.lower()
+    monkeypatch.setattr("minirt.loading.memory.held_by_others", lambda device: 19 << 30)
+    lines = run("plan")[1].splitlines()
+    start = "Memory: 80GiB free now, of which the model may take 72GiB"
+    (memory,) = (i for i, line in enumerate(lines) if line.startswith(start))
+    assert lines[memory + 1] == "  Other processes hold 19GiB of 100GiB, which lowers the budget."
     out = run("plan", "--impl", "auto", "--impl", "*.mlp=plain")[1]
     assert "CUDA graphs: none, since layers.0.mlp runs as 'plain'" in out
     record = json.loads(run("plan", "--json", "--impl", "head=eager")[1])
     assert record["not_capturable"].startswith("head runs as 'eager'")
     assert [row["capturable"] for row in record["layers"]].count(False) == 1
+    assert (record["memory"]["total"], record["memory"]["held_by_others"]) == (100 << 30, 19 << 30)
 
 
 def test_a_head_that_does_not_know_of_static_logits():

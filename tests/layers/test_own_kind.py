@@ -1,7 +1,7 @@
 """A layer kind of a user's own, with a state for each sequence: registered here, known nowhere in minirt.
 
-Catches a switch on built-in classes, a state that leaks from a slot's earlier sequence, a slot that two sequences share, and a
-prefix cache that skips tokens which a state needs.
+Catches a switch on built-in classes or kinds, a state that leaks from a slot's earlier sequence, a slot that two sequences share,
+a prefix cache that skips tokens which a state needs, and a comparison that starts with the state after the step.
 """
 
 import pytest
@@ -10,11 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minirt import Generator, SamplingParams
+from minirt.bench.compare import compare
+from minirt.bench.compare import layers as compare_layers
+from minirt.bench.tune import whole_steps
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import KVCache, StateSpec, state_bytes
+from minirt.engine.kv_cache import CombinedSpec, KVCache, StateSpec, page_bytes, state_bytes
 from minirt.engine.step_input import Batch, Chunk
-from minirt.errors import InputError
-from minirt.layers import Layer, base, implementation, register
+from minirt.errors import ConfigError, InputError
+from minirt.kernels.compile.tuning import Case, Tunable
+from minirt.layers import Attention, Embedding, Head, Layer, Select, base, implementation, register
 from minirt.modeling.parameters import NormWeight
 from minirt.models import decoder
 from minirt.sampling_params import resolve
@@ -32,6 +36,39 @@ class Memory(Layer):
         super().__init__(config, name)
         self.gain = NormWeight(gain, config.hidden_size)
         self.cache_spec = StateSpec((("sum", (config.hidden_size,), torch.float32),))
+
+
+class Both(Attention):
+    """Attention, then `Memory`: a layer with pages and a state. Its gain is its norm weight."""
+
+    kind = "both"
+
+    def __init__(self, config, **names):
+        super().__init__(config, **names)
+        self.gain = NormWeight(names["norm"], config.hidden_size)
+        self.cache_spec = CombinedSpec((self.cache_spec, StateSpec((("sum", (config.hidden_size,), torch.float32),))))
+
+
+def both(layer):
+    attention, memory = implementation("attention", "eager").factory(layer), forward_of(layer)
+
+    def forward(x, batch, kv):
+        pages, state = kv
+        return memory(attention(x, batch, pages), batch, state)
+
+    return forward
+
+
+class OwnEmbedding(Embedding):
+    kind = "own-embedding"
+
+
+class OwnSelect(Select):
+    kind = "own-select"
+
+
+class OwnHead(Head):
+    kind = "own-head"
 
 
 def forward_of(layer):
@@ -60,6 +97,12 @@ def registered():
     before = dict(base._REGISTRY)
     register("memory", "eager")(forward_of)
     register("memory", "own", capturable=True)(forward_of)
+    for name, fault in FAULTS.items():
+        register("memory", name)(fault)
+    register("both", "eager")(both)
+    register("both", "own")(both)
+    for kind in ("embedding", "select", "head"):
+        register(f"own-{kind}", "eager")(implementation(kind, "eager").factory)
     yield
     base._REGISTRY.clear()
     base._REGISTRY.update(before)
@@ -75,8 +118,50 @@ def compose(config):
     return layers
 
 
-def load(folder, **options):
-    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22, layers=compose, **options)
+def compose_both(config):
+    layers = decoder.decoder_layers(config)
+    for i, layer in enumerate(layers):
+        if layer.kind == "attention":
+            q, k, v = (part.name for part in layer.qkv.parts)
+            layers[i] = Both(config, name=layer.name, norm=layer.norm.name, q=q, k=k, v=v, o=layer.o.parts[0].name)
+    return layers
+
+
+def load(folder, layers=compose, **options):
+    return Generator.from_pretrained(folder, device="cpu", kv_cache_memory=1 << 22, layers=layers, **options)
+
+
+def unwritten(layer):
+    """The output is right, but the states stay as they were."""
+    forward = forward_of(layer)
+    return lambda x, batch, state: forward(x, batch, {name: tensor.clone() for name, tensor in state.items()})
+
+
+def not_reset(layer):
+    """A sequence starts with what its slot holds."""
+    forward = forward_of(layer)
+
+    def carried(x, batch, state):
+        batch.positions.add_(1)
+        out = forward(x, batch, state)
+        batch.positions.sub_(1)
+        return out
+
+    return carried
+
+
+def beside(layer):
+    """Writes one value of a slot that no sequence has."""
+    forward = forward_of(layer)
+
+    def straying(x, batch, state):
+        state["sum"][-1, 3] = 5.0
+        return forward(x, batch, state)
+
+    return straying
+
+
+FAULTS = {"unwritten": unwritten, "not-reset": not_reset, "beside": beside}
 
 
 def solo(model, prompt, count):
@@ -85,7 +170,7 @@ def solo(model, prompt, count):
     for _ in range(count):
         cache = KVCache(model.cache_specs, 2, num_slots=1)
         for layer in cache.layers:
-            for tensor in layer.values() if isinstance(layer, dict) else layer[:2]:
+            for tensor in layer.tensors():
                 tensor.fill_(float("nan"))
         tokens.append(int(model(Batch.build([Chunk(tokens, 0, [0, 1], slot=0)], 64), cache).argmax()))
     return tokens[len(prompt) :]
@@ -129,7 +214,7 @@ def test_states_stay_with_their_sequences(model, requests, aborts, pages, seqs, 
     it, expected = model
     cache = KVCache(it.cache_specs, pages, page_size=4, num_slots=seqs)
     for layer in cache.layers:
-        for tensor in layer.values() if isinstance(layer, dict) else layer[:2]:
+        for tensor in layer.tensors():
             tensor.fill_(float("nan"))
     engine = Engine(
         it, cache, vocab_size=211, max_model_len=48, max_num_seqs=seqs, max_num_batched_tokens=budget, lookahead=lookahead
@@ -159,6 +244,131 @@ def test_a_kind_must_be_a_name():
     for kind in ("", None, "a=b", 3):
         with pytest.raises(InputError, match="kind"):
             register(kind, "own")
+
+
+def test_a_layer_may_have_pages_and_a_state(hf_folder):
+    with load(hf_folder("Llama", seed=3), layers=compose_both) as generator:
+        specs = generator.model.cache_specs
+        assert page_bytes(specs, torch.float32) == 3 * 64 * 2 * 2 * 16 * 4
+        assert state_bytes(specs) == 3 * 64 * 4
+        assert generator.prefix_cache_stats is None
+        assert generator.memory.pages > 0
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        done = generator.generate([prompt(i) for i in range(5)], params)
+        model = generator.model
+        assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
+
+
+def test_only_a_cache_spec_is_one(hf_folder):
+    def wrong(config):
+        layers = compose(config)
+        layers[3].cache_spec = (2, 16)
+        return layers
+
+    with pytest.raises(ConfigError, match=r"layers\[3\], layers\.0\.mlp: not a cache spec.*PagesSpec.*found tuple"):
+        load(hf_folder("Llama", seed=3), layers=wrong)
+
+
+def test_the_first_the_last_and_the_selecting_layer_may_be_of_other_kinds(hf_folder):
+    """What a layer states decides, not its kind."""
+
+    def own(config):
+        embedding, *blocks, head = decoder.decoder_layers(config)
+        first = OwnEmbedding(config, weight=embedding.table.parts[0].name)
+        last = OwnHead(config, norm=head.norm.name, weight=head.lm_head.parts[0].name)
+        return [first, *blocks[:-1], OwnSelect(config), blocks[-1], last]
+
+    folder, seen, dry = hf_folder("Llama", seed=3), [], []
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with load(folder, layers=None) as generator:
+        expected = generator.generate([prompt(i) for i in range(4)], params)
+    with load(folder, layers=own) as generator:
+        assert [row.kind for row in generator.plan.rows if row.kind.startswith("own")] == [
+            "own-embedding", "own-select", "own-head"
+        ]  # fmt: skip
+        assert len(generator.plan.rows) == 3 * 2 + 3, "no further select is inserted"
+        found = generator.generate([prompt(i) for i in range(4)], params)
+        model = generator.model
+        cache = KVCache(model.cache_specs, 1)
+        model(Batch.build([Chunk([3, 4], 0, [0])], 64), cache, lambda layer, x: seen.append((layer.kind, len(x))))
+        for layer in model.layers:
+            if layer.kind == "mlp":
+                layer._forward = lambda x, batch, kv, forward=layer._forward: dry.append(len(x)) or forward(x, batch, kv)
+        model.dry_run(Batch.build([Chunk([3, 4], 0, [0])], 64), cache)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert seen[0] == ("attention", 2), "an embedding has no input"
+    assert seen[-3:] == [("own-select", 2), ("mlp", 1), ("own-head", 1)]
+    assert dry == [2, 1], "layers after the select are run separately"
+    wrong = (lambda config: own(config)[1:], lambda config: own(config)[:-1], lambda config: [own(config)[0], *own(config)])
+    for layers in wrong:
+        with pytest.raises(ConfigError, match=r"one embedding first.*reads_tokens.*makes_logits.*found "):
+            load(folder, layers=layers)
+    with pytest.raises(ConfigError, match="two select layers"):
+        load(folder, layers=lambda config: [*own(config)[:-1], OwnSelect(config, name="again"), own(config)[-1]])
+
+
+# ── in the benchmarks ──
+
+TOKENS = [(7 * i * i + 3) % 211 for i in range(90)]
+SHAPE = compare.Shape(9, 2, 5, 20)
+IMPL = {"memory": "*.memory=own", "both": "*.attention=own"}
+
+
+@pytest.mark.parametrize(("layers", "kind"), [(compose, "memory"), (compose_both, "both")])
+def test_it_is_compared(hf_folder, layers, kind):
+    with load(hf_folder("Llama", seed=3), layers=layers) as generator:
+        result = compare.run(generator.model, TOKENS, SHAPE, impl=["eager", IMPL[kind]])
+    assert result.faults == []
+    assert [row["kind"] for row in result.rows] == [kind] * 6
+    for row in result.rows:
+        assert row["state.sum"]["error"]["relative"] <= row["state.sum"]["limit"]["relative"] < 1e-5
+        assert (row["k"]["error"]["relative"] is None) == (kind == "memory")
+        assert row["out"]["error"]["relative"] < 1e-5
+    read = 2 * 64 * 4 + (2 * 5 * 2 * 2 * 16 * 4 if kind == "both" else 0)
+    weights = 4 * (64 if kind == "memory" else 2 * 64 + 64 * 128 + 64 * 64)  # of `Both`, the norm weight is read twice
+    assert result.rows[-1]["bytes"] == weights + 2 * 2 * 64 * 4 + read, "decode reads two states, and the pages of ten tokens"
+    assert result.model["text"]["agree"] == 20
+
+
+FOUND = {
+    "unwritten": ("layers.1.memory, prefill 9: state.sum: ", "layers.1.memory, decode b2 @ 5: state.sum: "),
+    "not-reset": ("layers.1.memory, prefill 9: output: relative error nan",),
+    "beside": ("layers.1.memory, prefill 9: 1 values of the cache", "layers.1.memory, decode b2 @ 5: 1 values of the cache"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_a_state_are_found(hf_folder, name):
+    with load(hf_folder("Llama", seed=3)) as generator:
+        impl = ["eager", f"layers.1.memory={name}"]
+        result = compare.run(generator.model, TOKENS, SHAPE, impl=impl, layer="layers.1.memory")
+    for words in FOUND[name]:
+        assert any(fault.startswith(words) for fault in result.faults), result.faults
+
+
+def test_a_comparison_starts_with_the_state_before_the_step(hf_folder):
+    with load(hf_folder("Llama", seed=3)) as generator:
+        places = compare_layers.places(generator.model)
+        step = compare_layers.decode(generator.model, places, [TOKENS[:11], TOKENS[5:16]])
+        for place in places[:-1]:
+            out = compare_layers.run(place, place.eager, step).out
+            assert torch.equal(out, step.inputs[place.index + 1]), place.layer.name
+
+
+def test_whole_steps_give_each_sequence_a_slot(hf_folder, monkeypatch):
+    def captured(work, device):
+        states = [layer["sum"] for layer in steps._cache.layers if isinstance(layer, dict)]
+        before = [state.clone() for state in states]
+        assert bool(work().isfinite().all())
+        seen.extend((now != then).any(1).tolist() for now, then in zip(states, before, strict=True))
+
+    monkeypatch.setattr(whole_steps, "captured", captured)
+    monkeypatch.setattr(whole_steps, "replays", lambda graphs: [1.0 for _ in graphs])
+    seen, case = [], Case(Tunable("mine", object, ()), "a bucket", None, (), lambda: None, tokens=3)
+    with load(hf_folder("Llama", seed=3)) as generator:
+        steps = whole_steps.Steps(generator.model)
+        steps.seconds(case, [None])
+    assert seen == [[True] * 3] * 3 * whole_steps.CAPTURES, "each sequence changes its own state, in each of three layers"
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 from minirt import models
 from minirt.engine.buckets import Bucket, Buckets
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache, PagesSpec
 from minirt.engine.step_buffers import StepBuffers
 from minirt.engine.step_input import Batch, Chunk, Layout, Ranges, pack_chunks
 from minirt.errors import ConfigError
@@ -237,9 +237,10 @@ def test_an_engine_whose_steps_end_in_the_middle_of_prompts():
 
 
 class Gather(Layer):
-    """A custom class with the kind of `Select`."""
+    """A custom class with the kind of `Select`, and what it states."""
 
     kind = "select"
+    selects_rows = True
     returns = Select.returns
 
 
@@ -266,7 +267,7 @@ def test_a_layer_on_both_sides_runs_on_both_in_a_dry_run(kind):
 def test_graphs_compute_no_more_rows_than_can_want_logits(bucket, tokens, rows):
     model = SimpleNamespace(row_maxima_tiles=lambda rows: 7)
     previous, sizes = torch.zeros(64, dtype=torch.int64), {"max_seq_len": 512, "vocab_size": 211}
-    buffers = StepBuffers(model, KVCache([(1, 64)], 70), Buckets(64, 2048), previous, Ranges(), **sizes)
+    buffers = StepBuffers(model, KVCache([PagesSpec(1, 64)], 70), Buckets(64, 2048), previous, Ranges(), **sizes)
     batch = buffers.batch(bucket)
     assert batch.num_tokens == tokens
     assert len(batch.logits_indices) == len(batch.logits) == len(batch.row_maxima.values) == rows

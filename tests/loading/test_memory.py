@@ -1,16 +1,18 @@
 """How the KV cache and the largest step are sized. Sizes are counted by hand, for a model of round numbers."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from minirt import Generator, LoadOptions
 from minirt.engine.kv_cache import PAGE_SIZE, PagesSpec
 from minirt.engine.warmup import largest_steps
 from minirt.errors import ConfigError, OutOfMemoryError
 from minirt.kernels.attention.limits import MAX_WIDENED_TOKENS
 from minirt.loading import memory
+from minirt.loading.load import plan_load
 from minirt.loading.memory import MemoryOptions, does_not_fit, measured_plan, out_of_memory_while, plan_memory
+from minirt.modeling.config import RopeConfig
+from minirt.models.decoder import decoder_layers
 from minirt.sizes import format_size
 
 MB = 1 << 20
@@ -23,17 +25,21 @@ class Model:
 
     cache_specs = (PagesSpec(2, MB // (2 * 2 * PAGE_SIZE * 2)),)
     kv_dtype = dtype = torch.bfloat16
-    config = SimpleNamespace(head_dim=100 * MB // (4 * LENGTH))
     device, max_model_len, capturable = GPU, LENGTH, False
 
     def weight_bytes(self, dtype):
         return 1000 * MB
 
+    def rope_bytes(self, length):
+        return [100 * MB]
+
 
 @pytest.fixture
 def free(monkeypatch):
-    def set_free(megabytes):
+    def set_free(megabytes, others=0):
         monkeypatch.setattr(memory, "free_memory", lambda device: megabytes * MB)
+        monkeypatch.setattr(memory, "total_memory", lambda device: 4096 * MB)
+        monkeypatch.setattr(memory, "held_by_others", lambda device: others and others * MB)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     return set_free
@@ -117,6 +123,47 @@ def test_the_message_has_every_number(free):
     error = does_not_fit(made, "cuda:0", "use --fp8")
     for size in (made.weights, made.step, made.budget, made.free):
         assert format_size(size) in str(error)
+
+
+def test_what_other_processes_hold_is_said(free, monkeypatch):
+    words = r"other processes hold 2\.44GiB of 4GiB, which lowers the budget"
+    free(400, others=2500)
+    made = plan(lambda tokens: tokens // 32)
+    assert (made.total, made.held_by_others, made.budget) == (4096 * MB, 2500 * MB, 1350 * MB)
+    with pytest.raises(OutOfMemoryError, match=rf"found 1\.32GiB, 90% of 1\.46GiB free \({words}\)"):
+        raise does_not_fit(made, "cuda:0", "use --fp8")
+    monkeypatch.setattr(
+        "minirt.engine.step_memory.measure_step_bytes", lambda model, *, tokens, **_: 100 * MB + tokens * MB // 16
+    )
+    with pytest.warns(RuntimeWarning, match=rf"so the context is that instead of 6,400.*; {words}"):
+        measured_plan(Model(), MemoryOptions())
+    for others in (0, None):
+        free(400, others=others)
+        made = plan(lambda tokens: tokens // 32)
+        assert made.held_by_others == others
+        assert "other processes" not in str(does_not_fit(made, "cuda:0", "use --fp8"))
+
+
+def test_each_rope_table_counts_once(hf_folder):
+    """Two of three layers have the config's rope, one has its own. A load allocates the tables that were counted."""
+    other = RopeConfig(theta=500.0)
+
+    def compose(config):
+        layers = decoder_layers(config)
+        attention = [layer for layer in layers if layer.kind == "attention"]
+        attention[1].rope = other
+        return layers
+
+    folder, length = hf_folder("Llama", seed=3), 48
+    one, two = (plan_load(LoadOptions(model=folder, device="cpu", max_model_len=length, layers=own)) for own in (None, compose))
+    table = 4 * length * one[0].config.head_dim
+    assert (one[0].rope_bytes(length), two[0].rope_bytes(length)) == ([table], [table] * 2)
+    assert (one[1].other, two[1].other) == (4 * table, 5 * table), "one table at a time is computed with temporary tensors"
+    with Generator.from_pretrained(folder, device="cpu", max_model_len=length, layers=compose, kv_cache_memory=1 << 20) as made:
+        layers = [layer for layer in made.model.layers if layer.kind == "attention"]
+        assert sorted(t.nbytes for t in layers[0].context._ropes.values()) == [table] * 2
+        assert made.memory.other == 2 * table
+        assert layers[0].cos_sin is layers[2].cos_sin is not layers[1].cos_sin
 
 
 def test_torch_errors_do_not_leak():

@@ -157,7 +157,7 @@ FAULTS = {
     "layers.0.attention=compare-short": ("layers.0.attention, prefill 9: output: relative error",),
     "layers.1.attention=compare-no-bias": ("prefill 9: V in the pages", "decode b1 @ 5: V in the pages"),
     "layers.1.attention=compare-unwritten": ("prefill 9: K in the pages: relative error nan", "V in the pages: relative error"),
-    "layers.0.attention=compare-stray": ("prefill 9: 1 values in the pages", "decode b1 @ 5: 1 values in the pages"),
+    "layers.0.attention=compare-stray": ("prefill 9: 1 values of the cache", "decode b1 @ 5: 1 values of the cache"),
     "layers.0.mlp=compare-nan": ("layers.0.mlp, prefill 9: output: relative error nan",),
     "layers.1.mlp=compare-swapped": ("layers.1.mlp, prefill 9: output: relative error", "layers.1.mlp, decode b1 @ 5: output"),
     "select=compare-before": ("select, prefill 9: output: relative error",),
@@ -175,7 +175,7 @@ def test_planted_faults_are_refused(impl, run, folder):
     for words in FAULTS[impl]:
         assert any(words in fault for fault in record["faults"]), record["faults"]
     for fault in record["faults"]:
-        assert "values in the pages" in fault or ("PyTorch's" in fault and "limit" in fault), "both errors are named"
+        assert "values of the cache" in fault or ("PyTorch's" in fault and "limit" in fault), "both errors are named"
     assert not record["results"][0]["within_bounds"]
     assert all(row["eager_s"] is row["speedup"] is None for row in record["results"]), "wrong results are not timed"
 
@@ -268,7 +268,7 @@ def test_the_truth_is_that_of_transformers_in_fp64(family, options, hf_folder):
         model = generator._model
         places = compare_layers.places(model)
         step = compare_layers.prefill(model, places, TOKENS[:40])
-        cache = compare_layers.empty_cache(model, step.cache.num_pages, torch.float64)
+        cache = compare_layers.empty_cache(model, step.cache.num_pages, wide=True)
         truth = compare_layers.stream([compare_layers.exact(p.layer) for p in places], places, step.batch, cache)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     for norm in (module for module in oracle.modules() if type(module).__name__.endswith("RMSNorm")):
