@@ -6,8 +6,9 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
@@ -27,6 +28,7 @@ MAX_LEXER_STATES = 50_000
 _TOO_COMPLEX = (
     "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
 )  # fmt: skip
+_NEVER = -1e9  # the score of a piece that no text is tokenized to
 _MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
 
 
@@ -105,9 +107,13 @@ class GrammarTokenizer:
             what, expected = "the tokenizer has ids that the model has no logits for", f"ids below {vocab}"
             raise UnsupportedError(what, where="structured_outputs", expected=expected, found=max(self.known_ids))
         self._tokenizer = _call(
-            lambda: llguidance.LLTokenizer(tokenizer.serialized(), n_vocab=vocab, eos_token=list(self.end_ids)),
+            lambda: llguidance.LLTokenizer(without_special(tokenizer.serialized()), n_vocab=vocab, eos_token=list(self.end_ids)),
             "the tokenizer cannot be used for structured output", error=UnsupportedError,
         )
+        for name in sorted(tokenizer.special_tokens):
+            if any(map(self._tokenizer.is_special_token, self._tokenizer.tokenize_str(name))):  # see `without_special`
+                what, hint = "this version of llguidance takes the text of a special token for the token", "install 1.9"
+                raise UnsupportedError(what, where="structured_outputs", found=shortened(name), hint=hint)
         # Errors without the state of the parser, which is long.
         self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
@@ -127,6 +133,39 @@ class GrammarTokenizer:
         if matcher.is_error():
             raise _compile_error(matcher.get_error(), where)
         return matcher
+
+
+def without_special(serialized: str) -> str:
+    """A tokenizer.json for llguidance, with which the text of a special token, such as "<|endoftext|>", is ordinary text.
+
+    Where a grammar allows only one text, llguidance tokenizes that text, and allows only the first token. It must stand for the
+    text's bytes. So no special token may match in a text, and no normalizer may change the text. Lark grammars refer to special
+    tokens by their names, which therefore stay. With "normalized", texts are searched for the normalized name. The normalizer
+    puts a prefix in front of it, and llguidance removes this kind of normalizer once the tokenizer is loaded.
+    """
+    content = json.loads(serialized)
+    special = set()
+    for token in content["added_tokens"]:
+        name = token["content"]
+        token["normalized"] = token["special"] or (name.startswith("<") and name.endswith(">"))  # special for llguidance
+        special |= {name} if token["normalized"] else set()
+    if content["model"]["type"] == "Unigram":  # names may be pieces of text
+        content["model"]["vocab"] = [(piece, _NEVER if piece in special else score) for piece, score in content["model"]["vocab"]]
+    kept = [step for step in _normalizers(content["normalizer"]) if _keeps_bytes(step)]
+    prefix = {"type": "Prepend", "prepend": token_hex(16)}  # in no text
+    content["normalizer"] = {"type": "Sequence", "normalizers": [prefix, *kept]}
+    return json.dumps(content)
+
+
+def _normalizers(part: Any) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return [step for inner in part["normalizers"] for step in _normalizers(inner)] if part["type"] == "Sequence" else [part]
+
+
+def _keeps_bytes(step: Mapping[str, Any]) -> bool:
+    """Whether a normalizer only spells the text in the letters of the vocabulary."""
+    return step["type"] == "ByteLevel" or (step["type"] == "Replace" and step["pattern"] == {"String": " "})
 
 
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:

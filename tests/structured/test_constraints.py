@@ -10,9 +10,13 @@ import sys
 import threading
 from contextlib import suppress
 
+import llguidance
 import pytest
+import tokenizers
 import torch
 from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constraints, draw, text_of
+from tokenizers import decoders, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
@@ -153,6 +157,80 @@ def test_ids_that_the_tokenizer_lacks_are_never_allowed(lark):
 def test_a_grammar_may_name_special_tokens():
     choice = allowed(OWN, compiled(OWN, grammar="start: <|endoftext|>").start((1,), 0))
     assert choice.nonzero().flatten().tolist() == [0]
+
+
+NAME = TOKENIZER.decode([EOS], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"choice": [NAME]}, NAME), ({"regex": re.escape(NAME) + "abc"}, NAME + "abc"), ({"json": {"const": NAME}}, f'"{NAME}"'),
+        ({"json": {"const": f"a {NAME} b"}}, f'"a {NAME} b"'), ({"grammar": f'start: "{NAME}" "x"'}, NAME + "x"),
+        ({"json": {"type": "object", "properties": {NAME: {"const": 1}}, "required": [NAME], "additionalProperties": False},
+          "disable_any_whitespace": True}, f'{{"{NAME}":1}}'),
+        ({"grammar": f'start: "{NAME}" {NAME} "x"'}, NAME + NAME + "x"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_special_token_is_text(spec, text):
+    """llguidance tokenizes a text that is the only one. A Lark grammar may have the name as text and as token."""
+    constraint, tokens = compiled(OWN, **spec).start((1,), 0), []
+    while text_of(tokens) != text:
+        choice = allowed(OWN, constraint).nonzero().flatten().tolist()
+        assert choice, text_of(tokens)
+        tokens.append(choice[0])
+        constraint.accept(tokens[-1:])
+        assert text.startswith(text_of(tokens)), text_of(tokens)
+    assert tokens.count(EOS) == text.count(NAME) - 1
+    assert allowed(OWN, constraint)[1], "complete"
+
+
+def byte_level(normalizer=None):
+    """A tokenizer.json with a token for each byte."""
+    own = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    own.normalizer, own.pre_tokenizer, own.decoder = normalizer, ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return own
+
+
+def sentencepiece(model):
+    own = tokenizers.Tokenizer(model)
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    own.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return own
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PIECES = ["<unk>", "</s>", *BYTES, *"▁<>/Aahiknstu"]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        byte_level(), byte_level(normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])),
+        sentencepiece(models.BPE({piece: i for i, piece in enumerate(PIECES)}, [], unk_token="<unk>", byte_fallback=True)),
+        sentencepiece(models.Unigram([(piece, -float(i > 1)) for i, piece in enumerate(PIECES)], 0, True)),
+    ],
+    ids=["byte-level", "normalizers", "BPE", "Unigram"],
+)  # fmt: skip
+def test_a_text_is_tokenized_to_its_bytes(own):
+    """For llguidance: no special token, nor what it counts as one, and no normalizer. Other added tokens still match."""
+    own.add_special_tokens(["<unk>", "</s>"])
+    own.add_tokens(["<think>", "[INST]", "a  "])
+    source = grammar.without_special(own.to_str())
+    made = llguidance.LLTokenizer(source, n_vocab=own.get_vocab_size(), eos_token=[own.token_to_id("</s>")])
+    for text in ("</s>", "a</s> a", "<think>A</think>", "e\u0301 ", " <unk>"):
+        tokens = made.tokenize_str(text)
+        assert made.decode_bytes(tokens).decode() == text
+        assert not any(map(made.is_special_token, tokens))
+    assert made.tokenize_str("[INST]a  ") == [own.token_to_id("[INST]"), own.token_to_id("a  ")]
+    matcher = llguidance.LLMatcher(made, llguidance.LLMatcher.grammar_from_lark("start: </s>"), log_level=0)
+    assert matcher.compute_ff_tokens() == [own.token_to_id("</s>")], "a grammar may name it"
+
+
+def test_a_library_that_takes_a_text_for_a_special_token_is_refused(monkeypatch):
+    monkeypatch.setattr(grammar, "without_special", lambda serialized: serialized)
+    with pytest.raises(UnsupportedError, match=r"this version of llguidance takes .* found <\|endoftext\|>"):
+        compiled(constraints(), regex="a")
 
 
 MARKERS = [(".", "I think", "."), ("</think>", "</thi", "nk>"), ("ab", "aa", "b"), ("é!", "é", "!")]
