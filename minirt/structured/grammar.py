@@ -7,7 +7,6 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from secrets import token_hex
 from typing import Any, TypeVar
 
@@ -28,6 +27,10 @@ MAX_LEXER_STATES = 50_000
 _TOO_COMPLEX = (
     "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
 )  # fmt: skip
+# Lexemes of llguidance's Lark: a string, a regular expression, a comment, a special token, and the keywords that JSON follows.
+_LARK = re.compile(
+    r'''"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
+)
 _NEVER = -1e9  # the score of a piece that no text is tokenized to
 _MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
 
@@ -195,31 +198,66 @@ def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
     if spec.json is not None:
         schema = parse_schema(str(spec.json), where)
         check_schema(schema, where)
-        return _json_source({} if isinstance(schema, bool) else schema, spec)
+        return _json_source(schema, spec)
     if spec.json_object:
         return _json_source({"type": "object"}, spec)
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.choice is not None:  # one terminal, so that all choices are matched at once
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in spec.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
-    for start in re.finditer(r"%json\s*", str(spec.grammar)):
-        with suppress(ValueError, RecursionError):  # it is no JSON, which llguidance says better, or "%json" is part of a text
-            check_multiples(json.JSONDecoder().raw_decode(str(spec.grammar), start.end())[0], where)
-    return LLMatcher.grammar_from_lark(str(spec.grammar))
+    return LLMatcher.grammar_from_lark(_checked_lark(str(spec.grammar), where))
 
 
-def _json_source(schema: dict[str, Any], spec: StructuredOutputsParams) -> str:
+def _checked_lark(source: str, where: str) -> str:
+    """A Lark grammar whose schemas after "%json" are checked, and have the options of `json`."""
+    parts, schemas, done = list[str](), list[Any](), 0
+    while (lexeme := _LARK.search(source, done)) is not None:
+        start = lexeme.end()
+        parts.append(source[done:start])
+        done = _json_end(source, start) if lexeme[0].startswith("%") else start
+        text = source[start:done]
+        if lexeme[0] == "%json":
+            place = f"{where}, %json at line {source.count(chr(10), 0, start) + 1}"
+            schema = parse_schema(text, place)
+            check_schema(schema, place)
+            schemas.append(schema)
+            lines = "\n" * text.count("\n")  # so that llguidance counts them as in `source`
+            text = f"{lines} {json.dumps({**_as_object(schema), 'x-guidance': _json_options(compact=False)})}"
+        parts.append(text)
+    check_multiples(schemas, where)
+    return "".join([*parts, source[done:]])
+
+
+def _json_end(source: str, start: int) -> int:
+    """The end of the JSON text that begins at `start`, or of `source` if it is none."""
+    spaces = re.compile(r"[ \t\r\n]*").match(source, start)
+    try:
+        return json.JSONDecoder().raw_decode(source, spaces.end() if spaces else start)[1]
+    except (ValueError, RecursionError):
+        return len(source)
+
+
+def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    return {} if isinstance(schema, bool) else schema
+
+
+def _json_source(schema: dict[str, Any] | bool, spec: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    space = {"whitespace_flexible": False} if spec.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
-    options: Any = {"json_allowed_escapes": ESCAPES, **space}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    options: Any = _json_options(compact=spec.disable_any_whitespace)
+    return LLMatcher.grammar_from_json_schema(json.dumps(_as_object(schema)), overrides=options)
+
+
+def _json_options(compact: bool) -> dict[str, Any]:
+    space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
+    return {"json_allowed_escapes": ESCAPES, **space}
 
 
 def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
-    text = " ".join(message.partition("<non-verbose/>")[0].split())
+    own = re.split(r"\n *\d+ \| ", message.partition("<non-verbose/>")[0])[0]  # without lines of the source
+    text = " ".join(own.split())
     if any(words in text.lower() for words in _TOO_COMPLEX):
         return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
     if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):

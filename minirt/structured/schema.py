@@ -19,6 +19,9 @@ MAX_DEPTH = 64  # of nested subschemas
 # 100,000 takes some tenths of a second, 500,000 10 s, 10,000,000 4 minutes and 5 GB.
 MAX_REMAINDERS = 100_000
 
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1 << 53  # absolute values of bounds
+_INT64_MAX = (1 << 63) - 1
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # names to subschemas
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")  # one value may have to fit several schemas
@@ -107,7 +110,7 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
 
 
 def check_multiples(schema: Any, where: str) -> None:
-    """Check that the numbers of "multipleOf" are not too large together. `schema`: any JSON value.
+    """Check that the numbers of "multipleOf" are not too large together. `schema`: a schema, or a list of them.
 
     Raises:
         UnsupportedError: they are.
@@ -202,6 +205,8 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
         if not (draft_4 and keyword.startswith("exclusive")):
             _expect(isinstance(value, int | float) and not isinstance(value, bool), keyword, "a number", value, place)
             _expect(keyword != "multipleOf" or value > 0, keyword, "a number above 0", value, place)
+            if keyword != "multipleOf":
+                _check_size(keyword, value, schema.get("type"), place)
     types = schema.get("type", "null")
     for name in types if isinstance(types, list) else [types]:
         _expect(name in _TYPES, "type", f"one of {', '.join(_TYPES)}", types, place)
@@ -217,6 +222,15 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
         _expect(isinstance(schema[keyword], list), keyword, "a list of schemas", schema[keyword], place)
     for keyword in ("pattern", "format", "$ref", "$schema"):
         _expect(isinstance(schema.get(keyword, ""), str), keyword, "a text", schema.get(keyword), place)
+
+
+def _check_size(keyword: str, value: float, types: Any, place: str) -> None:
+    """Refuse a number that llguidance rounds, cannot compile, or crashes with."""
+    open_end = keyword == "maximum" and types == "integer" and value >= _INT64_MAX  # then it allows int64 numbers
+    if not (value == 0 or open_end or MIN_NUMBER <= abs(value) <= MAX_NUMBER):
+        what, hint = f'"{keyword}" is too large or too close to 0 to be enforced', "round it, or remove it"
+        expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
+        raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
 
 
 def _check_bounds(schema: Mapping[str, Any], place: str) -> None:
