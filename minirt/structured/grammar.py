@@ -60,7 +60,9 @@ class Grammar:
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
         try:
-            self._ready = [self.compile()]
+            matcher = self.compile()
+            tokenizer.probe(matcher, self._where)
+            self._ready = [matcher]
         except MinirtError as error:
             if spec.json is None:
                 raise
@@ -136,6 +138,20 @@ class GrammarTokenizer:
         if matcher.is_error():
             raise _compile_error(matcher.get_error(), where)
         return matcher
+
+
+    def probe(self, matcher: Any, where: str) -> None:
+        """Compute the mask after the first token, too, where the grammar allows one text only. Leaves the matcher as it is.
+
+        Raises:
+            InputError: that text is endless, or too long.
+        """
+        if tokens := matcher.compute_ff_tokens():
+            copy = matcher.deep_copy()
+            copy.consume_token(tokens[0])
+            copy.compute_bitmask()
+            if copy.is_error():
+                raise _compile_error(copy.get_error(), where)
 
 
 def without_special(serialized: str) -> str:
@@ -258,6 +274,9 @@ def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
     own = re.split(r"\n *\d+ \| ", message.partition("<non-verbose/>")[0])[0]  # without lines of the source
     text = " ".join(own.split())
+    if "ff_tokens" in text:
+        what, hint = "the grammar allows only one text, which is endless or too long", "let the text end, or choose between texts"
+        return InputError(what, where=where, found=shortened(text), hint=hint)
     if any(words in text.lower() for words in _TOO_COMPLEX):
         return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
     if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):

@@ -1,7 +1,7 @@
 """JSON schemas: parsing, and refusals that name the keyword and its place.
 
-llguidance refuses some keywords and ignores others, and it drops an optional property whose schema contradicts itself. Here
-everything that would not be enforced is refused first. Annotations, such as "title", change nothing.
+llguidance refuses some keywords and ignores others. Here everything that would not be enforced is refused first. Annotations,
+such as "title", change nothing. `minirt.structured.contradictions` finds schemas that no value fits.
 """
 
 import json
@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.structured.contradictions import TYPES, check_contradictions
 
 MAX_DEPTH = 64  # of nested subschemas
 # Remainders of all "multipleOf" together. llguidance's lexer has a state for each, which its own limits do not count: compiling
@@ -37,14 +39,8 @@ _ANNOTATIONS = {
     "contentMediaType", "contentEncoding",
 }  # fmt: skip
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_BOUNDS = (  # (lower, upper, whether they may be equal)
-    ("minLength", "maxLength", True), ("minItems", "maxItems", True), ("minProperties", "maxProperties", True),
-    ("minimum", "maximum", True), ("exclusiveMinimum", "maximum", False), ("minimum", "exclusiveMaximum", False),
-    ("exclusiveMinimum", "exclusiveMaximum", False),
-)  # fmt: skip
 # Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\(x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|x\{|u\{|c[A-Za-z]|[ave0])")
@@ -88,10 +84,11 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
 
     Raises:
         UnsupportedError: a keyword cannot be enforced.
-        InputError: bounds contradict each other, or a keyword has a malformed value.
+        InputError: a keyword has a malformed value, or the schema contradicts itself.
     """
     draft_4 = isinstance(schema, dict) and "draft-04" in str(schema.get("$schema"))
     todo: list[tuple[Any, str, int]] = [(schema, "", 0)]
+    checked = dict[int, tuple[dict[str, Any], str]]()
     while todo:
         own, pointer, depth = todo.pop()
         place = f"{where}{', ' + pointer if pointer else ''}"
@@ -104,9 +101,45 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
             raise InputError("not a JSON schema", where=place, expected=expected, found=shortened(json.dumps(own)))
         _check_values(own, place, draft_4)
         _check_keywords(own, place)
-        _check_bounds(own, place)
+        checked[id(own)] = own, place
         todo += ((value, f"{pointer}/{name}", depth + 1) for name, value in subschemas(own))
     check_multiples(schema, where)
+    check_contradictions(list(checked.values()), _references(schema, checked).get)
+
+
+def _references(root: Any, checked: Mapping[int, tuple[dict[str, Any], str]]) -> dict[str, Any]:
+    """All "$ref" and their schemas. What is not found is left to llguidance.
+
+    Raises:
+        UnsupportedError: one refers to what has not been checked, or may do so.
+    """
+    anchors = {f"#{own['$anchor']}": own for own, _ in checked.values() if "$anchor" in own}
+    targets = dict[str, Any]()
+    for own, place in checked.values():
+        if "$ref" not in own or own["$ref"] in targets:
+            continue
+        reference = own["$ref"]
+        found = targets[reference] = anchors[reference] if reference in anchors else _pointed(root, unquote(reference[1:]))
+        if isinstance(found, dict) and id(found) not in checked:
+            what, expected = '"$ref" to what is no schema is not supported', "the place of a schema, such as one in $defs"
+            raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(reference)))
+    for own, place in checked.values():
+        if targets and own is not root and ("$id" in own or "id" in own):
+            what, hint = 'an "$id" within a schema that has "$ref" is not supported', "remove it; it changes what $ref refers to"
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(own.get("$id", own.get("id")))), hint=hint)
+    return targets
+
+
+def _pointed(root: Any, pointer: str) -> Any:
+    """What a JSON pointer leads to; None: nothing."""
+    own = root
+    for name in pointer.split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(own, list):
+            own = own[int(key)] if key.isdecimal() and int(key) < len(own) else None
+        else:
+            own = own.get(key) if isinstance(own, dict) else None
+    return own if pointer[:1] in ("", "/") else None
 
 
 def check_multiples(schema: Any, where: str) -> None:
@@ -209,7 +242,7 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
                 _check_size(keyword, value, schema.get("type"), place)
     types = schema.get("type", "null")
     for name in types if isinstance(types, list) else [types]:
-        _expect(name in _TYPES, "type", f"one of {', '.join(_TYPES)}", types, place)
+        _expect(name in TYPES, "type", f"one of {', '.join(TYPES)}", types, place)
     if "enum" in schema:
         _expect(isinstance(schema["enum"], list) and schema["enum"], "enum", "a list that is not empty", schema["enum"], place)
     if "required" in schema:
@@ -227,33 +260,10 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
 def _check_size(keyword: str, value: float, types: Any, place: str) -> None:
     """Refuse a number that llguidance rounds, cannot compile, or crashes with."""
     open_end = keyword == "maximum" and types == "integer" and value >= _INT64_MAX  # then it allows int64 numbers
-    if not (value == 0 or open_end or MIN_NUMBER <= abs(value) <= MAX_NUMBER):
+    if not math.isfinite(value) or not (value == 0 or open_end or MIN_NUMBER <= abs(value) <= MAX_NUMBER):
         what, hint = f'"{keyword}" is too large or too close to 0 to be enforced', "round it, or remove it"
         expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
         raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
-
-
-def _check_bounds(schema: Mapping[str, Any], place: str) -> None:
-    def numeric(keyword: str) -> bool:
-        return keyword in schema and not isinstance(schema[keyword], bool)
-
-    for low, high, may_be_equal in _BOUNDS:
-        if numeric(low) and numeric(high):
-            least, most = schema[low], schema[high]
-            if least > most or (least == most and not may_be_equal):
-                sign = "at most" if may_be_equal else "below"
-                raise _contradiction(place, f"{low} {sign} {high}", f"{low} {least} and {high} {most}")
-    if numeric("maxProperties") and len(schema.get("required", ())) > schema["maxProperties"]:
-        found = f"{len(schema['required'])} required properties and maxProperties {schema['maxProperties']}"
-        raise _contradiction(place, "at most maxProperties required properties", found)
-    for name in schema.get("required", ()):
-        known = schema.get("properties", {}).get(name, True if "patternProperties" in schema else None)
-        if known is False or (known is None and schema.get("additionalProperties") is False):
-            raise _contradiction(place, "required properties that are allowed", f"{json.dumps(name)}, which is not")
-
-
-def _contradiction(place: str, expected: str, found: str) -> InputError:
-    return InputError("the schema contradicts itself", where=place, expected=expected, found=shortened(found))
 
 
 def _expect(fits: object, keyword: str, expected: str, found: object, place: str) -> None:

@@ -155,6 +155,22 @@ def test_ids_that_the_tokenizer_lacks_are_never_allowed(lark):
     assert not choice[TOKENIZER.vocab_size :].any()
 
 
+@pytest.mark.parametrize("spec", [{"regex": "a{2000}b*"}, {"grammar": "start: <|endoftext|> /b+/"}, {"json": {"const": "a"}}])
+def test_looking_ahead_changes_no_mask(spec):
+    """A grammar with only one beginning is tried by one token when it is checked. The first matcher is the one that was used."""
+    own = constraints()
+    grammar_of = compiled(own, **spec)
+    tried, fresh = (grammar_of.start((1,), 0) for _ in range(2))
+    for _ in range(20):
+        choice = allowed(own, fresh)
+        assert torch.equal(allowed(own, tried), choice)
+        token = int(choice.nonzero()[-1])
+        if token == 1:
+            break
+        for each in (tried, fresh):
+            each.accept([token])
+
+
 def test_a_grammar_may_name_special_tokens():
     choice = allowed(OWN, compiled(OWN, grammar="start: <|endoftext|>").start((1,), 0))
     assert choice.nonzero().flatten().tolist() == [0]
@@ -266,6 +282,10 @@ def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
         ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found 2\(5\)"),
         ({"grammar": "start: <|nope|>"}, InputError, "unknown special token"),
         ({"grammar": "start: <[9999]>"}, InputError, "9999"),
+        ({"grammar": 'start: "a" x\nx: "b" start'}, InputError, r"\.grammar: the grammar allows only one text, which is endless"),
+        ({"grammar": "start: <|endoftext|> start"}, InputError, "only one text, which .* too long; .*let the text end"),
+        ({"json": {"type": "array", "items": {"type": "null"}, "minItems": 10**5}, "disable_any_whitespace": True},
+         InputError, r"\.json: the grammar allows only one text, which is .* too long"),
         ({"grammar": 'start: %json {"not": {}}'}, UnsupportedError, r'grammar, %json at line 1: .* found "not"'),
         ({"json": {"$ref": "#"}}, InputError, "no text fits"),
         ({"json": {"$ref": "#/$defs/x"}}, InputError, r"structured_outputs\.json: .*x"),
