@@ -7,11 +7,13 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from secrets import token_hex
 from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.structured.params import StructuredOutputsParams
+from minirt.structured.reasoning import ReasoningEnd
 from minirt.structured.schema import check_multiples, check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
@@ -44,7 +46,7 @@ class Grammar:
     Attributes:
         tokens_named: whether the grammar may name token ids, so that masks may have ids that the tokenizer lacks.
         end_ids: the tokens that masks allow where the text may end.
-        marker: the end of the reasoning block, after which the grammar begins.
+        reasoning_end: the end of the reasoning block, after which the grammar begins.
     """
 
     def __init__(self, spec: StructuredOutputsParams, tokenizer: "GrammarTokenizer") -> None:
@@ -55,7 +57,8 @@ class Grammar:
                 supported.
         """
         self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
-        self.marker = None if spec.reasoning_end is None else spec.reasoning_end.encode()
+        end = spec.reasoning_end
+        self.reasoning_end = None if end is None else ReasoningEnd(end, tokenizer.texts, -(-tokenizer.vocab // 32))
         self._where = f"structured_outputs.{spec.kind}"
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
@@ -92,6 +95,12 @@ class GrammarTokenizer:
     Args:
         vocab: columns of the logits; those above the tokenizer's ids are never allowed.
         end_ids: the model's end-of-sequence tokens.
+
+    Attributes:
+        known_ids: the ids of the tokenizer.
+        end_ids: those of `end_ids` that it knows.
+        text_ends: those of them that are ordinary text for llguidance.
+
     Raises:
         UnsupportedError: llguidance is not installed, or cannot use this tokenizer with this model.
     """
@@ -102,7 +111,7 @@ class GrammarTokenizer:
         except ImportError as error:
             what, hint = "structured output needs llguidance, which is not installed", "pip install 'minirt[structured]'"
             raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
-        self._library = llguidance
+        self._library, self.vocab = llguidance, vocab
         self.known_ids = tokenizer.ids()
         self.end_ids = tuple(token for token in end_ids if token in self.known_ids)
         if not self.end_ids:
@@ -115,6 +124,7 @@ class GrammarTokenizer:
             lambda: llguidance.LLTokenizer(without_special(tokenizer.serialized()), n_vocab=vocab, eos_token=list(self.end_ids)),
             "the tokenizer cannot be used for structured output", error=UnsupportedError,
         )
+        self.text_ends = frozenset(token for token in self.end_ids if not self._tokenizer.is_special_token(token))
         for name in sorted(tokenizer.special_tokens):
             if any(map(self._tokenizer.is_special_token, self._tokenizer.tokenize_str(name))):  # see `without_special`
                 what, hint = "this version of llguidance takes the text of a special token for the token", "install 1.9"
@@ -128,6 +138,11 @@ class GrammarTokenizer:
 
     def text(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token])
+
+    @cached_property
+    def texts(self) -> list[tuple[bytes, int]]:
+        """The texts of all tokens with their ids, sorted."""
+        return sorted((self.text(token), token) for token in self.known_ids)
 
     def compile(self, source: str, where: str) -> Any:
         """A matcher in its initial state, with the mask of the first token computed."""

@@ -138,6 +138,18 @@ def test_several_ends():
     assert allowed(own, beyond).nonzero().flatten().tolist() == [EOS, 7], "an end that the tokenizer lacks"
 
 
+def test_an_end_that_is_ordinary_text():
+    """One of the model's is allowed only where the text may end. One of the request's that fits ends the text anywhere."""
+    (letter,) = ids("q")
+    for own, ends in ((constraints((EOS, letter)), (EOS, letter)), (constraints((letter,)), (letter,))):
+        constraint = compiled(own, regex="[a-z]{3}").start(ends, 0)
+        for text in ("a", "bc"):
+            assert not allowed(own, constraint)[letter]
+            constraint.accept(ids(text))
+        assert allowed(own, constraint).nonzero().flatten().tolist() == list(ends)
+    assert allowed(OWN, compiled(OWN, regex="[a-z]{3}").start((EOS, letter), 0))[letter]
+
+
 def test_min_tokens():
     constraint = compiled(OWN, regex="[xyz]{1,5}").start((EOS, 9), 3)
     for _ in range(2):
@@ -250,16 +262,22 @@ def test_a_library_that_takes_a_text_for_a_special_token_is_refused(monkeypatch)
         compiled(constraints(), regex="a")
 
 
-MARKERS = [(".", "I think", "."), ("</think>", "</thi", "nk>"), ("ab", "aa", "b"), ("é!", "é", "!")]
+MARKERS = [
+    (".", "I think", "."), ("</think>", "</thi", "nk>"), ("ab", "aa", "b"), ("é!", "é", "!"), ("n an", "n a", "n"),
+    ("th", "t", "h"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("marker", "before", "final"), MARKERS)
 def test_the_grammar_begins_after_the_reasoning_block(marker, before, final):
-    constraint = compiled(OWN, regex="[0-9]+", reasoning_end=marker).start((EOS, 8), 0)
+    constraint, end = compiled(OWN, regex="[0-9]+", reasoning_end=marker).start((EOS, 8), 0), marker.encode()
+    texts = {token: TOKENIZER.token_bytes(token) for token in range(TOKENIZER.vocab_size)}
     for text in ("", before):
         choice = after(constraint, text) if text else allowed(OWN, constraint)
-        expected = [t for t in range(TOKENIZER.vocab_size) if t not in (EOS, 8)]
-        assert choice.nonzero().flatten().tolist() == expected, "free, but no end, and no id that the tokenizer lacks"
+        expected = [t for t, own in texts.items() if t not in (EOS, 8) and not (text.encode() + own).partition(end)[2]]
+        why = "free, but no end, no id that the tokenizer lacks, and no text after the end of the block in its token"
+        assert choice.nonzero().flatten().tolist() == expected, why
+    assert len(expected) < len(texts) - 2 or marker == "</think>", "some tokens go beyond the end"
     choice = after(constraint, final)
     assert {TOKENIZER.decode([t]) for t in choice.nonzero().flatten().tolist()} <= {str(i) for i in range(10**5)}
     assert not choice[[EOS, 8]].any()
