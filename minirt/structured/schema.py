@@ -87,10 +87,10 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
         InputError: a keyword has a malformed value, or the schema contradicts itself.
     """
     draft_4 = isinstance(schema, dict) and "draft-04" in str(schema.get("$schema"))
-    todo: list[tuple[Any, str, int]] = [(schema, "", 0)]
+    todo: list[tuple[Any, str, int, bool]] = [(schema, "", 0, False)]
     checked = dict[int, tuple[dict[str, Any], str]]()
     while todo:
-        own, pointer, depth = todo.pop()
+        own, pointer, depth, renamed = todo.pop()
         place = f"{where}{', ' + pointer if pointer else ''}"
         if depth > MAX_DEPTH:
             raise InputError("the schema is nested too deeply", where=place, expected=f"at most {MAX_DEPTH} levels")
@@ -102,31 +102,38 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
         _check_values(own, place, draft_4)
         _check_keywords(own, place)
         checked[id(own)] = own, place
-        todo += ((value, f"{pointer}/{name}", depth + 1) for name, value in subschemas(own))
+        renamed |= own is not schema and any(not str(own[name]).startswith("#") for name in ("$id", "id") if name in own)
+        if renamed and "$ref" in own:
+            what, hint = '"$ref" below an "$id" within the schema is not supported', 'remove "$id": it changes what "$ref" is'
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(own["$ref"])), hint=hint)
+        todo += ((value, f"{pointer}/{name}", depth + 1, renamed) for name, value in subschemas(own))
     check_multiples(schema, where)
     check_contradictions(list(checked.values()), _references(schema, checked).get)
 
 
 def _references(root: Any, checked: Mapping[int, tuple[dict[str, Any], str]]) -> dict[str, Any]:
-    """All "$ref" and their schemas. What is not found is left to llguidance.
+    """All "$ref" and their schemas.
 
     Raises:
-        UnsupportedError: one refers to what has not been checked, or may do so.
+        UnsupportedError: one refers to what has not been checked.
+        InputError: one refers to nothing.
     """
-    anchors = {f"#{own['$anchor']}": own for own, _ in checked.values() if "$anchor" in own}
+    names = [(own, own[keyword]) for own, _ in checked.values() for keyword in ("$id", "id") if keyword in own]  # before 2019-09
+    names += [(own, f"#{own['$anchor']}") for own, _ in checked.values() if "$anchor" in own]
+    anchors = {name: own for own, name in names if isinstance(name, str)}
     targets = dict[str, Any]()
     for own, place in checked.values():
         if "$ref" not in own or own["$ref"] in targets:
             continue
         reference = own["$ref"]
         found = targets[reference] = anchors[reference] if reference in anchors else _pointed(root, unquote(reference[1:]))
-        if isinstance(found, dict) and id(found) not in checked:
+        shown = shortened(json.dumps(reference))
+        if found is None:
+            expected = "the place of a schema, such as #/$defs/NAME"
+            raise InputError('"$ref" refers to nothing', where=place, expected=expected, found=shown)
+        if not isinstance(found, bool) and id(found) not in checked:
             what, expected = '"$ref" to what is no schema is not supported', "the place of a schema, such as one in $defs"
-            raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(reference)))
-    for own, place in checked.values():
-        if targets and own is not root and ("$id" in own or "id" in own):
-            what, hint = 'an "$id" within a schema that has "$ref" is not supported', "remove it; it changes what $ref refers to"
-            raise UnsupportedError(what, where=place, found=shortened(json.dumps(own.get("$id", own.get("id")))), hint=hint)
+            raise UnsupportedError(what, where=place, expected=expected, found=shown)
     return targets
 
 
