@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError, MinirtError, shortened
-from minirt.structured.grammar import Grammar, GrammarTokenizer
+from minirt.structured.grammar import FORCED_TOO_LONG, Grammar, GrammarTokenizer
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import bits
 from minirt.text.tokenizer import Tokenizer
@@ -85,8 +85,10 @@ class Constraint:
     def error(self) -> InputError:
         """Why there is no mask."""
         found = shortened(self.matcher.get_error().partition("<")[0].strip())
-        where, hint = f"generated token {self._count}", "simplify the grammar"
-        return InputError("the grammar cannot go on", where=where, found=found, hint=hint)
+        where, what, hint = f"generated token {self._count}", "the grammar cannot go on", "simplify the grammar"
+        if FORCED_TOO_LONG in found:
+            what, hint = f"{what}: it allows only one text from here, which is endless or too long", "let the text end"
+        return InputError(what, where=where, found=found, hint=hint)
 
 
 class Constraints:

@@ -34,6 +34,7 @@ _LARK = re.compile(
     r'''"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
 )
 _NEVER = -1e9  # the score of a piece that no text is tokenized to
+FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
 _MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
 
 
@@ -289,7 +290,7 @@ def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
     own = re.split(r"\n *\d+ \| ", message.partition("<non-verbose/>")[0])[0]  # without lines of the source
     text = " ".join(own.split())
-    if "ff_tokens" in text:
+    if FORCED_TOO_LONG in text:
         what, hint = "the grammar allows only one text, which is endless or too long", "let the text end, or choose between texts"
         return InputError(what, where=where, found=shortened(text), hint=hint)
     if any(words in text.lower() for words in _TOO_COMPLEX):

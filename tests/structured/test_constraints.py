@@ -336,6 +336,15 @@ def test_a_grammar_that_grows_too_large_while_it_runs(monkeypatch):
         allowed(own, constraint)
 
 
+def test_a_grammar_whose_only_text_has_no_end_from_some_token_on():
+    constraint = compiled(OWN, grammar='start: /[0-9]/ x\nx: "a" x').start((EOS,), 0)
+    constraint.accept(ids("7"))
+    allowed(OWN, constraint)
+    constraint.accept(ids("a"))
+    with pytest.raises(InputError, match=r"^generated token 2: the grammar cannot go on: it allows only one text .*let the"):
+        allowed(OWN, constraint)
+
+
 def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):
     monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 300)
     own = constraints()
