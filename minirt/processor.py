@@ -36,6 +36,7 @@ class TokenArray(Protocol):
 Prompt = str | Sequence[int] | TokenArray
 AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)  # a list[str] is no list[Prompt], since it cannot take token ids
 Messages = Sequence[dict[str, str]]
+_MAX_SPACES = 64  # tokens of white space after a reasoning block that are looked at
 
 
 class Backend(Protocol):
@@ -105,6 +106,7 @@ class Processor:
         """See `Generator.check`."""
         sampling = self.effective_sampling(params)
         tokens = self._encode(token_ids, sampling)
+        sampling = self._after_reasoning(tokens, sampling)
         self._backend.check(Request(-1, tokens, sampling, self._eos_token_ids, bad_words=self._bad_words(sampling)))
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
@@ -123,6 +125,7 @@ class Processor:
             with inside(f"prompts[{i}]" if len(prompts) > 1 else None):
                 sampling = self.effective_sampling(own)
                 tokens = self._encode(prompt, sampling)
+                sampling = self._after_reasoning(tokens, sampling)
                 count = 1 if own is None else own.n
                 if id(own) not in bad_words:
                     bad_words[id(own)] = self._bad_words(sampling)
@@ -175,6 +178,19 @@ class Processor:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
         tokens, kept = self.encode(prompt, self.limit(sampling)), sampling.truncate_prompt_tokens
         return tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
+
+    def _after_reasoning(self, tokens: list[int], sampling: EffectiveSampling) -> EffectiveSampling:
+        """`sampling`, without `reasoning_end` if the prompt ends with it and white space: its grammar begins at once."""
+        spec = sampling.structured_outputs
+        if spec is None or spec.reasoning_end is None or self._tokenizer is None:
+            return sampling
+        last = tokens[-4 * len(spec.reasoning_end) - _MAX_SPACES :]  # a token has at least a byte
+        try:
+            text = self._tokenizer.decode(last, skip_special_tokens=False)
+        except InputError:  # no token ids, which the backend's check names
+            return sampling
+        _, found, rest = text.rpartition(spec.reasoning_end)
+        return replace(sampling, structured_outputs=replace(spec, reasoning_end=None)) if found and not rest.strip() else sampling
 
     def _bad_words(self, sampling: EffectiveSampling) -> tuple[tuple[int, ...], ...]:
         """The bad words in token ids.

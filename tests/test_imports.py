@@ -12,7 +12,7 @@ from support.package import ROOT
 # tiers: a step's input and the KV cache are below the layers that read them, the engine is above.
 TIERS = [
     ["minirt.errors", "minirt.files", "minirt.gpus", "minirt.progress", "minirt.sizes", "minirt.threads",
-     "minirt.structured", "minirt.structured.schema", "minirt.structured.params"],
+     "minirt.structured", "minirt.structured.contradictions", "minirt.structured.schema", "minirt.structured.params"],
     ["minirt.device", "minirt.sampling_params", "minirt.kernels", "minirt.kernels.*"],
     ["minirt.modeling.config", "minirt.modeling.formats", "minirt.modeling.patterns", "minirt.modeling.quantization_config"],
     ["minirt.text.*", "minirt.modeling.parameters", "minirt.modeling.rope", "minirt.loading.hub"],

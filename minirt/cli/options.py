@@ -299,7 +299,9 @@ def _flag(error: MinirtError) -> str:
 
 
 def _flag_of(field: str) -> str:
-    return "--json-schema" if field == "json" else "--" + field.replace("_", "-")
+    """The option that changes the field's default."""
+    names = {"json": "json-schema", "skip_special_tokens": "no-skip-special-tokens", "detokenize": "no-detokenize"}
+    return "--" + names.get(field, field.replace("_", "-"))
 
 
 @contextmanager

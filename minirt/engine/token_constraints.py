@@ -37,7 +37,8 @@ class TokenConstraints(Protocol):
         """A future `TokenConstraint` for a new sequence. Does not wait.
 
         Args:
-            ends: the tokens that end the request. They are allowed where the constraint is complete, and only there.
+            ends: the tokens that end the request. They are allowed where the constraint is complete. Elsewhere, those are
+                allowed that the constraint allows as part of the text; they end the request there, too.
             min_tokens: before so many tokens, none of these is allowed, unless no other is.
         """
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError, MinirtError, shortened
-from minirt.structured.grammar import Grammar, GrammarTokenizer
+from minirt.structured.grammar import FORCED_TOO_LONG, Grammar, GrammarTokenizer
 from minirt.structured.params import StructuredOutputsParams
+from minirt.structured.reasoning import bits
 from minirt.text.tokenizer import Tokenizer
 from minirt.threads import usable_cpus
 
@@ -31,8 +32,11 @@ class Constraint:
 
     def __init__(self, tools: "_Tools", grammar: Grammar, matcher: Any, ends: frozenset[int], min_tokens: int) -> None:
         self._tools, self.matcher, self.ends, self._min_tokens = tools, matcher, ends, min_tokens
-        self._unlike = grammar.tokens_named or ends != grammar.end_ids  # whether all masks of llguidance need a change
-        self._marker, self._tail = grammar.marker, b""
+        # Whether all masks of llguidance need a change.
+        self._unlike = grammar.tokens_named or ends != grammar.end_ids or bool(tools.tokenizer.text_ends)
+        self._reasoning_end, self._tail = grammar.reasoning_end, b""
+        if self._reasoning_end is not None:
+            self._before = tools.known & ~self.end_bits & self._reasoning_end.within
         self._count = 0  # of accepted tokens
 
     @cached_property
@@ -44,18 +48,24 @@ class Constraint:
         """The next tokens of the sequence. Those up to the end of the reasoning block are no part of the grammar."""
         self._count += len(tokens)
         for token in tokens:
-            if self._marker is None:
+            if self._reasoning_end is None:
                 self.matcher.consume_token(token)  # if it fails, the next mask does, too
             else:
                 text = self._tail + self._tools.tokenizer.text(token)
-                self._tail = text[max(0, len(text) - len(self._marker) + 1) :]  # it may hold the marker's beginning
-                if self._marker in text:
-                    self._marker = None
+                self._tail = self._reasoning_end.tail(text)
+                if self._reasoning_end.ends(text):
+                    self._reasoning_end = None
 
     @property
     def reasons(self) -> bool:
         """Whether the grammar has not begun."""
-        return self._marker is not None
+        return self._reasoning_end is not None
+
+    def reason(self, mask: Tensor) -> None:
+        """Write the mask of a token before the grammar begins: all tokens but ends, and those that go beyond the block's end."""
+        mask.copy_(self._before)
+        if self._reasoning_end is not None:
+            self._reasoning_end.restrict(mask, self._tail)
 
     @property
     def adjusts(self) -> bool:
@@ -63,18 +73,22 @@ class Constraint:
         return self._unlike or self._count < self._min_tokens
 
     def adjust(self, mask: Tensor) -> None:
-        """Unknown ids out; where the text may end, all of its ends in; ends out before `min_tokens`."""
+        """Unknown ids out; where the text may end, its ends in, elsewhere the model's out; ends out before `min_tokens`."""
         mask &= self._tools.known
         if self.matcher.is_accepting():
             mask |= self.end_bits
+        elif self._tools.tokenizer.text_ends:
+            mask &= self._tools.no_text_ends
         if self._count < self._min_tokens and bool((mask & ~self.end_bits).any()):
             mask &= ~self.end_bits
 
     def error(self) -> InputError:
         """Why there is no mask."""
         found = shortened(self.matcher.get_error().partition("<")[0].strip())
-        where, hint = f"generated token {self._count}", "simplify the grammar"
-        return InputError("the grammar cannot go on", where=where, found=found, hint=hint)
+        where, what, hint = f"generated token {self._count}", "the grammar cannot go on", "simplify the grammar"
+        if FORCED_TOO_LONG in found:
+            what, hint = f"{what}: it allows only one text from here, which is endless or too long", "let the text end"
+        return InputError(what, where=where, found=found, hint=hint)
 
 
 class Constraints:
@@ -160,7 +174,7 @@ class Constraints:
         if len(free) + len(bound) < len(constraints):
             for row, own in enumerate(constraints):
                 if own is not None and own.reasons:
-                    torch.bitwise_and(tools.known, ~own.end_bits, out=masks[row])
+                    own.reason(masks[row])
         if bound:
             rows = [(own.matcher, row) for row, own in bound]
             tools.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), 4 * masks.shape[1], len(masks))  # releases the GIL
@@ -180,10 +194,8 @@ class _Tools:
         self.tokenizer, self._words = GrammarTokenizer(tokenizer, vocab, end_ids), -(-vocab // 32)
         self.executor = self.tokenizer.executor(min(_MASKERS, usable_cpus()))
         self.known = self.bits(self.tokenizer.known_ids)
+        self.no_text_ends = ~self.bits(self.tokenizer.text_ends)
 
     def bits(self, tokens: frozenset[int]) -> Tensor:
         """A row of a mask in which these tokens are allowed."""
-        bits = bytearray(4 * self._words)
-        for token in tokens:
-            bits[token >> 3] |= 1 << (token & 7)
-        return torch.frombuffer(bits, dtype=torch.int32)
+        return bits(tokens, self._words)

@@ -6,12 +6,14 @@ derivatives, which it builds while it is used. Its limits bound the work of comp
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.structured.params import StructuredOutputsParams
+from minirt.structured.reasoning import ReasoningEnd
 from minirt.structured.schema import check_multiples, check_schema, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
@@ -27,6 +29,12 @@ MAX_LEXER_STATES = 50_000
 _TOO_COMPLEX = (
     "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
 )  # fmt: skip
+# Lexemes of llguidance's Lark: a string, a regular expression, a comment, a special token, and the keywords that JSON follows.
+_LARK = re.compile(
+    r'''"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
+)
+_NEVER = -1e9  # the score of a piece that no text is tokenized to
+FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
 _MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
 
 
@@ -39,7 +47,7 @@ class Grammar:
     Attributes:
         tokens_named: whether the grammar may name token ids, so that masks may have ids that the tokenizer lacks.
         end_ids: the tokens that masks allow where the text may end.
-        marker: the end of the reasoning block, after which the grammar begins.
+        reasoning_end: the end of the reasoning block, after which the grammar begins.
     """
 
     def __init__(self, spec: StructuredOutputsParams, tokenizer: "GrammarTokenizer") -> None:
@@ -50,12 +58,15 @@ class Grammar:
                 supported.
         """
         self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
-        self.marker = None if spec.reasoning_end is None else spec.reasoning_end.encode()
+        end = spec.reasoning_end
+        self.reasoning_end = None if end is None else ReasoningEnd(end, tokenizer.texts, -(-tokenizer.vocab // 32))
         self._where = f"structured_outputs.{spec.kind}"
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
         try:
-            self._ready = [self.compile()]
+            matcher = self.compile()
+            tokenizer.probe(matcher, self._where)
+            self._ready = [matcher]
         except MinirtError as error:
             if spec.json is None:
                 raise
@@ -85,6 +96,12 @@ class GrammarTokenizer:
     Args:
         vocab: columns of the logits; those above the tokenizer's ids are never allowed.
         end_ids: the model's end-of-sequence tokens.
+
+    Attributes:
+        known_ids: the ids of the tokenizer.
+        end_ids: those of `end_ids` that it knows.
+        text_ends: those of them that are ordinary text for llguidance.
+
     Raises:
         UnsupportedError: llguidance is not installed, or cannot use this tokenizer with this model.
     """
@@ -95,7 +112,7 @@ class GrammarTokenizer:
         except ImportError as error:
             what, hint = "structured output needs llguidance, which is not installed", "pip install 'minirt[structured]'"
             raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
-        self._library = llguidance
+        self._library, self.vocab = llguidance, vocab
         self.known_ids = tokenizer.ids()
         self.end_ids = tuple(token for token in end_ids if token in self.known_ids)
         if not self.end_ids:
@@ -105,9 +122,14 @@ class GrammarTokenizer:
             what, expected = "the tokenizer has ids that the model has no logits for", f"ids below {vocab}"
             raise UnsupportedError(what, where="structured_outputs", expected=expected, found=max(self.known_ids))
         self._tokenizer = _call(
-            lambda: llguidance.LLTokenizer(tokenizer.serialized(), n_vocab=vocab, eos_token=list(self.end_ids)),
+            lambda: llguidance.LLTokenizer(without_special(tokenizer.serialized()), n_vocab=vocab, eos_token=list(self.end_ids)),
             "the tokenizer cannot be used for structured output", error=UnsupportedError,
         )
+        self.text_ends = frozenset(token for token in self.end_ids if not self._tokenizer.is_special_token(token))
+        for name in sorted(tokenizer.special_tokens):
+            if any(map(self._tokenizer.is_special_token, self._tokenizer.tokenize_str(name))):  # see `without_special`
+                what, hint = "this version of llguidance takes the text of a special token for the token", "install 1.9"
+                raise UnsupportedError(what, where="structured_outputs", found=shortened(name), hint=hint)
         # Errors without the state of the parser, which is long.
         self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
@@ -118,6 +140,11 @@ class GrammarTokenizer:
     def text(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token])
 
+    @cached_property
+    def texts(self) -> list[tuple[bytes, int]]:
+        """The texts of all tokens with their ids, sorted."""
+        return sorted((self.text(token), token) for token in self.known_ids)
+
     def compile(self, source: str, where: str) -> Any:
         """A matcher in its initial state, with the mask of the first token computed."""
         options = {"log_level": 0, "limits": self._limits}
@@ -127,6 +154,53 @@ class GrammarTokenizer:
         if matcher.is_error():
             raise _compile_error(matcher.get_error(), where)
         return matcher
+
+
+    def probe(self, matcher: Any, where: str) -> None:
+        """Compute the mask after the first token, too, where the grammar allows one text only. Leaves the matcher as it is.
+
+        Raises:
+            InputError: that text is endless, or too long.
+        """
+        if tokens := matcher.compute_ff_tokens():
+            copy = matcher.deep_copy()
+            copy.consume_token(tokens[0])
+            copy.compute_bitmask()
+            if copy.is_error():
+                raise _compile_error(copy.get_error(), where)
+
+
+def without_special(serialized: str) -> str:
+    """A tokenizer.json for llguidance, with which the text of a special token, such as "<|endoftext|>", is ordinary text.
+
+    Where a grammar allows only one text, llguidance tokenizes that text, and allows only the first token. It must stand for the
+    text's bytes. So no special token may match in a text, and no normalizer may change the text. Lark grammars refer to special
+    tokens by their names, which therefore stay. With "normalized", texts are searched for the normalized name. The normalizer
+    puts a prefix in front of it, and llguidance removes this kind of normalizer once the tokenizer is loaded.
+    """
+    content = json.loads(serialized)
+    special = set()
+    for token in content["added_tokens"]:
+        name = token["content"]
+        token["normalized"] = token["special"] or (name.startswith("<") and name.endswith(">"))  # special for llguidance
+        special |= {name} if token["normalized"] else set()
+    if content["model"]["type"] == "Unigram":  # names may be pieces of text
+        content["model"]["vocab"] = [(piece, _NEVER if piece in special else score) for piece, score in content["model"]["vocab"]]
+    kept = [step for step in _normalizers(content["normalizer"]) if _keeps_bytes(step)]
+    prefix = {"type": "Prepend", "prepend": token_hex(16)}  # in no text
+    content["normalizer"] = {"type": "Sequence", "normalizers": [prefix, *kept]}
+    return json.dumps(content)
+
+
+def _normalizers(part: Any) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return [step for inner in part["normalizers"] for step in _normalizers(inner)] if part["type"] == "Sequence" else [part]
+
+
+def _keeps_bytes(step: Mapping[str, Any]) -> bool:
+    """Whether a normalizer only spells the text in the letters of the vocabulary."""
+    return step["type"] == "ByteLevel" or (step["type"] == "Replace" and step["pattern"] == {"String": " "})
 
 
 def _place(schema: Any, spec: StructuredOutputsParams, error: MinirtError, tokenizer: GrammarTokenizer) -> str:
@@ -156,31 +230,69 @@ def _checked_source(spec: StructuredOutputsParams, where: str) -> str:
     if spec.json is not None:
         schema = parse_schema(str(spec.json), where)
         check_schema(schema, where)
-        return _json_source({} if isinstance(schema, bool) else schema, spec)
+        return _json_source(schema, spec)
     if spec.json_object:
         return _json_source({"type": "object"}, spec)
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.choice is not None:  # one terminal, so that all choices are matched at once
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in spec.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
-    for start in re.finditer(r"%json\s*", str(spec.grammar)):
-        with suppress(ValueError, RecursionError):  # it is no JSON, which llguidance says better, or "%json" is part of a text
-            check_multiples(json.JSONDecoder().raw_decode(str(spec.grammar), start.end())[0], where)
-    return LLMatcher.grammar_from_lark(str(spec.grammar))
+    return LLMatcher.grammar_from_lark(_checked_lark(str(spec.grammar), where))
 
 
-def _json_source(schema: dict[str, Any], spec: StructuredOutputsParams) -> str:
+def _checked_lark(source: str, where: str) -> str:
+    """A Lark grammar whose schemas after "%json" are checked, and have the options of `json`."""
+    parts, schemas, done = list[str](), list[Any](), 0
+    while (lexeme := _LARK.search(source, done)) is not None:
+        start = lexeme.end()
+        parts.append(source[done:start])
+        done = _json_end(source, start) if lexeme[0].startswith("%") else start
+        text = source[start:done]
+        if lexeme[0] == "%json":
+            place = f"{where}, %json at line {source.count(chr(10), 0, start) + 1}"
+            schema = parse_schema(text, place)
+            check_schema(schema, place)
+            schemas.append(schema)
+            lines = "\n" * text.count("\n")  # so that llguidance counts them as in `source`
+            text = f"{lines} {json.dumps({**_as_object(schema), 'x-guidance': _json_options(compact=False)})}"
+        parts.append(text)
+    check_multiples(schemas, where)
+    return "".join([*parts, source[done:]])
+
+
+def _json_end(source: str, start: int) -> int:
+    """The end of the JSON text that begins at `start`, or of `source` if it is none."""
+    spaces = re.compile(r"[ \t\r\n]*").match(source, start)
+    try:
+        return json.JSONDecoder().raw_decode(source, spaces.end() if spaces else start)[1]
+    except (ValueError, RecursionError):
+        return len(source)
+
+
+def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    return {} if isinstance(schema, bool) else schema
+
+
+def _json_source(schema: dict[str, Any] | bool, spec: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    space = {"whitespace_flexible": False} if spec.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
-    options: Any = {"json_allowed_escapes": ESCAPES, **space}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    options: Any = _json_options(compact=spec.disable_any_whitespace)
+    return LLMatcher.grammar_from_json_schema(json.dumps(_as_object(schema)), overrides=options)
+
+
+def _json_options(compact: bool) -> dict[str, Any]:
+    space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
+    return {"json_allowed_escapes": ESCAPES, **space}
 
 
 def _compile_error(message: str, where: str) -> InputError | UnsupportedError:
     """llguidance's message, as one line, in an error of minirt."""
-    text = " ".join(message.partition("<non-verbose/>")[0].split())
+    own = re.split(r"\n *\d+ \| ", message.partition("<non-verbose/>")[0])[0]  # without lines of the source
+    text = " ".join(own.split())
+    if FORCED_TOO_LONG in text:
+        what, hint = "the grammar allows only one text, which is endless or too long", "let the text end, or choose between texts"
+        return InputError(what, where=where, found=shortened(text), hint=hint)
     if any(words in text.lower() for words in _TOO_COMPLEX):
         return InputError("the grammar is too complex", where=where, found=shortened(text), hint="simplify it")
     if any(words in text.lower() for words in ("not support", "unimplemented", "only supported", "not disjoint")):

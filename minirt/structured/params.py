@@ -28,8 +28,8 @@ class StructuredOutputsParams:
         grammar: a text of a context-free grammar, in the Lark syntax of llguidance.
         json_object: any JSON object.
         disable_any_whitespace: no white space between JSON tokens. Else there may be a space, or a line break and an indentation.
-        reasoning_end: the text that ends a reasoning block, such as "</think>". The grammar begins with the token after it.
-            Until then tokens are free, but the text does not end.
+        reasoning_end: the text that ends a reasoning block, such as "</think>". The grammar begins right after it. Until then,
+            tokens are free, but the text does not end. If the prompt ends with it and white space, the grammar begins at once.
 
     Raises:
         InputError: a value has the wrong type or is too long, or there is not exactly one kind.

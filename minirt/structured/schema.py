@@ -1,7 +1,7 @@
 """JSON schemas: parsing, and refusals that name the keyword and its place.
 
-llguidance refuses some keywords and ignores others, and it drops an optional property whose schema contradicts itself. Here
-everything that would not be enforced is refused first. Annotations, such as "title", change nothing.
+llguidance refuses some keywords and ignores others. Here everything that would not be enforced is refused first. Annotations,
+such as "title", change nothing. `minirt.structured.contradictions` finds schemas that no value fits.
 """
 
 import json
@@ -11,13 +11,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
+from minirt.structured.contradictions import TYPES, check_contradictions
 
 MAX_DEPTH = 64  # of nested subschemas
 # Remainders of all "multipleOf" together. llguidance's lexer has a state for each, which its own limits do not count: compiling
 # 100,000 takes some tenths of a second, 500,000 10 s, 10,000,000 4 minutes and 5 GB.
 MAX_REMAINDERS = 100_000
+
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1 << 53  # absolute values of bounds
+_INT64_MAX = (1 << 63) - 1
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # names to subschemas
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -34,14 +39,8 @@ _ANNOTATIONS = {
     "contentMediaType", "contentEncoding",
 }  # fmt: skip
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_BOUNDS = (  # (lower, upper, whether they may be equal)
-    ("minLength", "maxLength", True), ("minItems", "maxItems", True), ("minProperties", "maxProperties", True),
-    ("minimum", "maximum", True), ("exclusiveMinimum", "maximum", False), ("minimum", "exclusiveMaximum", False),
-    ("exclusiveMinimum", "exclusiveMaximum", False),
-)  # fmt: skip
 # Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\(x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|x\{|u\{|c[A-Za-z]|[ave0])")
@@ -85,12 +84,13 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
 
     Raises:
         UnsupportedError: a keyword cannot be enforced.
-        InputError: bounds contradict each other, or a keyword has a malformed value.
+        InputError: a keyword has a malformed value, or the schema contradicts itself.
     """
     draft_4 = isinstance(schema, dict) and "draft-04" in str(schema.get("$schema"))
-    todo: list[tuple[Any, str, int]] = [(schema, "", 0)]
+    todo: list[tuple[Any, str, int, bool]] = [(schema, "", 0, False)]
+    checked = dict[int, tuple[dict[str, Any], str]]()
     while todo:
-        own, pointer, depth = todo.pop()
+        own, pointer, depth, renamed = todo.pop()
         place = f"{where}{', ' + pointer if pointer else ''}"
         if depth > MAX_DEPTH:
             raise InputError("the schema is nested too deeply", where=place, expected=f"at most {MAX_DEPTH} levels")
@@ -101,13 +101,56 @@ def check_schema(schema: dict[str, Any] | bool, where: str) -> None:
             raise InputError("not a JSON schema", where=place, expected=expected, found=shortened(json.dumps(own)))
         _check_values(own, place, draft_4)
         _check_keywords(own, place)
-        _check_bounds(own, place)
-        todo += ((value, f"{pointer}/{name}", depth + 1) for name, value in subschemas(own))
+        checked[id(own)] = own, place
+        renamed |= own is not schema and any(not str(own[name]).startswith("#") for name in ("$id", "id") if name in own)
+        if renamed and "$ref" in own:
+            what, hint = '"$ref" below an "$id" within the schema is not supported', 'remove "$id": it changes what "$ref" is'
+            raise UnsupportedError(what, where=place, found=shortened(json.dumps(own["$ref"])), hint=hint)
+        todo += ((value, f"{pointer}/{name}", depth + 1, renamed) for name, value in subschemas(own))
     check_multiples(schema, where)
+    check_contradictions(list(checked.values()), _references(schema, checked).get)
+
+
+def _references(root: Any, checked: Mapping[int, tuple[dict[str, Any], str]]) -> dict[str, Any]:
+    """All "$ref" and their schemas.
+
+    Raises:
+        UnsupportedError: one refers to what has not been checked.
+        InputError: one refers to nothing.
+    """
+    names = [(own, own[keyword]) for own, _ in checked.values() for keyword in ("$id", "id") if keyword in own]  # before 2019-09
+    names += [(own, f"#{own['$anchor']}") for own, _ in checked.values() if "$anchor" in own]
+    anchors = {name: own for own, name in names if isinstance(name, str)}
+    targets = dict[str, Any]()
+    for own, place in checked.values():
+        if "$ref" not in own or own["$ref"] in targets:
+            continue
+        reference = own["$ref"]
+        found = targets[reference] = anchors[reference] if reference in anchors else _pointed(root, unquote(reference[1:]))
+        shown = shortened(json.dumps(reference))
+        if found is None:
+            expected = "the place of a schema, such as #/$defs/NAME"
+            raise InputError('"$ref" refers to nothing', where=place, expected=expected, found=shown)
+        if not isinstance(found, bool) and id(found) not in checked:
+            what, expected = '"$ref" to what is no schema is not supported', "the place of a schema, such as one in $defs"
+            raise UnsupportedError(what, where=place, expected=expected, found=shown)
+    return targets
+
+
+def _pointed(root: Any, pointer: str) -> Any:
+    """What a JSON pointer leads to; None: nothing."""
+    own = root
+    for name in pointer.split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(own, list):
+            own = own[int(key)] if key.isdecimal() and int(key) < len(own) else None
+        else:
+            own = own.get(key) if isinstance(own, dict) else None
+    return own if pointer[:1] in ("", "/") else None
 
 
 def check_multiples(schema: Any, where: str) -> None:
-    """Check that the numbers of "multipleOf" are not too large together. `schema`: any JSON value.
+    """Check that the numbers of "multipleOf" are not too large together. `schema`: a schema, or a list of them.
 
     Raises:
         UnsupportedError: they are.
@@ -202,9 +245,11 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
         if not (draft_4 and keyword.startswith("exclusive")):
             _expect(isinstance(value, int | float) and not isinstance(value, bool), keyword, "a number", value, place)
             _expect(keyword != "multipleOf" or value > 0, keyword, "a number above 0", value, place)
+            if keyword != "multipleOf":
+                _check_size(keyword, value, schema.get("type"), place)
     types = schema.get("type", "null")
     for name in types if isinstance(types, list) else [types]:
-        _expect(name in _TYPES, "type", f"one of {', '.join(_TYPES)}", types, place)
+        _expect(name in TYPES, "type", f"one of {', '.join(TYPES)}", types, place)
     if "enum" in schema:
         _expect(isinstance(schema["enum"], list) and schema["enum"], "enum", "a list that is not empty", schema["enum"], place)
     if "required" in schema:
@@ -219,27 +264,13 @@ def _check_values(schema: Mapping[str, Any], place: str, draft_4: bool) -> None:
         _expect(isinstance(schema.get(keyword, ""), str), keyword, "a text", schema.get(keyword), place)
 
 
-def _check_bounds(schema: Mapping[str, Any], place: str) -> None:
-    def numeric(keyword: str) -> bool:
-        return keyword in schema and not isinstance(schema[keyword], bool)
-
-    for low, high, may_be_equal in _BOUNDS:
-        if numeric(low) and numeric(high):
-            least, most = schema[low], schema[high]
-            if least > most or (least == most and not may_be_equal):
-                sign = "at most" if may_be_equal else "below"
-                raise _contradiction(place, f"{low} {sign} {high}", f"{low} {least} and {high} {most}")
-    if numeric("maxProperties") and len(schema.get("required", ())) > schema["maxProperties"]:
-        found = f"{len(schema['required'])} required properties and maxProperties {schema['maxProperties']}"
-        raise _contradiction(place, "at most maxProperties required properties", found)
-    for name in schema.get("required", ()):
-        known = schema.get("properties", {}).get(name, True if "patternProperties" in schema else None)
-        if known is False or (known is None and schema.get("additionalProperties") is False):
-            raise _contradiction(place, "required properties that are allowed", f"{json.dumps(name)}, which is not")
-
-
-def _contradiction(place: str, expected: str, found: str) -> InputError:
-    return InputError("the schema contradicts itself", where=place, expected=expected, found=shortened(found))
+def _check_size(keyword: str, value: float, types: Any, place: str) -> None:
+    """Refuse a number that llguidance rounds, cannot compile, or crashes with."""
+    open_end = keyword == "maximum" and types == "integer" and value >= _INT64_MAX  # then it allows int64 numbers
+    if not math.isfinite(value) or not (value == 0 or open_end or MIN_NUMBER <= abs(value) <= MAX_NUMBER):
+        what, hint = f'"{keyword}" is too large or too close to 0 to be enforced', "round it, or remove it"
+        expected = f"0, or a number whose absolute value is from {MIN_NUMBER} to 2^53"
+        raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(value)), hint=hint)
 
 
 def _expect(fits: object, keyword: str, expected: str, found: object, place: str) -> None:

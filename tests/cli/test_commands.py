@@ -156,6 +156,7 @@ def test_options_that_make_no_sense_are_refused(run, folder):
     refused(run(*base, "--json", "--logprobs", 21), "--logprobs", "0 to 20", code=2)
     refused(run(*base, "--min-tokens", 5, "--max-tokens", 4), "--min-tokens", "above max_tokens", code=2)
     refused(run(*base, "--no-detokenize", "--stop", "x"), "--stop", "needs the text", code=2)
+    refused(run(*base, "--no-detokenize", "--no-skip-special-tokens"), "--no-skip-special-tokens: ", "about the text", code=2)
     refused(run(*base, "--logit-bias", "3"), "no token id and number", code=2)
     refused(run(*base, "--logit-bias", "3=1", "--logit-bias", "3=2"), "--logit-bias", "twice", code=2)
     refused(run(*base, "--logit-bias", "3=101"), "--logit-bias", "-100 to 100", code=2)

@@ -10,9 +10,13 @@ import sys
 import threading
 from contextlib import suppress
 
+import llguidance
 import pytest
+import tokenizers
 import torch
 from support.structured import EOS, TOKENIZER, VOCAB, allowed, compiled, constraints, draw, text_of
+from tokenizers import decoders, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import constraints as module
@@ -50,6 +54,7 @@ def test_a_regular_expression_matches_the_whole_text(regex):
 CHOICES = [
     ["a", "ab", "abc"], ["yes", "no"], ["x"], ["a b", "a  b", " a"], ["été", "ete", "日本", "日", "😀😀", "😀"],
     ['"', "\\", "\n", "/", "'"], ["(a)", "[b]", "a|b", ".*", "$x^", "%json", "<|endoftext|>"],
+    ["\x00", "\x1f", "\x7f", "a\x7fb", "\x85", "\u2028"],
 ]  # fmt: skip
 
 
@@ -133,6 +138,18 @@ def test_several_ends():
     assert allowed(own, beyond).nonzero().flatten().tolist() == [EOS, 7], "an end that the tokenizer lacks"
 
 
+def test_an_end_that_is_ordinary_text():
+    """One of the model's is allowed only where the text may end. One of the request's that fits ends the text anywhere."""
+    (letter,) = ids("q")
+    for own, ends in ((constraints((EOS, letter)), (EOS, letter)), (constraints((letter,)), (letter,))):
+        constraint = compiled(own, regex="[a-z]{3}").start(ends, 0)
+        for text in ("a", "bc"):
+            assert not allowed(own, constraint)[letter]
+            constraint.accept(ids(text))
+        assert allowed(own, constraint).nonzero().flatten().tolist() == list(ends)
+    assert allowed(OWN, compiled(OWN, regex="[a-z]{3}").start((EOS, letter), 0))[letter]
+
+
 def test_min_tokens():
     constraint = compiled(OWN, regex="[xyz]{1,5}").start((EOS, 9), 3)
     for _ in range(2):
@@ -150,21 +167,117 @@ def test_ids_that_the_tokenizer_lacks_are_never_allowed(lark):
     assert not choice[TOKENIZER.vocab_size :].any()
 
 
+@pytest.mark.parametrize("spec", [{"regex": "a{2000}b*"}, {"grammar": "start: <|endoftext|> /b+/"}, {"json": {"const": "a"}}])
+def test_looking_ahead_changes_no_mask(spec):
+    """A grammar with only one beginning is tried by one token when it is checked. The first matcher is the one that was used."""
+    own = constraints()
+    grammar_of = compiled(own, **spec)
+    tried, fresh = (grammar_of.start((1,), 0) for _ in range(2))
+    for _ in range(20):
+        choice = allowed(own, fresh)
+        assert torch.equal(allowed(own, tried), choice)
+        token = int(choice.nonzero()[-1])
+        if token == 1:
+            break
+        for each in (tried, fresh):
+            each.accept([token])
+
+
 def test_a_grammar_may_name_special_tokens():
     choice = allowed(OWN, compiled(OWN, grammar="start: <|endoftext|>").start((1,), 0))
     assert choice.nonzero().flatten().tolist() == [0]
 
 
-MARKERS = [(".", "I think", "."), ("</think>", "</thi", "nk>"), ("ab", "aa", "b"), ("é!", "é", "!")]
+NAME = TOKENIZER.decode([EOS], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"choice": [NAME]}, NAME), ({"regex": re.escape(NAME) + "abc"}, NAME + "abc"), ({"json": {"const": NAME}}, f'"{NAME}"'),
+        ({"json": {"const": f"a {NAME} b"}}, f'"a {NAME} b"'), ({"grammar": f'start: "{NAME}" "x"'}, NAME + "x"),
+        ({"json": {"type": "object", "properties": {NAME: {"const": 1}}, "required": [NAME], "additionalProperties": False},
+          "disable_any_whitespace": True}, f'{{"{NAME}":1}}'),
+        ({"grammar": f'start: "{NAME}" {NAME} "x"'}, NAME + NAME + "x"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_special_token_is_text(spec, text):
+    """llguidance tokenizes a text that is the only one. A Lark grammar may have the name as text and as token."""
+    constraint, tokens = compiled(OWN, **spec).start((1,), 0), []
+    while text_of(tokens) != text:
+        choice = allowed(OWN, constraint).nonzero().flatten().tolist()
+        assert choice, text_of(tokens)
+        tokens.append(choice[0])
+        constraint.accept(tokens[-1:])
+        assert text.startswith(text_of(tokens)), text_of(tokens)
+    assert tokens.count(EOS) == text.count(NAME) - 1
+    assert allowed(OWN, constraint)[1], "complete"
+
+
+def byte_level(normalizer=None):
+    """A tokenizer.json with a token for each byte."""
+    own = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    own.normalizer, own.pre_tokenizer, own.decoder = normalizer, ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return own
+
+
+def sentencepiece(model):
+    own = tokenizers.Tokenizer(model)
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    own.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return own
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PIECES = ["<unk>", "</s>", *BYTES, *"▁<>/Aahiknstu"]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        byte_level(), byte_level(normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])),
+        sentencepiece(models.BPE({piece: i for i, piece in enumerate(PIECES)}, [], unk_token="<unk>", byte_fallback=True)),
+        sentencepiece(models.Unigram([(piece, -float(i > 1)) for i, piece in enumerate(PIECES)], 0, True)),
+    ],
+    ids=["byte-level", "normalizers", "BPE", "Unigram"],
+)  # fmt: skip
+def test_a_text_is_tokenized_to_its_bytes(own):
+    """For llguidance: no special token, nor what it counts as one, and no normalizer. Other added tokens still match."""
+    own.add_special_tokens(["<unk>", "</s>"])
+    own.add_tokens(["<think>", "[INST]", "a  "])
+    source = grammar.without_special(own.to_str())
+    made = llguidance.LLTokenizer(source, n_vocab=own.get_vocab_size(), eos_token=[own.token_to_id("</s>")])
+    for text in ("</s>", "a</s> a", "<think>A</think>", "e\u0301 ", " <unk>"):
+        tokens = made.tokenize_str(text)
+        assert made.decode_bytes(tokens).decode() == text
+        assert not any(map(made.is_special_token, tokens))
+    assert made.tokenize_str("[INST]a  ") == [own.token_to_id("[INST]"), own.token_to_id("a  ")]
+    matcher = llguidance.LLMatcher(made, llguidance.LLMatcher.grammar_from_lark("start: </s>"), log_level=0)
+    assert matcher.compute_ff_tokens() == [own.token_to_id("</s>")], "a grammar may name it"
+
+
+def test_a_library_that_takes_a_text_for_a_special_token_is_refused(monkeypatch):
+    monkeypatch.setattr(grammar, "without_special", lambda serialized: serialized)
+    with pytest.raises(UnsupportedError, match=r"this version of llguidance takes .* found <\|endoftext\|>"):
+        compiled(constraints(), regex="a")
+
+
+MARKERS = [
+    (".", "I think", "."), ("</think>", "</thi", "nk>"), ("ab", "aa", "b"), ("é!", "é", "!"), ("n an", "n a", "n"),
+    ("th", "t", "h"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("marker", "before", "final"), MARKERS)
 def test_the_grammar_begins_after_the_reasoning_block(marker, before, final):
-    constraint = compiled(OWN, regex="[0-9]+", reasoning_end=marker).start((EOS, 8), 0)
+    constraint, end = compiled(OWN, regex="[0-9]+", reasoning_end=marker).start((EOS, 8), 0), marker.encode()
+    texts = {token: TOKENIZER.token_bytes(token) for token in range(TOKENIZER.vocab_size)}
     for text in ("", before):
         choice = after(constraint, text) if text else allowed(OWN, constraint)
-        expected = [t for t in range(TOKENIZER.vocab_size) if t not in (EOS, 8)]
-        assert choice.nonzero().flatten().tolist() == expected, "free, but no end, and no id that the tokenizer lacks"
+        expected = [t for t, own in texts.items() if t not in (EOS, 8) and not (text.encode() + own).partition(end)[2]]
+        why = "free, but no end, no id that the tokenizer lacks, and no text after the end of the block in its token"
+        assert choice.nonzero().flatten().tolist() == expected, why
+    assert len(expected) < len(texts) - 2 or marker == "</think>", "some tokens go beyond the end"
     choice = after(constraint, final)
     assert {TOKENIZER.decode([t]) for t in choice.nonzero().flatten().tolist()} <= {str(i) for i in range(10**5)}
     assert not choice[[EOS, 8]].any()
@@ -187,9 +300,13 @@ def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
         ({"grammar": 'start: "a"\nx: ('}, InputError, r"\.grammar: the grammar is wrong; found 2\(5\)"),
         ({"grammar": "start: <|nope|>"}, InputError, "unknown special token"),
         ({"grammar": "start: <[9999]>"}, InputError, "9999"),
-        ({"grammar": 'start: %json {"not": {}}'}, UnsupportedError, 'Unimplemented keys: ."not".'),
+        ({"grammar": 'start: "a" x\nx: "b" start'}, InputError, r"\.grammar: the grammar allows only one text, which is endless"),
+        ({"grammar": "start: <|endoftext|> start"}, InputError, "only one text, which .* too long; .*let the text end"),
+        ({"json": {"type": "array", "items": {"type": "null"}, "minItems": 10**5}, "disable_any_whitespace": True},
+         InputError, r"\.json: the grammar allows only one text, which is .* too long"),
+        ({"grammar": 'start: %json {"not": {}}'}, UnsupportedError, r'grammar, %json at line 1: .* found "not"'),
         ({"json": {"$ref": "#"}}, InputError, "no text fits"),
-        ({"json": {"$ref": "#/$defs/x"}}, InputError, r"structured_outputs\.json: .*x"),
+        ({"json": {"$ref": "#/$defs/x"}}, InputError, r'^structured_outputs\.json: "\$ref" refers to nothing.*defs/x'),
     ],
 )
 def test_errors_of_a_grammar_say_where(spec, error, message):
@@ -217,6 +334,15 @@ def test_a_grammar_that_grows_too_large_while_it_runs(monkeypatch):
     constraint.accept([token for _ in range(2000) for token in ids(letters.choice("ab"))])
     with pytest.raises(InputError, match=r"^generated token 2000: the grammar cannot go on; found .+simplify"):
         allowed(own, constraint)
+
+
+def test_a_grammar_whose_only_text_has_no_end_from_some_token_on():
+    constraint = compiled(OWN, grammar='start: /[0-9]/ x\nx: "a" x').start((EOS,), 0)
+    constraint.accept(ids("7"))
+    allowed(OWN, constraint)
+    constraint.accept(ids("a"))
+    with pytest.raises(InputError, match=r"^generated token 2: the grammar cannot go on: it allows only one text .*let the"):
+        allowed(OWN, constraint)
 
 
 def test_a_failed_row_leaves_the_others_as_they_are(monkeypatch):

@@ -5,6 +5,7 @@ not fit its grammar, samples that share a state, and grammar errors that end oth
 """
 
 import asyncio
+import dataclasses
 import json
 import re
 
@@ -140,6 +141,30 @@ def test_errors_come_before_any_request_runs(generator):
         generator.generate([STORY, STORY], [params(), bad])
     with pytest.raises(UnsupportedError, match="uniqueItems"):
         generator.check([1], bad)
+
+
+@pytest.mark.parametrize(("marker", "space"), [(".", ""), ("</think>", "\n\n"), ("<|endoftext|>", " "), ("é!", "")])
+def test_a_prompt_that_has_ended_its_reasoning(generator, marker, space):
+    own = params(12, structured_outputs={"choice": ["yes", "no"], "reasoning_end": marker})
+    end = STORY + marker + space
+    for prompt in (end, generator.encode(end)):
+        completion = generator.generate(prompt, own)
+        assert (completion.text in ("yes", "no"), completion.finish_reason) == (True, "stop")
+        assert completion.sampling.structured_outputs.reasoning_end is None
+    for prompt in (f"{end}and", STORY + marker[:-1]):
+        assert generator.generate(prompt, own).sampling.structured_outputs.reasoning_end == marker, "it goes on"
+    with pytest.raises(InputError, match="not a token id"):
+        generator.generate([2**40], own)
+
+
+def test_the_grammar_has_all_text_after_the_reasoning(generator):
+    """Also if a token would hold the end of the block and more."""
+    biases = {token: 60.0 + 40.0 * (len(text) > 1) for token, text in enumerate(TEXTS) if text.startswith(".")}
+    assert len(biases) > 1
+    own = params(20, structured_outputs={"regex": "(yes|no)!", "reasoning_end": "."}, logit_bias=biases)
+    for seed in range(4):
+        text = generator.generate(STORY, dataclasses.replace(own, seed=seed)).text
+        assert text.partition(".")[2] in ("yes!", "no!"), text
 
 
 def test_settings_that_leave_no_token(generator):

@@ -93,7 +93,48 @@ def test_what_only_looks_like_a_keyword_is_none():
 )  # fmt: skip
 def test_texts_that_are_not_allowed(schema, text):
     ids = OWN._made_of[0].encode(text)
-    assert compiled(OWN, json=schema).start((0,), 0).matcher.try_consume_tokens(ids) < len(ids)
+    for spec in ({"json": schema}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        assert compiled(OWN, **spec).start((0,), 0).matcher.try_consume_tokens(ids) < len(ids)
+
+
+@pytest.mark.parametrize(
+    ("schema", "error", "message"),
+    [
+        ('{"type": "string", "nullable": true}', UnsupportedError, '1: the keyword is not supported; found "nullable"'),
+        ('{\n"x-guidance": {"lenient": true}, "not": {}}', UnsupportedError, '1: .* found "x-guidance"'),
+        ('{"properties":{"a/b":{"const":"\\u0001"}}}', UnsupportedError, "1, /properties/a~1b: .* control character"),
+        ('{"type": "object", "minProperties": 3}', UnsupportedError, "minProperties is not supported"),
+        ('{"properties": {"a": {"minimum": 2, "maximum": 1}}}', InputError, "1, /properties/a: the schema contradicts itself"),
+        ('{"a": 1, "a": 2}', InputError, "repeats a key"),
+        ("{", InputError, "1: the schema is not JSON; found .*line 1"),
+        ('3 "x"', InputError, "1: not a JSON schema"),
+        ('{"type": "null"}\nx: %json {"if": {}}', UnsupportedError, '2: .* found "if"'),
+        ('true\nx: "a" # %json {\ny: /%json {/ "%json {" %lark {\nstart: %json {"if": 1}}', UnsupportedError, '4: .*"if"'),
+        ('{"type":\n\n"null"} x\nx: nope', InputError, r'found at 4\(\d+\): unknown name: "nope"$'),
+        ('{"multipleOf": 60000} %json {"multipleOf": 50000}', UnsupportedError, "remainders"),
+    ],
+)
+def test_schemas_in_a_lark_grammar_are_checked_alike(schema, error, message):
+    with pytest.raises(error, match=message) as caught:
+        compiled(OWN, grammar=f"start: %json {schema}")
+    assert str(caught.value).startswith("structured_outputs.grammar")
+
+
+@pytest.mark.parametrize(
+    ("lark", "text"),
+    [
+        ('start: "%json {" %json {"const": "%json"}', '%json {"%json"'),
+        ('start: /%json [\\/]\\// "#" x # %json {\nx: %json\n {"type": "null"} "!" // %json', "%json //#null!"),
+        ('start: %json true "." %lark {\nstart: %json {"const": "<a>"} <[3]>\n}', '[ 1 ]."<a>"' + text_of([3])),
+        ('%llguidance {"no_forcing": true}\nstart: %regex {"substring_words": "a %json b"} "," %json {"const": 1}', "a %json,1"),
+    ],
+)
+def test_what_is_no_schema_in_a_lark_grammar(lark, text):
+    constraint, ids = compiled(OWN, grammar=lark).start((0,), 0), OWN._made_of[0].encode(text)
+    if "<[3]>" in lark:
+        ids = [*OWN._made_of[0].encode(text.removesuffix(text_of([3]))), 3]
+    assert constraint.matcher.try_consume_tokens(ids) == len(ids), constraint.matcher.get_error()
+    assert constraint.matcher.is_accepting()
 
 
 @pytest.mark.parametrize("text", ["[\n" + "\t" * 20 + "1]", '[ 1 , 2 ]', "[1,2]", '{\n  "a": [\n    1\n  ]\n}', '"\\n\\t\\\\"'])
@@ -121,7 +162,7 @@ def test_no_white_space_at_all():
 @pytest.mark.parametrize("kind", ["json", "grammar"])
 def test_numbers_whose_multiples_take_minutes_to_compile_are_refused(schema, kind):
     spec = {"json": schema} if kind == "json" else {"grammar": f"start: %json\n {json.dumps(schema)}"}
-    with pytest.raises(UnsupportedError, match=rf'^structured_outputs\.{kind}: "multipleOf" .*at most 100,000 remainders'):
+    with pytest.raises(UnsupportedError, match=rf'^structured_outputs\.{kind}.*: "multipleOf" .*at most 100,000 remainders'):
         compiled(OWN, **spec)
 
 
@@ -131,6 +172,35 @@ def test_numbers_whose_multiples_are_quick_to_compile():
     compiled(OWN, json=schema)
     compiled(OWN, json={"type": "number", "multipleOf": 0.01, "anyOf": [{"multipleOf": 15}, {"multipleOf": 25}]})
     compiled(OWN, grammar='start: "%json " %json {"multipleOf": 7}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 1e30}, {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 5},
+        {"minimum": 10**18}, {"type": "number", "exclusiveMaximum": 2**53 + 1}, {"type": "number", "minimum": 1e-300},
+        {"type": "integer", "exclusiveMaximum": 2**63}, {"maximum": -1e-31}, {"maximum": 2**63},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["json", "grammar"])
+def test_bounds_that_are_rounded_or_crash_are_refused(schema, kind):
+    spec = {"json": schema} if kind == "json" else {"grammar": f"start: %json {json.dumps(schema)}"}
+    with pytest.raises(UnsupportedError, match=r'"(ex|m)\w+" is too large or too close to 0 .* from 1e-30 to 2\^53; found -?\d'):
+        compiled(OWN, **spec)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(2**53), "maximum": 2**53}, {"type": "integer", "minimum": 2**53 - 9},
+        {"type": "number", "minimum": 2**53}, {"type": "number", "minimum": 1e-30, "maximum": 2e-30},
+        {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+    ],
+)  # fmt: skip
+def test_large_and_small_bounds(schema):
+    own = compiled(OWN, json=schema)
+    for seed in range(4):
+        validator(schema).validate(json.loads(text_of(draw(OWN, own.start((0,), 0), seed, push=3)[0])))
 
 
 @pytest.mark.parametrize(

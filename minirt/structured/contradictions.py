@@ -1,0 +1,238 @@
+"""Contradictions in JSON schemas: types, bounds and constants that no value fits, and values that require one of their own kind.
+
+llguidance drops an optional property whose schema contradicts itself, and starts a text that cannot end. Here such schemas are
+refused. What a value may be is compared within a schema, its "allOf" and what its "$ref" refers to; patterns are not compared.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+from minirt.errors import InputError, shortened
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+Target = Callable[[str], Any]  # from a "$ref" to the schema that it refers to, or None
+_LENGTHS = (  # and the type of values that they are about
+    ("minLength", "maxLength", "string"), ("minItems", "maxItems", "array"), ("minProperties", "maxProperties", "object"),
+)  # fmt: skip
+_MAX_PARTS = 32  # schemas of one value that are compared
+_MAX_VISITS = 200_000  # schemas that are looked at, those of several places several times
+
+
+def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Target) -> None:
+    """Check the schemas of a document, each with its place. Their keywords have acceptable values.
+
+    Raises:
+        InputError: no value fits a schema, or none without an end.
+    """
+    for own, place in schemas:
+        _check_required(own, place)
+    todo, seen = [([own], place) for own, place in reversed(schemas)], set[tuple[int, ...]]()
+    while todo and len(seen) < _MAX_VISITS:
+        group, place = todo.pop()
+        parts = _parts(group, target)
+        ids = tuple(sorted(map(id, parts)))
+        if ids not in seen:
+            seen.add(ids)
+            objects = "object" in _check_together(parts, place) and len(parts) > 1
+            names = Counter(name for part in parts if objects for name in part.get("properties", ()))
+            for name in (name for name, count in names.items() if count > 1):
+                same = [part["properties"][name] for part in parts if name in part.get("properties", ())]
+                todo.append((same, f"{place}, property {json.dumps(name)}"))
+    _check_ends(schemas, target)
+
+
+def _parts(schemas: Sequence[Any], target: Target) -> list[Mapping[str, Any]]:
+    """These schemas and, in turn, those of their "allOf" and "$ref": a value has to fit all of them."""
+    todo, parts = list(reversed(schemas)), dict[int, Mapping[str, Any]]()
+    while todo and len(parts) < _MAX_PARTS:
+        own = todo.pop()
+        if isinstance(own, dict) and id(own) not in parts:
+            parts[id(own)] = own
+            todo += [target(own["$ref"])] if "$ref" in own else []
+            todo += reversed(own.get("allOf", ()))
+    return list(parts.values())
+
+
+def _check_together(parts: Sequence[Mapping[str, Any]], place: str) -> frozenset[str]:
+    """Check what one value has to fit.
+
+    Returns:
+        The types that the value may have.
+    """
+    types = _types(parts, place)
+    # Bounds in one schema must not contradict each other, even if they are about another type than the schema's.
+    about = types if len(parts) > 1 else frozenset(TYPES)
+    lengths = dict[str, tuple[int, float]]()
+    for low, high, kind in _LENGTHS:
+        least = max((part[low] for part in parts if low in part), default=0)
+        most = min((part[high] for part in parts if high in part), default=math.inf)
+        lengths[kind] = least, most
+        if least > most and kind in about:
+            raise _contradiction(place, f"{low} at most {high}", f"{low} {least} and {high} {most}")
+    low_bound, high_bound = _bounds(parts)
+    if not about.isdisjoint(("integer", "number")):
+        _check_bounds(low_bound, high_bound, parts, types, place)
+    values = [part["enum"] if "enum" in part else [part["const"]] for part in parts if "enum" in part or "const" in part]
+    values += [[part["const"]] for part in parts if "enum" in part and "const" in part]
+    if values:
+        common = set.intersection(*(set(map(_key, own)) for own in values))
+        for value in values[0]:
+            kind = _type(value)
+            least, most = lengths.get(kind, (0, math.inf))
+            fits = kind in types and (kind not in ("string", "array", "object") or least <= len(value) <= most)
+            if kind in ("integer", "number"):
+                fits &= (not low_bound or low_bound.below(value)) and (not high_bound or high_bound.above(value))
+            if fits and _key(value) in common:
+                break
+        else:
+            found = json.dumps(values[0] if len(values[0]) > 1 else values[0][0])
+            raise _contradiction(place, "a constant that fits the other keywords", found)
+    return types
+
+
+def _types(parts: Sequence[Mapping[str, Any]], place: str) -> frozenset[str]:
+    """The types that a value may have. "number" is that of numbers that are no integers."""
+    types = frozenset(TYPES)
+    for part in parts:
+        if "type" in part:
+            own = {part["type"]} if isinstance(part["type"], str) else set(part["type"])
+            types &= own | ({"integer"} if "number" in own else set())
+    if not types:
+        stated = " and ".join(json.dumps(part["type"]) for part in parts if "type" in part)
+        raise _contradiction(place, "types that have a value in common", stated)
+    return types
+
+
+def _type(value: Any) -> str:
+    kinds = {type(None): "null", bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+    return "integer" if isinstance(value, float) and value.is_integer() else kinds.get(type(value), "number")
+
+
+def _key(value: Any) -> str:
+    """The same for equal JSON values."""
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A bound of numbers, and the keyword that states it."""
+
+    number: Fraction
+    exclusive: bool
+    keyword: str
+    shown: object
+
+    def below(self, value: float) -> bool:
+        """Whether `value` is acceptable to this lower bound."""
+        return self.number < _exact(value) or (self.number == _exact(value) and not self.exclusive)
+
+    def above(self, value: float) -> bool:
+        """Whether `value` is acceptable to this upper bound."""
+        return self.number > _exact(value) or (self.number == _exact(value) and not self.exclusive)
+
+
+def _exact(value: float) -> Fraction:
+    return Fraction(repr(value))
+
+
+def _bounds(parts: Sequence[Mapping[str, Any]]) -> tuple[_Bound | None, _Bound | None]:
+    """The largest lower bound and the smallest upper one. In draft 4, "exclusiveMinimum" is a bool about "minimum"."""
+    def stated(keyword: str, exclusive: str) -> list[_Bound]:
+        found = [_Bound(_exact(p[keyword]), p.get(exclusive) is True, keyword, p[keyword]) for p in parts if keyword in p]
+        others = [part[exclusive] for part in parts if exclusive in part and not isinstance(part[exclusive], bool)]
+        return found + [_Bound(_exact(value), True, exclusive, value) for value in others]
+
+    lows, highs = stated("minimum", "exclusiveMinimum"), stated("maximum", "exclusiveMaximum")
+    low = max(lows, key=lambda bound: (bound.number, bound.exclusive), default=None)
+    return low, min(highs, key=lambda bound: (bound.number, not bound.exclusive), default=None)
+
+
+def _check_bounds(
+    low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], types: frozenset[str], place: str
+) -> None:
+    if low is None or high is None:
+        return
+    found = f"{low.keyword} {low.shown} and {high.keyword} {high.shown}"
+    if low.number > high.number or (low.number == high.number and (low.exclusive or high.exclusive)):
+        sign = "below" if low.exclusive or high.exclusive else "at most"
+        raise _contradiction(place, f"{low.keyword} {sign} {high.keyword}", found)
+    steps = [_exact(part["multipleOf"]) for part in parts if "multipleOf" in part] + [Fraction(1)] * (types == {"integer"})
+    if steps and types <= {"integer", "number"}:
+        step = reduce(lambda a, b: Fraction(math.lcm(a.numerator, b.numerator), math.gcd(a.denominator, b.denominator)), steps)
+        first = math.ceil(low.number / step) * step
+        first += step if first == low.number and low.exclusive else 0
+        if first > high.number or (first == high.number and high.exclusive):
+            expected = "an integer between them" if step == 1 else f"a multiple of {float(step):g} between them"
+            raise _contradiction(place, expected, found)
+
+
+def _check_required(schema: Mapping[str, Any], place: str) -> None:
+    required = schema.get("required", ())
+    if len(required) > schema.get("maxProperties", math.inf):
+        found = f"{len(required)} required properties and maxProperties {schema['maxProperties']}"
+        raise _contradiction(place, "at most maxProperties required properties", found)
+    for name in required:
+        known = schema.get("properties", {}).get(name, True if "patternProperties" in schema else None)
+        if known is False or (known is None and schema.get("additionalProperties") is False):
+            raise _contradiction(place, "required properties that are allowed", f"{json.dumps(name)}, which is not")
+
+
+def _check_ends(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Target) -> None:
+    """Refuse a reference to what every value contains again. Only references can make a value endless."""
+    places = dict[str, str]()
+    for own, place in schemas:
+        if "$ref" in own:
+            places.setdefault(own["$ref"], place)
+    targets = {reference: target(reference) for reference in places}
+    endless, visits = list(targets), 0
+
+    def ends(own: Any) -> bool:
+        """Whether a value without an end fits, if all references in `endless` have none."""
+        nonlocal visits
+        visits += 1
+        if not isinstance(own, dict) or "const" in own or "enum" in own:
+            return True
+        if "$ref" in own and own["$ref"] in open_references:
+            return False
+        if not all(map(ends, own.get("allOf", ()))):
+            return False
+        if not all(any(map(ends, own[keyword])) for keyword in ("anyOf", "oneOf") if own.get(keyword)):
+            return False
+        return all(map(ends, _contained(own)))
+
+    changed = True
+    while changed and visits < _MAX_VISITS:
+        open_references, before = set(endless), len(endless)
+        for reference in list(reversed(endless)):
+            if ends(targets[reference]):
+                open_references.discard(reference)
+        endless = [reference for reference in reversed(endless) if reference in open_references]
+        changed = len(endless) < before
+    if endless and not changed:
+        what, found = "no text fits: each value contains another one, without end", f'"$ref": {json.dumps(endless[0])}'
+        expected = "a value that need not contain one of its kind"
+        raise InputError(what, where=places[endless[0]], expected=expected, found=shortened(found))
+
+
+def _contained(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas of what each value contains, if it has to be an object or an array."""
+    if schema.get("type") in ("object", ["object"]) and "patternProperties" not in schema:
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        return [properties.get(name, others) for name in schema.get("required", ())]
+    if schema.get("type") in ("array", ["array"]):
+        first, rest = schema.get("prefixItems", []), schema.get("items", True)
+        if isinstance(rest, list):  # before draft 2020-12
+            first, rest = rest, schema.get("additionalItems", True)
+        count = schema.get("minItems", 0)
+        return [*first[:count], *([rest] if count > len(first) else [])]
+    return []
+
+
+def _contradiction(place: str, expected: str, found: str) -> InputError:
+    return InputError("the schema contradicts itself", where=place, expected=expected, found=shortened(found))

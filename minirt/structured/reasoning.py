@@ -1,0 +1,56 @@
+"""`ReasoningEnd`: the text that ends a reasoning block, after which the grammar begins."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def bits(tokens: Iterable[int], words: int) -> Tensor:
+    """[words] int32: a row of a mask in which these tokens are allowed."""
+    row = bytearray(4 * words)
+    for token in tokens:
+        row[token >> 3] |= 1 << (token & 7)
+    return torch.frombuffer(row, dtype=torch.int32)
+
+
+class ReasoningEnd:
+    """A text, and the tokens that go beyond it. They are not allowed, so the grammar's text begins with a token.
+
+    Args:
+        text: not empty.
+        tokens: the texts of all tokens with their ids, sorted.
+        words: int32 words of a mask.
+
+    Attributes:
+        within: [words] int32: allows the tokens that do not hold `text` and more after it.
+    """
+
+    def __init__(self, text: str, tokens: Sequence[tuple[bytes, int]], words: int) -> None:
+        self._text = own = text.encode()
+        containing = ((found, token) for found, token in tokens if own in found)
+        self.within = ~bits((token for found, token in containing if found.index(own) + len(own) < len(found)), words)
+        # For each number of its bytes that a text ends with: the tokens that begin with the others and are longer.
+        self._after: dict[int, Tensor] = {}
+        for count in range(1, len(own)):
+            rest = own[count:]
+            first = bisect_right(tokens, rest, key=lambda entry: entry[0])
+            last = bisect_left(tokens, rest[:-1] + bytes([rest[-1] + 1]), key=lambda entry: entry[0])
+            if first < last:
+                self._after[count] = ~bits((token for _, token in tokens[first:last]), words)
+
+    def ends(self, text: bytes) -> bool:
+        """Whether the block has ended in this text."""
+        return self._text in text
+
+    def tail(self, text: bytes) -> bytes:
+        """The end of a text that has not ended the block. It may hold the beginning of what ends it."""
+        return text[max(0, len(text) - len(self._text) + 1) :]
+
+    def restrict(self, mask: Tensor, tail: bytes) -> None:
+        """Remove the tokens that complete a beginning of `text` in `tail` and go beyond it from a row of a mask."""
+        if tail:
+            for count, others in self._after.items():
+                if tail.endswith(self._text[:count]):
+                    mask &= others
