@@ -155,7 +155,6 @@ class GrammarTokenizer:
             raise _compile_error(matcher.get_error(), where)
         return matcher
 
-
     def probe(self, matcher: Any, where: str) -> None:
         """Compute the mask after the first token, too, where the grammar allows one text only. Leaves the matcher as it is.
 
