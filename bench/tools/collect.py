@@ -56,6 +56,7 @@ def _runs() -> dict[str, list[str]]:
         runs[f"tune-{kind}"] = ["tune", "--model", "Qwen2.5-7B", *flags]
         runs[f"startup-{kind}"] = ["startup.py", "Qwen2.5-7B", *flags]
         runs[f"mixture-{kind}"] = ["mixture.py", "Qwen3-30B-A3B", *flags]
+        runs[f"long-prompts-{kind}"] = ["long_prompts.py", "Qwen2.5-0.5B", *flags]
         runs[f"served-{kind}"] = ["served.py", "Qwen2.5-7B", *flags]
         runs[f"ablation-{kind}"] = ["ablation.py", "Qwen2.5-7B", *flags]
         for model in _OTHERS:

@@ -10,42 +10,14 @@ import json
 import statistics
 import sys
 import time
-from itertools import pairwise
 from typing import Any
 
 from minirt.bench.tools.paired import interval
+from minirt.bench.tools.step_time import step_seconds
 
 SHARED, NEW, FIRST_TOKENS = 8192, 64, 12
 REQUESTS, PROMPT, OUTPUT, PAIRS = 64, 256, 32, 30
 KV_BYTES = 4 << 30
-
-
-def chunk_seconds(generator: Any) -> float:
-    """The GPU's time for a step with a chunk of NEW tokens behind SHARED tokens, as a CUDA graph."""
-    import torch
-
-    from minirt.engine.step_input import Chunk
-
-    runner = generator._engine.engine._runner
-    model, cache = runner._model, runner._cache
-    pages = cache.allocator.allocate(cache.pages_for(SHARED + NEW))
-    try:
-        with torch.inference_mode():
-            batch = runner._batch([Chunk(list(range(1, NEW + 1)), SHARED, pages)]).to(generator.device)
-            for _ in range(2):
-                model(batch, cache)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                model(batch, cache)
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
-            for event in events:
-                graph.replay()
-                event.record()
-            torch.cuda.synchronize()
-            return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3
-    finally:
-        cache.allocator.release(pages)
 
 
 def main() -> None:
@@ -73,7 +45,8 @@ def main() -> None:
             if completion.cached_tokens < SHARED:
                 sys.exit(f"only {completion.cached_tokens} tokens came from the cache")
             firsts.append(completion.time_to_first_token_s)
-        row = {"shared": SHARED, "new": NEW, "first_token_s": statistics.median(firsts[2:]), "chunk_s": chunk_seconds(cached)}
+        first, chunk = statistics.median(firsts[2:]), step_seconds(cached, SHARED, NEW)
+        row = {"shared": SHARED, "new": NEW, "first_token_s": first, "chunk_s": chunk}
         with Generator.from_pretrained(options.model, prefix_cache=False, **common) as uncached:
             params, ratios = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True), []
             for pair in range(-1, PAIRS):

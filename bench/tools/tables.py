@@ -437,6 +437,18 @@ def prefix_cache_table(records: Records) -> str:
     return table(["prefix cache", record["model"]], rows)
 
 
+def long_prompts_table(records: Records) -> str:
+    """First tokens of long prompts beside the GPU's own time."""
+    rows = []
+    for record in records.values():
+        for row in record["results"]:
+            times = [milliseconds(row[name] * 1e3) for name in ("first_token_s", "gpu_s")]
+            prompt = f"{row['input_len']:,} tokens, {'`--fp8`' if record['quantization'] else 'bf16'}"
+            rows.append([prompt, *times, f"{row['of_gpu']:.2f}", f"{row['warm_up_s']:.1f}" if row["warm_up_s"] else NONE])
+    model = next(iter(records.values()))["model"]
+    return table([f"{model}, ms", "first token", "the GPU's time", "ratio", "warm-up, s"], rows)
+
+
 _RATIO = ("ratio", "low", "high")
 
 
@@ -822,6 +834,12 @@ BLOCKS = {
     "others": Block(
         tuple(f"h200-decode-{name}" + "*" * (not name.endswith("odd")) for name in _OTHERS), others_table, _MODELS,
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
+    ),
+    "long-prompts": Block(
+        ("h200-long-prompts-bf16", "h200-long-prompts-fp8"), long_prompts_table, _MODELS,
+        "First tokens of prompts of more than 2,048 tokens in a small model, where the host's launches count "
+        "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has earlier figures). vLLM 0.24 in bf16, measured "
+        "separately, takes 7.8 ms for 3,000 tokens:",
     ),
     "int4": Block(
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), int4_table, _MODELS,
