@@ -838,8 +838,8 @@ BLOCKS = {
     "long-prompts": Block(
         ("h200-long-prompts-bf16", "h200-long-prompts-fp8"), long_prompts_table, _MODELS,
         "First tokens of prompts of more than 2,048 tokens in a small model, where the host's launches count "
-        "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has earlier figures). vLLM 0.24 in bf16, measured "
-        "separately, takes 7.8 ms for 3,000 tokens:",
+        "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has earlier figures). vLLM 0.24 in bf16, "
+        "measured separately, takes 7.8 ms for 3,000 tokens:",
     ),
     "int4": Block(
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), int4_table, _MODELS,
