@@ -1,7 +1,8 @@
 """A mixture of experts: start-up, decode steps, prompts and GPU time by kernel, measured in one process that loads once.
 
-python bench/tools/mixture.py PRESET [--fp8] [--no-warmup] [--set NAME=NUMBER]…     random weights, greedy; prints JSON
+python bench/tools/mixture.py PRESET [--fp8] [--no-warmup] [--skip-check] [--set NAME=NUMBER]…
 
+Random weights, greedy; prints JSON. First, logits and tokens are compared with those of the eager layers (`bench/check.py`).
 `--set` changes a field of config.json, for numbers of experts and widths that are no multiple of a tile. Without warm-up, a
 step's first run compiles its kernels; it is not timed.
 
@@ -19,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minirt import Generator
-from minirt.bench import decode, prefill
+from minirt.bench import check, decode, prefill
 from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
 from minirt.bench.report import context
@@ -33,14 +34,26 @@ _GREEDY = {"temperature": 0.0}
 _WHY = "tests/kernels/moe compares the kernels of every regime with fp64, tests/test_parity.py the model with transformers"
 
 
-def measure(model: str, fp8: bool, **options: Any) -> dict[str, Any]:
-    """Load once and measure everything. options: further ones of the load."""
+def measure(model: str, fp8: bool, skip_check: bool = False, **options: Any) -> dict[str, Any]:
+    """Load once, check and measure everything. options: further ones of the load.
+
+    Raises:
+        NumericsError: the model does not agree with its eager layers.
+    """
     device, kind = pick_device(options.get("device", "auto")), "fp8" if fp8 else None
     on_gpu = device.type == "cuda"
     ceiling = read_ceiling(device)
     products = matmul_ceiling(device, torch.float8_e4m3fn if fp8 and on_gpu else torch.bfloat16)
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "prefix_cache": False}
-    with Generator.from_pretrained(model, random_weights=True, quantization=kind, **sizes | options) as generator:
+    sizes |= {"random_weights": True, "quantization": kind} | options
+    expected = None
+    if not skip_check:
+        with Generator.from_pretrained(model, **sizes | {"impl": "eager", "warmup": False}) as eager:
+            expected = check.reference(eager, max(PROMPTS))
+    with Generator.from_pretrained(model, **sizes) as generator:
+        correctness: dict[str, Any] = {"checked": False, "why": f"not checked here: {_WHY}"}
+        if expected is not None:
+            correctness = check.compare(generator, expected, BATCHES)
         start = {"load_s": generator.load_time_s, "warm_up_s": generator.warm_up_time_s or None}
         steps = decode.run(
             generator, BATCHES, (CONTEXT,), repeats=2, sampling=_GREEDY, seed=0, ceiling=ceiling, products=products,
@@ -55,7 +68,7 @@ def measure(model: str, fp8: bool, **options: Any) -> dict[str, Any]:
         traces = [by_kernel(generator, batch) for batch in TRACED if on_gpu]
         shared = context(
             "mixture", generator, name=model, command=["python", "bench/tools/mixture.py", *sys.argv[1:]],
-            correctness={"checked": False, "why": f"not checked here: {_WHY}"}, ceiling=ceiling, products=products,
+            correctness=correctness, ceiling=ceiling, products=products,
         )  # fmt: skip
     return shared | {"quantization": kind, "start": start, "results": steps, "prompts": prompts, "traces": traces}
 
@@ -84,6 +97,7 @@ def main() -> None:
     parser.add_argument("model", metavar="PRESET")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--no-warmup", dest="warmup", action="store_false")
+    parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER")
     options = parser.parse_args()
     changed = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
@@ -91,8 +105,8 @@ def main() -> None:
         model = options.model
         if changed:
             model = write_config(Path(parent), options.model, changed)
-        record = measure(str(model), options.fp8, warmup=options.warmup) | {"model": options.model, "changed": changed}
-    print(json.dumps(record, indent=1, ensure_ascii=False))
+        record = measure(str(model), options.fp8, options.skip_check, warmup=options.warmup)
+    print(json.dumps(record | {"model": options.model, "changed": changed}, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,10 @@ def test_measure(monkeypatch):
     assert [row["batch_size"] for row in record["results"]] == [1, 3]
     assert all(2 <= row["experts"]["touched"] <= 6 for row in record["results"] + record["prompts"])
     assert all(row["share_of_limit"] > 0 for row in record["prompts"])
-    assert record["correctness"]["why"]
+    assert record["correctness"]["checked"]
+    assert record["correctness"]["batch_sizes"] == [1, 3]
+    skipped = mixture.measure("Qwen3-30B-A3B", False, True, **own)
+    assert "not checked" in skipped["correctness"]["why"]
     table = tables.mixture_table({"a": record | {"dtype": "bf16"}})
     assert "decode step, batch 3" in table
     assert "prompt of 40 tokens" in table
