@@ -132,7 +132,7 @@ def plan_model(options: LoadOptions, gpu: AbsentGPU | None = None) -> Model:
     """
     target = pick_device(options.device) if gpu is None else gpu
     found = find(options.model, options.revision, need_weights=False)
-    config, entries = found.config, _headers(found)
+    config, entries = found.config, _headers(found, options)
     planned = build(options, found, entries, target)
     if entries is not None:
         _match(planned, entries, options)
@@ -186,7 +186,7 @@ def remedy(options: LoadOptions, device: torch.device | AbsentGPU) -> str:
     return "use a smaller model, or free memory" + ("" if device.type == "cpu" else ", or raise --gpu-memory-utilization")
 
 
-def _headers(found: Found) -> Mapping[str, Entry] | None:
+def _headers(found: Found, options: LoadOptions) -> Mapping[str, Entry] | None:
     """The headers of the weights: of local files, else from the Hub if the weights are quantized. None if there are none."""
     if found.files is None:
         return None
@@ -194,7 +194,8 @@ def _headers(found: Found) -> Mapping[str, Entry] | None:
     if files.weight_files:
         return checkpoint.read_headers(files.weight_files, files.weight_index)
     if files.revision is None:
-        warnings.warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone", stacklevel=3)
+        if not options.random_weights:
+            warnings.warn(f"{files.folder}: there are no safetensors files, so the plan follows config.json alone", stacklevel=3)
         return None
     if found.quantization is None:
         return None
@@ -211,7 +212,8 @@ class LoadedModel:
         tokenizer, generation_config: None if the model has no such file.
         eos_token_ids: the tokens that end a sequence.
         bytes_read: bytes of the checkpoint that were read.
-        unused_tensors: checkpoint tensors that a composed model does not use.
+        unused_tensors: checkpoint tensors that the model does not use: those of layers that a composed model leaves out, of
+            multi-token prediction, and of a vision encoder.
     """
 
     model: Model

@@ -21,7 +21,8 @@ _LENGTHS = (  # and the type of values that they are about
     ("minLength", "maxLength", "string"), ("minItems", "maxItems", "array"), ("minProperties", "maxProperties", "object"),
 )  # fmt: skip
 _MAX_PARTS = 32  # schemas of one value that are compared
-_MAX_VISITS = 200_000  # schemas that are looked at, those of several places several times
+_MAX_VISITS = 200_000  # schemas, properties and constants that are looked at, those of several places several times
+_GROUP_COST = 10  # a group of schemas takes as long as so many of the others
 
 
 def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], target: Target) -> None:
@@ -32,14 +33,17 @@ def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], targe
     """
     for own, place in schemas:
         _check_required(own, place)
-    todo, seen = [([own], place) for own, place in reversed(schemas)], set[tuple[int, ...]]()
-    while todo and len(seen) < _MAX_VISITS:
+    todo, seen, visits = [([own], place) for own, place in reversed(schemas)], set[tuple[int, ...]](), 0
+    keys = _Keys()
+    while todo and visits < _MAX_VISITS:
         group, place = todo.pop()
         parts = _parts(group, target)
         ids = tuple(sorted(map(id, parts)))
+        visits += 1
         if ids not in seen:
             seen.add(ids)
-            objects = "object" in _check_together(parts, place) and len(parts) > 1
+            visits += _GROUP_COST + sum(len(part.get(name, ())) for part in parts for name in ("enum", "properties", "allOf"))
+            objects = "object" in _check_together(parts, place, keys) and len(parts) > 1
             names = Counter(name for part in parts if objects for name in part.get("properties", ()))
             for name in (name for name, count in names.items() if count > 1):
                 same = [part["properties"][name] for part in parts if name in part.get("properties", ())]
@@ -59,7 +63,7 @@ def _parts(schemas: Sequence[Any], target: Target) -> list[Mapping[str, Any]]:
     return list(parts.values())
 
 
-def _check_together(parts: Sequence[Mapping[str, Any]], place: str) -> frozenset[str]:
+def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys") -> frozenset[str]:
     """Check what one value has to fit.
 
     Returns:
@@ -81,14 +85,14 @@ def _check_together(parts: Sequence[Mapping[str, Any]], place: str) -> frozenset
     values = [part["enum"] if "enum" in part else [part["const"]] for part in parts if "enum" in part or "const" in part]
     values += [[part["const"]] for part in parts if "enum" in part and "const" in part]
     if values:
-        common = set.intersection(*(set(map(_key, own)) for own in values))
+        common = None if len(values) == 1 else frozenset.intersection(*map(keys, values))
         for value in values[0]:
             kind = _type(value)
             least, most = lengths.get(kind, (0, math.inf))
             fits = kind in types and (kind not in ("string", "array", "object") or least <= len(value) <= most)
             if kind in ("integer", "number"):
                 fits &= (not low_bound or low_bound.below(value)) and (not high_bound or high_bound.above(value))
-            if fits and _key(value) in common:
+            if fits and (common is None or _key(value) in common):
                 break
         else:
             found = json.dumps(values[0] if len(values[0]) > 1 else values[0][0])
@@ -116,7 +120,28 @@ def _type(value: Any) -> str:
 
 def _key(value: Any) -> str:
     """The same for equal JSON values."""
-    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, sort_keys=True)
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value whose integers are all ints: 1.0 and 1 are equal."""
+    if isinstance(value, list):
+        return [_plain(own) for own in value]
+    if isinstance(value, dict):
+        return {name: _plain(own) for name, own in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class _Keys:
+    """The keys of the values of a list, computed once for a list that a schema has."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[list[Any], frozenset[str]]] = {}  # with the list, so that no other one gets its id
+
+    def __call__(self, values: list[Any]) -> frozenset[str]:
+        if id(values) not in self._known:
+            self._known[id(values)] = values, frozenset(map(_key, values))
+        return self._known[id(values)][1]
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,11 @@ _TOO_COMPLEX = (
     "too big (limit", "fuel", "too many items", "too many states", "too many expressions", "toocomplex", "schema too large",
 )  # fmt: skip
 # Lexemes of llguidance's Lark: a string, a regular expression, a comment, a special token, and the keywords that JSON follows.
+# Those without an end are lexemes, too, and no repetition gives characters back: so each character is looked at once.
 _LARK = re.compile(
-    r'''"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
+    r'''"(?:\\.|[^"\\\n])*+"?|/(?!/)(?:\\.|[^/\\])++/?|(?:#|//)[^\n]*|<[^<>\s]+>|%(?:json|regex|llguidance)''', re.DOTALL
 )
+_MAX_REASONING_ENDS = 16  # that are kept
 _NEVER = -1e9  # the score of a piece that no text is tokenized to
 FORCED_TOO_LONG = "ff_tokens"  # is said where the limit is reached by the only text that a grammar allows
 _MAX_WORK = 4  # how often a schema's length may be compiled again, to find the place of an error in it
@@ -58,8 +60,7 @@ class Grammar:
                 supported.
         """
         self.tokens_named, self.end_ids = spec.kind == "grammar", frozenset(tokenizer.end_ids)
-        end = spec.reasoning_end
-        self.reasoning_end = None if end is None else ReasoningEnd(end, tokenizer.texts, -(-tokenizer.vocab // 32))
+        self.reasoning_end = None if spec.reasoning_end is None else tokenizer.reasoning_end(spec.reasoning_end)
         self._where = f"structured_outputs.{spec.kind}"
         self._tokenizer = tokenizer
         self._source = _call(lambda: _checked_source(spec, self._where), "cannot be compiled", self._where)
@@ -130,6 +131,7 @@ class GrammarTokenizer:
             if any(map(self._tokenizer.is_special_token, self._tokenizer.tokenize_str(name))):  # see `without_special`
                 what, hint = "this version of llguidance takes the text of a special token for the token", "install 1.9"
                 raise UnsupportedError(what, where="structured_outputs", found=shortened(name), hint=hint)
+        self._reasoning_ends = dict[str, ReasoningEnd]()
         # Errors without the state of the parser, which is long.
         self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
@@ -144,6 +146,16 @@ class GrammarTokenizer:
     def texts(self) -> list[tuple[bytes, int]]:
         """The texts of all tokens with their ids, sorted."""
         return sorted((self.text(token), token) for token in self.known_ids)
+
+    def reasoning_end(self, text: str) -> ReasoningEnd:
+        """The end of a reasoning block. To look at the texts of all tokens takes some 50 ms, so the last ends are kept."""
+        found = self._reasoning_ends.get(text)
+        if found is None:
+            found = ReasoningEnd(text, self.texts, -(-self.vocab // 32))
+            if len(self._reasoning_ends) >= _MAX_REASONING_ENDS:
+                self._reasoning_ends.clear()
+            self._reasoning_ends[text] = found
+        return found
 
     def compile(self, source: str, where: str) -> Any:
         """A matcher in its initial state, with the mask of the first token computed."""

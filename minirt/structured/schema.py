@@ -63,8 +63,14 @@ def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
     def constant(name: str) -> Any:
         raise InputError("the schema is not JSON", where=where, found=name)
 
+    def number(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            what, expected = "a number of the schema is too large", "at most 1.8e308"
+            raise InputError(what, where=where, expected=expected, found=shortened(digits))
+        return value
+
     try:
-        schema = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        schema = json.loads(text, object_pairs_hook=unique, parse_constant=constant, parse_float=number)
     except json.JSONDecodeError as error:
         found = f"{error.msg} at line {error.lineno}, column {error.colno}"
         raise InputError("the schema is not JSON", where=where, found=found) from error

@@ -267,6 +267,9 @@ def test_a_plan_without_weights_says_so(hf_folder):
     (folder / "model.safetensors").unlink()
     with pytest.warns(UserWarning, match="there are no safetensors files, so the plan follows config.json alone"):
         plan_model(LoadOptions(model=folder, device="cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_model(LoadOptions(model=folder, device="cpu", random_weights=True))
 
 
 def test_reads_that_return_less(tmp_path):

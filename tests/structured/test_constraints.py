@@ -284,6 +284,21 @@ def test_the_grammar_begins_after_the_reasoning_block(marker, before, final):
     assert after(constraint, "42")[[EOS, 8]].all()
 
 
+def test_the_end_of_a_reasoning_block_costs_little(monkeypatch):
+    """It is looked for in the tokenizer once, not with each grammar, and in the last bytes of the text, not in all of it."""
+    made, own = [], constraints()
+    monkeypatch.setattr(grammar, "ReasoningEnd", lambda *args, inner=grammar.ReasoningEnd: made.append(args[0]) or inner(*args))
+    bound = [compiled(own, regex=letter, reasoning_end="!?!").start((EOS,), 0) for letter in "abc"]
+    assert made == ["!?!"]
+    compiled(own, regex="a", reasoning_end="?")
+    assert made == ["!?!", "?"]
+    bound[0].accept(TOKENIZER.encode("Once upon a time! ") * 20)
+    assert len(bound[0]._tail) < len("!?!")
+    for i in range(grammar._MAX_REASONING_ENDS):
+        compiled(own, regex="a", reasoning_end=f"?{i}")
+    assert len(own._need_tools().tokenizer._reasoning_ends) <= grammar._MAX_REASONING_ENDS
+
+
 def test_a_reasoning_block_that_ends_in_the_middle_of_several_tokens():
     constraint = compiled(OWN, regex="[0-9]{2}", reasoning_end="!").start((EOS,), 0)
     assert after(constraint, "hm! 1"[:3] + "12").nonzero().flatten().tolist() == [EOS]

@@ -12,7 +12,9 @@ import pytest
 from support.structured import compiled, constraints, draw, text_of
 
 from minirt.errors import InputError, UnsupportedError
-from minirt.structured.schema import FORMATS
+from minirt.structured import contradictions
+from minirt.structured import grammar as grammar_module
+from minirt.structured.schema import FORMATS, check_schema
 
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
 ACCEPTED = [entry for entry in SCHEMAS if "refused" not in entry]
@@ -211,5 +213,84 @@ def test_large_and_small_bounds(schema):
     ids=["surrogate", "infinity", "large number", "deep", "many values", "brackets", "many properties"],
 )  # fmt: skip
 def test_extreme_schemas_are_refused(text):
-    with pytest.raises((InputError, UnsupportedError), match=r"^structured_outputs\.json"):
+    with pytest.raises((InputError, UnsupportedError), match=r"^(structured_outputs|StructuredOutputsParams)\.json"):
         compiled(OWN, json=text)
+
+
+@pytest.mark.parametrize("start", ['"' + '\\"' * 20_000, "/" + "\\/" * 20_000, '"a' * 20_000, "%json " * 9_000], ids=ascii)
+def test_each_character_of_a_lark_grammar_is_looked_at_once(start, monkeypatch):
+    """A text or an expression without an end is one lexeme. Searched from each of its quotes, it would take minutes."""
+    pattern, searched = grammar_module._LARK, []
+
+    class Counts:
+        def search(self, text, first):
+            found = pattern.search(text, first)
+            searched.append(len(text) - first if found is None else found.end() - first)
+            return found
+
+    monkeypatch.setattr(grammar_module, "_LARK", Counts())
+    with pytest.raises((InputError, UnsupportedError)):
+        compiled(OWN, grammar=f"start: {start}")
+    assert sum(searched) <= len(start) + 7
+    again = [m.start() for m in pattern.finditer(start)]
+    assert len(again) <= 20_000
+    assert (len(again) == 1) == ("\\" in start), "nothing is found in the middle of a text without an end"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"big": {"enum": list(range(3000))}},
+         "properties": {str(i): {"$ref": "#/$defs/big", "minLength": 1} for i in range(2000)}},
+        {"allOf": [{"enum": list(range(5000))}, {"enum": list(range(4999, 0, -1))}],
+         "properties": {str(i): {"$ref": "#"} for i in range(500)}},
+        {"properties": {str(i): {"allOf": [{"$ref": "#"}, {"minLength": i}]} for i in range(500)}},
+    ],
+    ids=["an enum of many", "two enums", "all of the root"],
+)  # fmt: skip
+def test_work_on_contradictions_is_bounded(schema, monkeypatch):
+    """Counted in keys of values and in groups of schemas."""
+    keys, groups = [], []
+    key, together = contradictions._key, contradictions._check_together
+    monkeypatch.setattr(contradictions, "_key", lambda value: keys.append(1) or key(value))
+    monkeypatch.setattr(contradictions, "_check_together", lambda *args: groups.append(1) or together(*args))
+    check_schema(schema, "here")
+    assert len(keys) < 300_000
+    assert len(groups) <= contradictions._MAX_VISITS // contradictions._GROUP_COST
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 1.0, "enum": [1]}, {"const": [1.0], "enum": [[1]]}, {"const": {"a": 1.0, "b": 2}, "enum": [{"b": 2, "a": 1}]},
+        {"allOf": [{"enum": [1, "x"]}, {"enum": ["x", 2]}]},
+        {"minimum": 1, "maximum": 1}, {"type": "number", "allOf": [{"multipleOf": 0.5}, {"multipleOf": 0.75}, {"minimum": 0.6}]},
+    ],
+)  # fmt: skip
+def test_what_only_looks_like_a_contradiction(schema):
+    check_schema(schema, "here")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minimum": 1, "exclusiveMinimum": 1, "maximum": 1}, {"minimum": 1, "exclusiveMaximum": 1, "maximum": 1},
+        {"type": "number", "allOf": [{"multipleOf": 0.5}, {"multipleOf": 0.75}, {"minimum": 0.6, "maximum": 1.4}]},
+        {"const": True, "enum": [1]}, {"const": [1], "enum": [[True]]}, {"allOf": [{"enum": [1, 2]}, {"enum": ["1", 3]}]},
+        {"type": "array", "minItems": 2, "items": [{"type": "null"}], "additionalItems": {"$ref": "#"},
+         "$schema": "http://json-schema.org/draft-07/schema#"},
+    ],
+)  # fmt: skip
+def test_contradictions(schema):
+    with pytest.raises(InputError, match=r"^here.*: (the schema contradicts itself|no text fits)"):
+        check_schema(schema, "here")
+
+
+def test_a_search_that_is_given_up_refuses_nothing(monkeypatch):
+    monkeypatch.setattr(contradictions, "_MAX_VISITS", 1)
+    check_schema({"properties": {"a": {"$ref": "#"}}, "type": "object", "required": ["b"]}, "here")
+
+
+def test_numbers_without_a_value():
+    with pytest.raises(InputError, match=r"json: a number of the schema is too large; .* found 1e999"):
+        compiled(OWN, json='{"enum": [1e999], "minimum": 0}')
