@@ -307,6 +307,9 @@ def structured_outputs(request: Sampling) -> Any:
         own = None
         if kind == "json_object":
             own = {"json_object": True}
+            if form and form.get("schema") is not None:  # of other servers
+                expected = '{"type": "json_schema", "json_schema": {"schema": …}}'
+                raise bad_field("response_format.schema", "not a field of json_object", expected=expected)
         elif kind == "json_schema":
             schema = form.get("json_schema") if form else None
             if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import reduce
 from typing import Any
 
-from minirt.errors import InputError, shortened
+from minirt.errors import InputError, UnsupportedError, shortened
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 Target = Callable[[str], Any]  # from a "$ref" to the schema that it refers to, or None
@@ -30,6 +30,7 @@ def check_contradictions(schemas: Sequence[tuple[Mapping[str, Any], str]], targe
 
     Raises:
         InputError: no value fits a schema, or none without an end.
+        UnsupportedError: bounds of several schemas cannot be enforced together.
     """
     for own, place in schemas:
         _check_required(own, place)
@@ -82,6 +83,8 @@ def _check_together(parts: Sequence[Mapping[str, Any]], place: str, keys: "_Keys
     low_bound, high_bound = _bounds(parts)
     if not about.isdisjoint(("integer", "number")):
         _check_bounds(low_bound, high_bound, parts, types, place)
+        if len(parts) > 1 and "number" in types:
+            _check_enforced(low_bound, high_bound, parts, place)
     values = [part["enum"] if "enum" in part else [part["const"]] for part in parts if "enum" in part or "const" in part]
     values += [[part["const"]] for part in parts if "enum" in part and "const" in part]
     if values:
@@ -195,6 +198,19 @@ def _check_bounds(
         if first > high.number or (first == high.number and high.exclusive):
             expected = "an integer between them" if step == 1 else f"a multiple of {float(step):g} between them"
             raise _contradiction(place, expected, found)
+
+
+def _check_enforced(low: _Bound | None, high: _Bound | None, parts: Sequence[Mapping[str, Any]], place: str) -> None:
+    """Refuse bounds of different schemas that llguidance does not enforce together; see `enforceable` in schema.py."""
+    if low is None or high is None or not high.number - low.number < 1:
+        return
+    if any({low.keyword, high.keyword} <= set(part) for part in parts):
+        return  # `enforceable` changes them
+    if (low.exclusive and low.number >= 0 and low.number.denominator == 1) or (
+        high.exclusive and high.number <= 0 and high.number.denominator == 1
+    ):
+        what, found = "these bounds cannot be enforced together", f"{low.keyword} {low.shown} and {high.keyword} {high.shown}"
+        raise UnsupportedError(what, where=place, found=found, hint="state them in one schema, without allOf and $ref")
 
 
 def _check_required(schema: Mapping[str, Any], place: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from minirt.errors import InputError, MinirtError, UnsupportedError, shortened
 from minirt.structured.params import StructuredOutputsParams
 from minirt.structured.reasoning import ReasoningEnd
-from minirt.structured.schema import check_multiples, check_schema, parse_schema, subschemas
+from minirt.structured.schema import check_multiples, check_schema, enforceable, parse_schema, subschemas
 from minirt.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -282,7 +282,8 @@ def _json_end(source: str, start: int) -> int:
 
 
 def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    return {} if isinstance(schema, bool) else schema
+    """A checked schema as llguidance gets it."""
+    return {} if isinstance(schema, bool) else enforceable(schema)
 
 
 def _json_source(schema: dict[str, Any] | bool, spec: StructuredOutputsParams) -> str:

@@ -43,7 +43,9 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Characters that JSON writes as \u00XX only, which masks do not allow (see `ESCAPES` in grammar.py), and how patterns name them.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_CONTROL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\(x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|x\{|u\{|c[A-Za-z]|[ave0])")
+_CONTROL_ESCAPE = re.compile(
+    r"(?<!\\)(?:\\\\)*\\(x[01][0-9a-fA-F]|x7[fF]|u00[01][0-9a-fA-F]|u007[fF]|[xu]\{0*([01]?[0-9a-fA-F]|7[fF])\}|c[A-Za-z]|[ave0])"
+)
 _NEGATED = re.compile(r"\[\^(?:\\.|[^\[\]\\])*\]")  # a class of characters that it excludes
 
 
@@ -155,6 +157,44 @@ def _pointed(root: Any, pointer: str) -> Any:
     return own if pointer[:1] in ("", "/") else None
 
 
+def enforceable(schema: Any) -> Any:
+    """A copy of a checked schema for llguidance 1.9, in which it enforces all bounds of numbers.
+
+    It takes (0, 0.5] for [0, 0.5]: where an exclusive bound is an integer, and the other bound has the same integer part, the
+    exclusive bound is accepted. There it becomes an inclusive one, farther by a billionth of the range.
+    """
+    own = json.loads(json.dumps(schema))
+    todo = [own]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            _include_bounds(part)
+            todo += [value for _, value in subschemas(part)]
+    return own
+
+
+def _include_bounds(schema: dict[str, Any]) -> None:
+    stated = dict[str, float]()
+    for keyword, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if schema.get(exclusive) is True:  # draft 4
+            stated[exclusive] = schema.get(keyword, math.inf)
+        elif exclusive in schema and schema[exclusive] is not False:
+            stated[exclusive] = schema[exclusive]
+        elif keyword in schema:
+            stated[keyword] = schema[keyword]
+    low = stated.get("exclusiveMinimum", stated.get("minimum", -math.inf))
+    high = stated.get("exclusiveMaximum", stated.get("maximum", math.inf))
+    if schema.get("type") in ("integer", ["integer"]) or not 0 < high - low < 1:
+        return
+    step = 10.0 ** (math.floor(math.log10(high - low)) - 9)
+    if "exclusiveMinimum" in stated and low >= 0 and float(low).is_integer():
+        schema["minimum"] = max(low + step, schema.get("minimum", -math.inf))
+        del schema["exclusiveMinimum"]
+    if "exclusiveMaximum" in stated and high <= 0 and float(high).is_integer():
+        schema["maximum"] = min(high - step, schema.get("maximum", math.inf))
+        del schema["exclusiveMaximum"]
+
+
 def check_multiples(schema: Any, where: str) -> None:
     """Check that the numbers of "multipleOf" are not too large together. `schema`: a schema, or a list of them.
 
@@ -202,12 +242,14 @@ def _escaped(name: str) -> str:
 
 
 def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
+    union = "oneOf" in schema or "anyOf" in schema  # then OpenAPI's "discriminator" only says which property tells them apart
     for keyword in schema:
-        if keyword not in _ENFORCED and keyword not in _ANNOTATIONS:
+        if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not (union and keyword == "discriminator"):
             hint = "remove it, or express it otherwise; nothing is ignored"
             what = "the keyword is not supported"
             raise UnsupportedError(what, where=place, found=shortened(json.dumps(keyword)), hint=hint)
-    if "format" in schema and schema["format"] not in FORMATS:
+    types = schema.get("type", "string")  # the "format" of numbers, such as "int32", says nothing about their text
+    if "format" in schema and schema["format"] not in FORMATS and "string" in ([types] if isinstance(types, str) else types):
         what, expected = 'this "format" is not supported', f"one of {', '.join(FORMATS)}"
         raise UnsupportedError(what, where=place, expected=expected, found=shortened(json.dumps(schema["format"])))
     for keyword in filter(schema.__contains__, ("const", "enum", "properties", "required")):

@@ -86,6 +86,12 @@ def checked_tool(value: dict[str, Any], name_at: str, parameters_at: str) -> Too
         raise InputError("not a JSON schema", where=parameters_at, expected="an object", found=found)
     if not parameters.keys() & _SAY_TYPE:  # arguments are an object, also where the schema does not say so
         parameters = {"type": "object"} | parameters
+    stated = types(parameters)
+    if stated and "object" not in stated:
+        what, found = "the arguments of a function are an object", " or ".join(stated)
+        raise InputError(what, where=parameters_at, expected='a JSON schema of "type": "object"', found=found)
+    if isinstance(parameters.get("type"), list):
+        parameters = parameters | {"type": "object"}
     return Tool(name, parameters, value)
 
 

@@ -200,6 +200,7 @@ def test_structured_output(tiny):
     refused = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}
     for wrong, param in (
         ({"response_format": refused}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": schema}}, "response_format.schema"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     ):

@@ -294,3 +294,66 @@ def test_a_search_that_is_given_up_refuses_nothing(monkeypatch):
 def test_numbers_without_a_value():
     with pytest.raises(InputError, match=r"json: a number of the schema is too large; .* found 1e999"):
         compiled(OWN, json='{"enum": [1e999], "minimum": 0}')
+
+
+NUMBERS = ["0", "-0", "0.0", "0.00", "0.0005", "0.1", "0.25", "0.5", "0.51", "0.9", "1", "1.0", "1.0001", "1.5", "2", "2.75",
+           "10", "10.2", "10.5", "-0.25", "-0.5", "-0.9", "-1", "-1.0", "-1.2", "-1.5", "-2.6", "-3", "99.5", "100"]  # fmt: skip
+
+
+@pytest.mark.parametrize("low", [-3, -1.5, -1, -0.5, 0, 0.5, 1, 10])
+@pytest.mark.parametrize("high", [-2.5, -1, -0.25, 0, 0.001, 0.5, 1, 1.5, 2.75, 10.5, 100])
+@pytest.mark.parametrize("keywords", [("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum"),
+                                      ("exclusiveMinimum", "exclusiveMaximum"), ("minimum", "maximum")], ids=str)  # fmt: skip
+def test_bounds_of_numbers_are_exact(low, high, keywords):
+    """Every number that is accepted is within the bounds, and usual ones within the bounds are accepted."""
+    if low > high or (low == high and keywords != ("minimum", "maximum")):
+        return
+    schema = dict(zip(keywords, (low, high), strict=True))
+    for own in (schema, schema | {"type": "number"}, schema | {"type": ["number", "string"]}):
+        start = compiled(OWN, json=own).start((0,), 0).matcher
+        for text in NUMBERS:
+            ids, matcher = OWN._made_of[0].encode(text), start.deep_copy()
+            accepted = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            valid = validator(schema).is_valid(json.loads(text))
+            assert not accepted or valid, text
+            assert accepted or not valid or float(text).is_integer() or len(text) > 4, text  # 0.00 and the like may be left out
+
+
+def test_bounds_of_draft_4_and_of_several_schemas():
+    draft_4 = {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}
+    matcher = compiled(OWN, json=draft_4).start((0,), 0).matcher
+    ids = OWN._made_of[0].encode("0")
+    assert not (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+    for schema in ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, {"allOf": [{"minimum": -0.5}], "exclusiveMaximum": 0}):
+        with pytest.raises(UnsupportedError, match=r"these bounds cannot be enforced together; found \w+imum .* \w+imum"):
+            compiled(OWN, json=schema)
+    both = {"exclusiveMinimum": 0, "maximum": 0.5}
+    for schema in ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 3}]}, {"allOf": [both, {}]}):
+        compiled(OWN, json=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("cat", "dog")],
+         "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat"}}},
+        {"type": "integer", "format": "int32"}, {"type": ["number", "null"], "format": "double"},
+        {"type": "string", "pattern": "^[\\u{1F600}\\x{e9}]$"},
+    ],
+    ids=["discriminator", "int32", "double", "code points"],
+)  # fmt: skip
+def test_what_pydantic_and_openapi_write(schema):
+    tokens, done = draw(OWN, compiled(OWN, json=schema).start((0,), 0), 1, push=3)
+    assert done
+    rest = {name: value for name, value in schema.items() if name not in ("discriminator", "format", "pattern")}
+    validator(rest).validate(json.loads(text_of(tokens)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {"a": {}}, "discriminator": {"propertyName": "a"}}, {"format": "int32"},
+     {"type": ["string", "null"], "format": "x"}, {"pattern": "\\x{1}"}, {"pattern": "\\u{0007F}"}, {"pattern": "[\\x{0}-z]"}],
+)  # fmt: skip
+def test_what_only_looks_like_it(schema):
+    with pytest.raises(UnsupportedError):
+        compiled(OWN, json=schema)

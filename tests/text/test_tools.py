@@ -34,6 +34,8 @@ def tool(name="f", **parameters):
         ([tool("a b")], "tools[0].function.name"),
         ([tool("a" * 129)], "tools[0].function.name"),
         ([{"function": {"name": "f", "parameters": [1]}}], "tools[0].function.parameters"),
+        ([{"function": {"name": "f", "parameters": {"type": "array", "items": {}}}}], "tools[0].function.parameters"),
+        ([{"function": {"name": "f", "parameters": {"anyOf": [{"type": "null"}]}}}], "tools[0].function.parameters"),
         ([tool("f"), tool("g"), tool("f")], "tools[2].function.name"),
     ],
 )
@@ -49,6 +51,13 @@ def test_a_tool_without_parameters_has_none():
     assert found.parameter("x") is None
     (found,) = read_tools([tool(properties={"x": {"type": "string"}}, additionalProperties={"type": "integer"})])
     assert (found.parameter("x"), found.parameter("y")) == ({"type": "string"}, {"type": "integer"})
+
+
+@pytest.mark.parametrize("kind", ["object", ["object"], ["null", "object"]])
+def test_arguments_are_an_object(kind):
+    """A forced call cannot be null, which is no call."""
+    (found,) = read_tools([{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}])
+    assert found.parameters == {"type": "object"}
 
 
 @pytest.mark.parametrize(
