@@ -84,7 +84,7 @@ def _read(front: Front, exchange: Exchange, body: bytes) -> tuple[CompletionRequ
     _check(request, len(prompts))
     if front.options.log_prompts:
         exchange.log["prompt"] = request.prompt
-    exchange.grammar_field = None if request.structured_outputs else "response_format"
+    exchange.grammar_field = None if request.structured_outputs not in (None, {}) else "response_format"
     return request, prompts
 
 

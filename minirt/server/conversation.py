@@ -124,7 +124,7 @@ def prepare(
         if request.structured_outputs:
             raise bad_field("structured_outputs", "excludes a tool_choice that forces calls", found=shown(own.tool_choice))
         grammar_field = "tools"
-    exchange.grammar_field = None if request.structured_outputs else grammar_field
+    exchange.grammar_field = None if request.structured_outputs not in (None, {}) else grammar_field
     if max_tokens is None:
         max_tokens = _room(front, len(prompt.tokens), request.truncate_prompt_tokens)
     sampling = sampling_params(request, renamed, max_tokens=max_tokens, **params, **plan.sampling(tokenizer))

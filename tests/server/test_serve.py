@@ -203,6 +203,7 @@ def test_structured_output(tiny):
         ({"response_format": {"type": "json_object", "schema": schema}}, "response_format.schema"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": False}, "structured_outputs"),
     ):
         status, found = tiny.post("/v1/chat/completions", body | wrong)
         assert (status, found["error"]["param"]) == (400, param)
