@@ -50,7 +50,7 @@ _NEGATED = re.compile(r"\[\^(?:\\.|[^\[\]\\])*\]")  # a class of characters that
 
 
 def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
-    """The schema in a JSON text.
+    """The schema in a JSON text, without definitions that nothing refers to: generators write more than they use.
 
     Raises:
         InputError: it is not JSON, repeats a key, is nested too deeply, or is neither an object nor a bool.
@@ -84,7 +84,37 @@ def parse_schema(text: str, where: str) -> dict[str, Any] | bool:
         raise InputError("not a JSON schema", where=where, expected="an object or a bool", found=shortened(json.dumps(schema)))
     if schema is False:
         raise InputError("the schema false accepts nothing", where=where, expected="a schema that accepts something")
-    return schema
+    return schema if isinstance(schema, bool) else _without_unused(schema)
+
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def _without_unused(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without those of its definitions that no "$ref" leads to. With "$anchor" or "$id", all are kept."""
+    own = {name: schema[name] for name in _DEFINITIONS if isinstance(schema.get(name), dict)}
+    used = {name: set[str]() for name in own}
+    todo: list[Any] = [value for name, value in schema.items() if name not in own]
+    todo.append({"$ref": schema.get("$ref")})
+    while todo and own:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            todo += part.values()
+            reference = part.get("$ref")
+            if isinstance(reference, str) and reference != "#":
+                start, *path = unquote(reference).split("/")
+                if start != "#" or path[0] not in own or len(path) < 2:
+                    if start == "#" and path[0] not in _DEFINITIONS:
+                        continue  # a place outside of the definitions
+                    return schema
+                name = path[1].replace("~1", "/").replace("~0", "~")
+                if name in own[path[0]] and name not in used[path[0]]:
+                    used[path[0]].add(name)
+                    todo.append(own[path[0]][name])
+    kept = {group: {name: part for name, part in own[group].items() if name in used[group]} for group in own}
+    return {name: kept.get(name, value) for name, value in schema.items() if name not in own or kept[name]}
 
 
 def check_schema(schema: dict[str, Any] | bool, where: str) -> None:

@@ -14,7 +14,7 @@ from support.structured import compiled, constraints, draw, text_of
 from minirt.errors import InputError, UnsupportedError
 from minirt.structured import contradictions
 from minirt.structured import grammar as grammar_module
-from minirt.structured.schema import FORMATS, check_schema
+from minirt.structured.schema import FORMATS, check_schema, parse_schema
 
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
 ACCEPTED = [entry for entry in SCHEMAS if "refused" not in entry]
@@ -62,7 +62,7 @@ def test_the_others_are_refused_by_name(entry):
     ("schema", "place"),
     [
         ({"properties": {"a/b": {"items": {"not": {}}}}}, "/properties/a~1b/items"),
-        ({"$defs": {"x~": {"anyOf": [{}, {"minimum": 2, "maximum": 1}]}}}, "/$defs/x~0/anyOf/1"),
+        ({"$defs": {"x~": {"anyOf": [{}, {"minimum": 2, "maximum": 1}]}}, "$ref": "#/$defs/x~0"}, "/$defs/x~0/anyOf/1"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=x)"}}}, "/properties/a/pattern"),
         ({"prefixItems": [{}, {"oneOf": [{}, {}]}]}, "/prefixItems/1"),
         ({"additionalProperties": {"patternProperties": {"x": {"type": "text"}}}}, "/additionalProperties/patternProperties/x"),
@@ -155,7 +155,8 @@ def test_no_white_space_at_all():
 
 
 @pytest.mark.parametrize("schema", [
-    {"type": "integer", "multipleOf": 9_999_991}, {"multipleOf": 199_999.5}, {"$defs": {"a": {"multipleOf": 499_979}}},
+    {"type": "integer", "multipleOf": 9_999_991}, {"multipleOf": 199_999.5},
+    {"$defs": {"a": {"multipleOf": 499_979}}, "items": {"$ref": "#/$defs/a"}},
     {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
     {"prefixItems": [{"multipleOf": 10_007 + i} for i in range(0, 40, 2)]},
     {"multipleOf": 991, "anyOf": [{"multipleOf": 0.997}, {"multipleOf": 9.83}]}, {"multipleOf": 10**300},
@@ -356,4 +357,29 @@ def test_what_pydantic_and_openapi_write(schema):
 )  # fmt: skip
 def test_what_only_looks_like_it(schema):
     with pytest.raises(UnsupportedError):
+        compiled(OWN, json=schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        ({"type": "integer", "$defs": {"Z": {"$ref": "#/$defs/Z"}, "Old": {"propertyNames": {"pattern": "^a"}}}}, None),
+        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"items": {"$ref": "#/$defs/c/items"}}, "c": {"items": {}}, "d": {"not": {}}}},
+         {"a/b", "c"}),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {}}, "definitions": {"d": {"minimum": 2, "maximum": 1}}}, None),
+        ({"$ref": "#x", "$defs": {"a": {"$anchor": "x"}, "b": {}}}, {"a", "b"}),
+        ({"$ref": "#/$defs/%61", "$defs": {"a": {}, "b": {}}}, {"a"}),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#"}}, "items": {"$ref": "#/$defs/a"}}, {"a", "b"}),
+    ],
+)  # fmt: skip
+def test_definitions_that_nothing_refers_to(schema, kept):
+    """They may have what is not supported. A definition that is used must stay, however it is referred to."""
+    found = parse_schema(json.dumps(schema), "here")
+    assert set(found.get("$defs", found.get("definitions", ()))) == (kept or set())
+    check_schema(found, "here")
+
+
+def test_a_used_definition_is_checked():
+    schema = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"not": {}}}, "items": {"$ref": "#/$defs/a"}}
+    with pytest.raises(UnsupportedError, match=r'/\$defs/b: .* found "not"'):
         compiled(OWN, json=schema)
