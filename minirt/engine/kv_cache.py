@@ -48,7 +48,7 @@ class LayerCache(Protocol):
         """For each of `tensors`, the rows that a step of this batch writes: int64."""
 
     def clone(self, *, wide: bool = False) -> "LayerCache":
-        """A copy. `wide`: with values in fp64, unless they are FP8."""
+        """A copy. `wide`: with values in fp64, unless they are FP8 or integers."""
 
     def written(self, batch: "Batch") -> dict[str, Tensor]:
         """What a step of this batch has written, by name, in fp64."""
@@ -159,16 +159,20 @@ class LayerKV(NamedTuple):
 
 
 def _clone(tensor: Tensor, wide: bool) -> Tensor:
-    return tensor.double() if wide else tensor.clone()
+    return tensor.double() if wide and tensor.is_floating_point() and tensor.dtype != FP8 else tensor.clone()
 
 
 def _values(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
     """What pages [P, page_size, Nkv, D] hold at `slots` [T]: [T, Nkv, D] fp64."""
-    values = pages.flatten(0, 1)
-    if scales is None:
-        return values[slots].double()
-    values = values.view(torch.uint8)[slots].view(FP8).double()  # PyTorch lacks some operations for FP8
-    return values * scales.flatten(0, 1)[slots].double().unsqueeze(-1)
+    values = _rows(pages.flatten(0, 1), slots)
+    return values if scales is None else values * scales.flatten(0, 1)[slots].double().unsqueeze(-1)
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """The rows of a tensor [N, …] in fp64."""
+    if tensor.dtype == FP8:  # PyTorch lacks some operations for FP8
+        return tensor.view(torch.uint8)[rows].view(FP8).double()
+    return tensor[rows].double()
 
 
 class LayerState(dict[str, Tensor]):
@@ -185,12 +189,12 @@ class LayerState(dict[str, Tensor]):
         return [batch.seq_slots.long()] * len(self)
 
     def clone(self, *, wide: bool = False) -> "LayerState":
-        return LayerState({name: _clone(tensor, wide and tensor.is_floating_point()) for name, tensor in self.items()})
+        return LayerState({name: _clone(tensor, wide) for name, tensor in self.items()})
 
     def written(self, batch: "Batch") -> dict[str, Tensor]:
         """The states of the step's sequences, each [B, N]."""
         slots = batch.seq_slots.long()
-        return {f"state.{name}": tensor[slots].double().reshape(len(slots), -1) for name, tensor in self.items()}
+        return {f"state.{name}": _rows(tensor, slots).reshape(len(slots), -1) for name, tensor in self.items()}
 
     def read_bytes(self, batch: "Batch") -> int:
         return batch.num_seqs * sum(tensor[0].nbytes for tensor in self.values())
