@@ -8,7 +8,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -51,7 +50,7 @@ class LayerCache(Protocol):
         """A copy. `wide`: with values in fp64, unless they are FP8 or integers."""
 
     def written(self, batch: "Batch") -> dict[str, Tensor]:
-        """What a step of this batch has written, by name, in fp64."""
+        """What a step of this batch has written, by name, in fp64. The names "out" and "added" are taken."""
 
     def read_bytes(self, batch: "Batch") -> int:
         """Bytes that a step of this batch reads at least."""
@@ -59,7 +58,10 @@ class LayerCache(Protocol):
 
 @runtime_checkable
 class CacheSpec(Protocol):
-    """What a layer keeps between steps: pages (`PagesSpec`), a state (`StateSpec`), several (`CombinedSpec`), or another kind."""
+    """What a layer keeps between steps: pages (`PagesSpec`), a state (`StateSpec`), several (`CombinedSpec`), or another kind.
+
+    A spec is hashable, and equal specs allocate alike: layers whose specs are equal can share kernels (`Layer.compile_key`).
+    """
 
     def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
         """Bytes of one page with values of `dtype`; 0: it has no pages."""
@@ -117,6 +119,9 @@ class CombinedSpec:
     """Several specs of one layer, such as pages and a state. The layer gets a tuple, with what each of them allocates."""
 
     specs: tuple[CacheSpec, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", tuple(self.specs))
 
     def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
         return sum(spec.page_bytes(dtype, page_size) for spec in self.specs)
@@ -215,7 +220,11 @@ class CombinedCache(tuple[LayerCache, ...]):
         return CombinedCache(part.clone(wide=wide) for part in self)
 
     def written(self, batch: "Batch") -> dict[str, Tensor]:
-        return dict(chain.from_iterable(part.written(batch).items() for part in self))
+        """What each part has written. If two parts share a name, all names begin with the part's index: "0.k", "1.k"."""
+        parts = [part.written(batch) for part in self]
+        names = [name for part in parts for name in part]
+        prefixes = [f"{i}." if len(set(names)) < len(names) else "" for i in range(len(parts))]
+        return {prefix + name: rows for prefix, part in zip(prefixes, parts, strict=True) for name, rows in part.items()}
 
     def read_bytes(self, batch: "Batch") -> int:
         return sum(part.read_bytes(batch) for part in self)
