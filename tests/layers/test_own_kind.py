@@ -513,8 +513,9 @@ def test_faults_of_a_state_are_found(hf_folder, name):
         assert any(fault.startswith(words) for fault in result.faults), result.faults
 
 
-def test_a_comparison_starts_with_the_state_before_the_step(hf_folder):
-    with load(hf_folder("Llama", seed=3)) as generator:
+@pytest.mark.parametrize("layers", [compose, functools.partial(compose_coded, FP8)], ids=["fp32", "fp8"])
+def test_a_comparison_starts_with_the_state_before_the_step(layers, hf_folder):
+    with load(hf_folder("Llama", seed=3), layers=layers) as generator:
         places = compare_layers.places(generator.model)
         step = compare_layers.decode(generator.model, places, [TOKENS[:11], TOKENS[5:16]])
         for place in places[:-1]:
