@@ -379,7 +379,7 @@ def test_only_a_cache_spec_is_one(what, hf_folder):
 
 
 def test_a_combined_spec_of_a_list_runs_dry(hf_folder):
-    """Before it has run on a GPU, each layer is called once for each compile key, which the spec is part of."""
+    """The warm-up on a GPU runs one layer for each compile key, which the spec is part of."""
 
     def of_lists(config):
         layers = compose_both(config)
