@@ -95,8 +95,8 @@ def total_memory(device: torch.device | AbsentGPU) -> int:
 def held_by_others(device: torch.device | AbsentGPU) -> int | None:
     """Memory of a GPU that is neither free nor PyTorch's in this process, in bytes. None on a CPU, where it is not known.
 
-    It includes the CUDA context of this process, about 0.5 GiB, which the driver does not tell apart. So up to `CONTEXT_BYTES`
-    count as 0.
+    Other processes hold it, and so do the CUDA context of this process, about 0.5 GiB, and libraries that allocate outside
+    PyTorch. The driver does not tell them apart, so up to `CONTEXT_BYTES` count as 0.
     """
     if isinstance(device, AbsentGPU):
         return 0

@@ -23,7 +23,7 @@ from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 from minirt.modeling.parameters import Parameter
 
-# What errors are measured of. Layers with a state have views "state.<name>" beside these.
+# What errors are measured of. Layers have further views for what else they keep, such as "state.<name>".
 VIEWS = {"out": "output", "added": "what it adds", "k": "K in the pages", "v": "V in the pages"}
 CHUNK = 512  # tokens of a text computed in one step
 

@@ -98,8 +98,8 @@ def _pair(column: str, error: str, *, limit: bool = False) -> Any:
 
 
 def _cached(row: Row) -> str:
-    names = [name for name in row if name.startswith("state.")]
-    names += ["k", "v"] if row["k"]["torch"]["relative"] is not None else []
+    views = [name for name, value in row.items() if isinstance(value, dict) and name not in ("out", "added")]
+    names = [name for name in views if row[name]["limit"]["relative"] is not None]
     if not names:
         return ""
     sides = ([row[name][side]["relative"] for name in names] for side in ("error", "torch"))

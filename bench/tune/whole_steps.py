@@ -13,10 +13,11 @@ import torch
 
 from minirt.bench.compare.timing import captured, replays
 from minirt.device import on_device
-from minirt.engine.kv_cache import PAGE_SIZE, KVCache
+from minirt.engine.kv_cache import PAGE_SIZE, KVCache, LayerCache
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Case, override_config
+from minirt.modeling.formats import FP8
 from minirt.modeling.model import Model
 
 CAPTURES = 3
@@ -32,8 +33,23 @@ def chunks(tokens: int, page_size: int, vocab_size: int = 1) -> list[Chunk]:
     return [Chunk([i % vocab_size], CONTEXT - 1, range(own * i, own * i + own), slot=i) for i in range(tokens)]
 
 
+def _randomize(layer: LayerCache) -> None:
+    """Fill what a layer keeps with random values, since power draw depends on them. Integers become 0."""
+    tensors = layer.tensors()
+    scaled = any(tensor.dtype == FP8 for tensor in tensors)
+    for tensor in tensors:
+        if tensor.dtype == FP8:  # PyTorch draws no FP8 values
+            tensor.copy_(torch.randn(tensor.shape, device=tensor.device))
+        elif not tensor.is_floating_point():
+            tensor.zero_()
+        elif scaled:
+            tensor.uniform_(0.5, 1.5)  # a scale is positive
+        else:
+            tensor.normal_()
+
+
 class Steps:
-    """Times steps of a model on a GPU. The model has its weights and implementations, and 16-bit or 32-bit KV pages."""
+    """Times steps of a model on a GPU. The model has its weights and implementations."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -53,11 +69,10 @@ class Steps:
             work = chunks(case.tokens, PAGE_SIZE, model.config.vocab_size)
             pages = sum(len(chunk.pages) for chunk in work)
             if pages > self._cache.num_pages or len(work) > self._cache.num_slots:
-                self._cache = KVCache(model.cache_specs, pages, model.device, model.kv_dtype, num_slots=len(work))
-                for layer in self._cache.layers:  # power draw depends on the values
-                    for tensor in layer.tensors():
-                        if tensor.is_floating_point():
-                            tensor.normal_()
+                pages, slots = max(pages, self._cache.num_pages), max(len(work), self._cache.num_slots)
+                self._cache = KVCache(model.cache_specs, pages, model.device, model.kv_dtype, num_slots=slots)
+                for layer in self._cache.layers:
+                    _randomize(layer)
             batch = Batch.build(work, PAGE_SIZE).to(model.device)
             model.reserve_splits(batch.max_splits)
             times: list[list[float]] = [[] for _ in configs]

@@ -8,7 +8,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -48,10 +47,10 @@ class LayerCache(Protocol):
         """For each of `tensors`, the rows that a step of this batch writes: int64."""
 
     def clone(self, *, wide: bool = False) -> "LayerCache":
-        """A copy. `wide`: with values in fp64, unless they are FP8."""
+        """A copy. `wide`: with values in fp64, unless they are FP8 or integers."""
 
     def written(self, batch: "Batch") -> dict[str, Tensor]:
-        """What a step of this batch has written, by name, in fp64."""
+        """What a step of this batch has written, by name, in fp64. The names "out" and "added" are taken."""
 
     def read_bytes(self, batch: "Batch") -> int:
         """Bytes that a step of this batch reads at least."""
@@ -59,7 +58,10 @@ class LayerCache(Protocol):
 
 @runtime_checkable
 class CacheSpec(Protocol):
-    """What a layer keeps between steps: pages (`PagesSpec`), a state (`StateSpec`), several (`CombinedSpec`), or another kind."""
+    """What a layer keeps between steps: pages (`PagesSpec`), a state (`StateSpec`), several (`CombinedSpec`), or another kind.
+
+    A spec is hashable, and equal specs allocate alike: layers whose specs are equal can share kernels (`Layer.compile_key`).
+    """
 
     def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
         """Bytes of one page with values of `dtype`; 0: it has no pages."""
@@ -118,6 +120,9 @@ class CombinedSpec:
 
     specs: tuple[CacheSpec, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", tuple(self.specs))
+
     def page_bytes(self, dtype: torch.dtype, page_size: int) -> int:
         return sum(spec.page_bytes(dtype, page_size) for spec in self.specs)
 
@@ -159,16 +164,20 @@ class LayerKV(NamedTuple):
 
 
 def _clone(tensor: Tensor, wide: bool) -> Tensor:
-    return tensor.double() if wide else tensor.clone()
+    return tensor.double() if wide and tensor.is_floating_point() and tensor.dtype != FP8 else tensor.clone()
 
 
 def _values(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
     """What pages [P, page_size, Nkv, D] hold at `slots` [T]: [T, Nkv, D] fp64."""
-    values = pages.flatten(0, 1)
-    if scales is None:
-        return values[slots].double()
-    values = values.view(torch.uint8)[slots].view(FP8).double()  # PyTorch lacks some operations for FP8
-    return values * scales.flatten(0, 1)[slots].double().unsqueeze(-1)
+    values = _rows(pages.flatten(0, 1), slots)
+    return values if scales is None else values * scales.flatten(0, 1)[slots].double().unsqueeze(-1)
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """The rows of a tensor [N, …] in fp64."""
+    if tensor.dtype == FP8:  # PyTorch lacks some operations for FP8
+        return tensor.view(torch.uint8)[rows].view(FP8).double()
+    return tensor[rows].double()
 
 
 class LayerState(dict[str, Tensor]):
@@ -185,12 +194,12 @@ class LayerState(dict[str, Tensor]):
         return [batch.seq_slots.long()] * len(self)
 
     def clone(self, *, wide: bool = False) -> "LayerState":
-        return LayerState({name: _clone(tensor, wide and tensor.is_floating_point()) for name, tensor in self.items()})
+        return LayerState({name: _clone(tensor, wide) for name, tensor in self.items()})
 
     def written(self, batch: "Batch") -> dict[str, Tensor]:
         """The states of the step's sequences, each [B, N]."""
         slots = batch.seq_slots.long()
-        return {f"state.{name}": tensor[slots].double().reshape(len(slots), -1) for name, tensor in self.items()}
+        return {f"state.{name}": _rows(tensor, slots).reshape(len(slots), -1) for name, tensor in self.items()}
 
     def read_bytes(self, batch: "Batch") -> int:
         return batch.num_seqs * sum(tensor[0].nbytes for tensor in self.values())
@@ -211,7 +220,11 @@ class CombinedCache(tuple[LayerCache, ...]):
         return CombinedCache(part.clone(wide=wide) for part in self)
 
     def written(self, batch: "Batch") -> dict[str, Tensor]:
-        return dict(chain.from_iterable(part.written(batch).items() for part in self))
+        """What each part has written. If two parts share a name, all names begin with the part's index: "0.k", "1.k"."""
+        parts = [part.written(batch) for part in self]
+        names = [name for part in parts for name in part]
+        prefixes = [f"{i}." if len(set(names)) < len(names) else "" for i in range(len(parts))]
+        return {prefix + name: rows for prefix, part in zip(prefixes, parts, strict=True) for name, rows in part.items()}
 
     def read_bytes(self, batch: "Batch") -> int:
         return sum(part.read_bytes(batch) for part in self)

@@ -284,8 +284,7 @@ def load(
 
     groups = _groups(work)
     if model.device.type == "cuda":
-        largest = max((size for size in map(_size, groups) if size <= MAX_PINNED), default=0)
-        threads, buffers = THREADS, PinnedBuffers(largest, model.device)
+        threads, buffers = THREADS, PinnedBuffers(_buffer_bytes(groups), model.device)
     else:
         threads, buffers = 1, None
     pool = ThreadPoolExecutor(threads)
@@ -426,6 +425,11 @@ def _read(
 def _size(group: Sequence[_Piece]) -> int:
     """Bytes from the beginning of a group to its end, including tensors in between that are not loaded."""
     return group[-1].start + group[-1].nbytes - group[0].start
+
+
+def _buffer_bytes(groups: Iterable[Sequence[_Piece]]) -> int:
+    """Bytes of a thread's buffer: of the largest group of at most MAX_PINNED. Larger ones are mapped."""
+    return max((size for size in map(_size, groups) if size <= MAX_PINNED), default=0)
 
 
 def _fill(memory: mmap.mmap, file: FileIO, begin: int, size: int) -> None:

@@ -1,8 +1,8 @@
 """What a model takes of a device's memory: `plan_memory` sizes the KV cache and the largest step, before or after loading.
 
 On a GPU, weights, KV pages and the memory of steps together take at most `gpu_memory_utilization` of what is free at the start.
-What other processes hold lowers this budget, and the plan says so. vLLM takes a share of all memory, and refuses to start if
-other processes hold too much of it.
+What other processes and CUDA contexts hold lowers this budget, and the plan says so. vLLM takes a share of all memory, and
+refuses to start if other processes hold too much of it.
 """
 
 import warnings
@@ -55,7 +55,8 @@ class MemoryPlan:
         free: what is free before the model is loaded; of an absent GPU an estimate.
         budget: what the model may take of it.
         total: all memory of the device.
-        held_by_others: what other processes hold of it, which lowers `free` and so the budget; None: not known (a CPU).
+        held_by_others: about what other processes and CUDA contexts hold of it, which lowers `free` and so the budget; see
+            `minirt.device.held_by_others`. None: not known (a CPU).
         full: the pages of as many full sequences as a step computes.
         context: positions that a sequence may have: those asked for, or what all pages hold, if that is less.
         max_num_batched_tokens: tokens of the largest step.
@@ -92,10 +93,11 @@ class MemoryPlan:
 
     @property
     def others(self) -> str | None:
-        """What other processes hold, in words; None: nothing that lowers the budget."""
+        """What other processes and CUDA contexts hold, in words; None: nothing that lowers the budget."""
         if not self.held_by_others:
             return None
-        return f"other processes hold {format_size(self.held_by_others)} of {format_size(self.total)}, which lowers the budget"
+        held = f"about {format_size(self.held_by_others)} of {format_size(self.total)}"
+        return f"{held} are held by other processes and CUDA contexts, which lowers the budget"
 
     def rows(self) -> list[tuple[str, int, str]]:
         """The table that `minirt plan` prints: (what, bytes, remark)."""

@@ -237,9 +237,8 @@ def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
         if not isinstance(layer, Layer) or not isinstance(getattr(layer, "kind", None), str):
             found, expected = type(layer).__name__, "a minirt.layers.Layer with a kind"
             raise ConfigError("not a layer", where=f"layers[{place}]", expected=expected, found=found)
-        if layer.cache_spec is not None and not isinstance(layer.cache_spec, CacheSpec):
-            expected, found = "a PagesSpec, StateSpec or CombinedSpec, or another CacheSpec", type(layer.cache_spec).__name__
-            raise ConfigError("not a cache spec", where=f"layers[{place}], {layer.name}", expected=expected, found=found)
+        if layer.cache_spec is not None:
+            _check_cache_spec(layer.cache_spec, f"layers[{place}], {layer.name}")
         if layer.context.device.type != "meta":
             what = "this layer already belongs to a model"
             raise ConfigError(what, where=f"layers[{place}], {layer.name}", hint="make new layers for each model")
@@ -260,6 +259,18 @@ def in_order(config: ModelConfig, layers: Iterable[Layer]) -> list[Layer]:
         what = "attention after a select layer would lack rows"
         raise ConfigError(what, where=f"layers[{selects[0]}]", expected=f"a place after layers[{behind - 1}]", hint=hint)
     return layers if selects else [*layers[:behind], Select(config), *layers[behind:]]
+
+
+def _check_cache_spec(spec: object, where: str) -> None:
+    if isinstance(spec, type) or not isinstance(spec, CacheSpec):
+        found = f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
+        expected = "a PagesSpec, StateSpec or CombinedSpec, or another CacheSpec"
+        raise ConfigError("not a cache spec", where=where, expected=expected, found=found)
+    try:
+        hash(spec)
+    except TypeError as error:
+        expected = "a frozen dataclass or a named tuple, of values that can be hashed"
+        raise ConfigError("the cache spec cannot be hashed", where=where, expected=expected, found=str(error)) from error
 
 
 def some_names(layers: Sequence[Layer]) -> str:

@@ -168,7 +168,8 @@ def test_the_plan_command_says_so(hopper, monkeypatch, capfd):
     lines = run("plan")[1].splitlines()
     start = "Memory: 80GiB free now, of which the model may take 72GiB"
     (memory,) = (i for i, line in enumerate(lines) if line.startswith(start))
-    assert lines[memory + 1] == "  Other processes hold 19GiB of 100GiB, which lowers the budget."
+    held = "  About 19GiB of 100GiB are held by other processes and CUDA contexts, which lowers the budget."
+    assert lines[memory + 1] == held
     out = run("plan", "--impl", "auto", "--impl", "*.mlp=plain")[1]
     assert "CUDA graphs: none, since layers.0.mlp runs as 'plain'" in out
     record = json.loads(run("plan", "--json", "--impl", "head=eager")[1])

@@ -4,6 +4,9 @@ Catches a switch on built-in classes or kinds, a state that leaks from a slot's 
 a prefix cache that skips tokens which a state needs, and a comparison that starts with the state after the step.
 """
 
+import functools
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,13 +15,15 @@ from hypothesis import strategies as st
 from minirt import Generator, SamplingParams
 from minirt.bench.compare import compare
 from minirt.bench.compare import layers as compare_layers
+from minirt.bench.compare import report as compare_report
 from minirt.bench.tune import whole_steps
 from minirt.engine.engine import Engine, Request
-from minirt.engine.kv_cache import CombinedSpec, KVCache, StateSpec, page_bytes, state_bytes
+from minirt.engine.kv_cache import CombinedSpec, KVCache, PagesSpec, StateSpec, page_bytes, state_bytes
 from minirt.engine.step_input import Batch, Chunk
 from minirt.errors import ConfigError, InputError
 from minirt.kernels.compile.tuning import Case, Tunable
 from minirt.layers import Attention, Embedding, Head, Layer, Select, base, implementation, register
+from minirt.modeling.formats import FP8
 from minirt.modeling.parameters import NormWeight
 from minirt.models import decoder
 from minirt.sampling_params import resolve
@@ -49,8 +54,82 @@ class Both(Attention):
         self.cache_spec = CombinedSpec((self.cache_spec, StateSpec((("sum", (config.hidden_size,), torch.float32),))))
 
 
-def both(layer):
-    attention, memory = implementation("attention", "eager").factory(layer), forward_of(layer)
+class Sums:
+    """The cache of `Memory`, as a class that is no `LayerState`. Rows are slots."""
+
+    def __init__(self, sums):
+        self.sums = sums
+
+    def __getitem__(self, name):
+        return {"sum": self.sums}[name]
+
+    def tensors(self):
+        return [self.sums]
+
+    def rows(self, batch):
+        return [batch.seq_slots.long()]
+
+    def clone(self, *, wide=False):
+        return Sums(self.sums.double() if wide else self.sums.clone())
+
+    def written(self, batch):
+        return {"running sum": self.sums[batch.seq_slots.long()].double()}
+
+    def read_bytes(self, batch):
+        return batch.num_seqs * self.sums[0].nbytes
+
+
+@dataclass(frozen=True)
+class SumsSpec:
+    size: int
+
+    def page_bytes(self, dtype, page_size):
+        return 0
+
+    @property
+    def state_bytes(self):
+        return 4 * self.size
+
+    def allocate(self, room):
+        return Sums(torch.empty(room.num_slots, self.size, device=room.device))
+
+
+class LooseSpec(SumsSpec):
+    """It defines equality, so Python makes it unhashable."""
+
+    def __eq__(self, other):
+        return self is other
+
+
+class Coded(Memory):
+    """A `Memory` whose state has another dtype: SCALE · s, rounded at the end of each step."""
+
+    kind = "coded"
+    SCALE = 8.0
+
+
+def coded(layer, fault=None):
+    def forward(x, batch, state):
+        out, values, start = torch.empty_like(x), state["sum"], 0
+        for slot, count, length in zip(batch.seq_slots.tolist(), batch.query_lens, batch.seq_lens, strict=True):
+            now = values[slot].to(x.dtype) / layer.SCALE if length > count else torch.zeros_like(x[0])
+            for t in range(start, start + count):
+                now = DECAY * now + x[t]
+                out[t] = x[t] + layer.gain.weight * now
+            start += count
+            now = layer.SCALE * now
+            if fault == "late" and length > count:
+                now = 0.5 * now
+            values[slot] = (now if values.is_floating_point() else now.round()).to(values.dtype)
+        if fault == "beside":
+            values[-1, 3] = 5
+        return out
+
+    return forward
+
+
+def both(layer, name="eager"):
+    attention, memory = implementation("attention", name).factory(layer), forward_of(layer)
 
     def forward(x, batch, kv):
         pages, state = kv
@@ -101,6 +180,10 @@ def registered():
         register("memory", name)(fault)
     register("both", "eager")(both)
     register("both", "own")(both)
+    register("both", "graphed", capturable=True)(lambda layer: both(layer, "triton"))
+    register("coded", "eager")(coded)
+    for name in ("own", "late", "beside"):
+        register("coded", name)(functools.partial(coded, fault=name))
     for kind in ("embedding", "select", "head"):
         register(f"own-{kind}", "eager")(implementation(kind, "eager").factory)
     yield
@@ -125,6 +208,21 @@ def compose_both(config):
             q, k, v = (part.name for part in layer.qkv.parts)
             layers[i] = Both(config, name=layer.name, norm=layer.norm.name, q=q, k=k, v=v, o=layer.o.parts[0].name)
     return layers
+
+
+def compose_sums(config):
+    layers = compose(config)
+    for layer in layers:
+        if layer.kind == "memory":
+            layer.cache_spec = SumsSpec(config.hidden_size)
+    return layers
+
+
+def compose_coded(dtype, config):
+    layers = decoder.decoder_layers(config)
+    own = Coded(config, name="coded", gain=layers[2].norm.name)
+    own.cache_spec = StateSpec((("sum", (config.hidden_size,), dtype),))
+    return [layers[0], own, *layers[1:]]
 
 
 def load(folder, layers=compose, **options):
@@ -259,14 +357,44 @@ def test_a_layer_may_have_pages_and_a_state(hf_folder):
         assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
 
 
-def test_only_a_cache_spec_is_one(hf_folder):
+NOT_SPECS = {
+    "another object": ((2, 16), r"not a cache spec.*PagesSpec.*found tuple"),
+    "a class": (PagesSpec, r"not a cache spec.*PagesSpec.*found the class PagesSpec"),
+    "an unhashable one": (LooseSpec(64), r"cannot be hashed.*frozen dataclass.*'LooseSpec'"),
+    "one with an unhashable part": (CombinedSpec((PagesSpec(2, 16), LooseSpec(64))), r"cannot be hashed.*'LooseSpec'"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_SPECS)
+def test_only_a_cache_spec_is_one(what, hf_folder):
+    spec, words = NOT_SPECS[what]
+
     def wrong(config):
         layers = compose(config)
-        layers[3].cache_spec = (2, 16)
+        layers[3].cache_spec = spec
         return layers
 
-    with pytest.raises(ConfigError, match=r"layers\[3\], layers\.0\.mlp: not a cache spec.*PagesSpec.*found tuple"):
+    with pytest.raises(ConfigError, match=rf"layers\[3\], layers\.0\.mlp: .*{words}"):
         load(hf_folder("Llama", seed=3), layers=wrong)
+
+
+def test_a_combined_spec_of_a_list_runs_dry(hf_folder):
+    """The warm-up on a GPU runs one layer for each compile key, which the spec is part of."""
+
+    def of_lists(config):
+        layers = compose_both(config)
+        for layer in layers:
+            if layer.kind == "both":
+                layer.cache_spec = CombinedSpec(list(layer.cache_spec.specs))
+        return layers
+
+    with load(hf_folder("Llama", seed=3), layers=of_lists) as generator:
+        model, called = generator.model, []
+        for layer in model.layers:
+            layer._forward = lambda *given, layer=layer, forward=layer._forward: called.append(layer.kind) or forward(*given)
+        cache = KVCache(model.cache_specs, 1, num_slots=1)
+        model.dry_run(Batch.build([Chunk([3, 4], 0, [0], slot=0)], 64), cache)
+    assert called.count("both") == 1
 
 
 def test_the_first_the_last_and_the_selecting_layer_may_be_of_other_kinds(hf_folder):
@@ -330,6 +458,45 @@ def test_it_is_compared(hf_folder, layers, kind):
     assert result.model["text"]["agree"] == 20
 
 
+def test_an_own_cache_runs_and_is_compared(hf_folder):
+    """A spec and a cache of other classes than minirt's: what they state is enough."""
+    with load(hf_folder("Llama", seed=3), layers=compose_sums) as generator:
+        assert state_bytes(generator.model.cache_specs) == 3 * 64 * 4
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        done = generator.generate([prompt(i) for i in range(5)], params)
+        model = generator.model
+        assert [c.token_ids for c in done] == [solo(model, prompt(i), 6) for i in range(5)]
+        result = compare.run(model, TOKENS, SHAPE, impl=["eager", "*.memory=own"])
+        assert result.faults == []
+        assert [row["kind"] for row in result.rows] == ["memory"] * 6
+        for row in result.rows:
+            own = row["running sum"]
+            assert own["error"]["relative"] <= own["limit"]["relative"] < 1e-5
+            shown = "{:.1e} / {:.1e}".format(*(own[side]["relative"] for side in ("error", "torch")))
+            assert compare_report._cached(row) == shown
+        faults = compare.run(model, TOKENS, SHAPE, impl=["eager", "layers.1.memory=beside"], layer="layers.1.memory").faults
+    assert any("1 values of the cache" in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, FP8], ids=str)
+def test_a_state_of_any_dtype_is_compared(dtype, hf_folder):
+    """The truth begins with the state before the step, whatever its dtype: PyTorch's error is that of a rounding."""
+    with load(hf_folder("Llama", seed=3), layers=functools.partial(compose_coded, dtype)) as generator:
+        model = generator.model
+        filled = [tensor for layer in compare_layers.empty_cache(model, 1).layers for tensor in layer.tensors()]
+        assert all(bool((t == 1).all() if t.dtype == torch.int32 else t.float().isnan().all()) for t in filled)
+        found = {name: compare.run(model, TOKENS, SHAPE, impl=["eager", f"coded={name}"], layer="coded")
+                 for name in ("own", "late", "beside")}  # fmt: skip
+    assert found["own"].faults == []
+    for row in found["own"].rows:
+        assert row["out"]["torch"]["relative"] < 1e-6
+        assert row["state.sum"]["torch"]["relative"] < {FP8: 2**-4, torch.bfloat16: 2**-8}.get(dtype, 1e-6)
+    (fault,) = found["late"].faults
+    assert fault.startswith("coded, decode b2 @ 5: state.sum: ")
+    assert len(found["beside"].faults) == 2
+    assert all("1 values of the cache" in fault for fault in found["beside"].faults)
+
+
 FOUND = {
     "unwritten": ("layers.1.memory, prefill 9: state.sum: ", "layers.1.memory, decode b2 @ 5: state.sum: "),
     "not-reset": ("layers.1.memory, prefill 9: output: relative error nan",),
@@ -346,8 +513,9 @@ def test_faults_of_a_state_are_found(hf_folder, name):
         assert any(fault.startswith(words) for fault in result.faults), result.faults
 
 
-def test_a_comparison_starts_with_the_state_before_the_step(hf_folder):
-    with load(hf_folder("Llama", seed=3)) as generator:
+@pytest.mark.parametrize("layers", [compose, functools.partial(compose_coded, FP8)], ids=["fp32", "fp8"])
+def test_a_comparison_starts_with_the_state_before_the_step(layers, hf_folder):
+    with load(hf_folder("Llama", seed=3), layers=layers) as generator:
         places = compare_layers.places(generator.model)
         step = compare_layers.decode(generator.model, places, [TOKENS[:11], TOKENS[5:16]])
         for place in places[:-1]:
@@ -372,17 +540,17 @@ def test_whole_steps_give_each_sequence_a_slot(hf_folder, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_it_runs_under_cuda_graphs(hf_folder):
+@pytest.mark.parametrize(("layers", "impl"), [(compose, "*.memory=own"), (compose_both, "*.attention=graphed")])
+def test_it_runs_under_cuda_graphs(layers, impl, hf_folder):
     """The same tokens with graphs and without; with graphs, one decode step is one graph."""
     found = []
     for cuda_graphs in (True, False):
-        options = {"impl": ["triton", "*.memory=own"], "dtype": "float32", "cuda_graphs": cuda_graphs}
+        options = {"impl": ["triton", impl], "dtype": "float32", "cuda_graphs": cuda_graphs}
         options |= {"max_num_batched_tokens": 24}
         folder = hf_folder("Llama", seed=3, head_dim=64, hidden_size=128)
-        with Generator.from_pretrained(folder, device="cuda", kv_cache_memory=1 << 24, layers=compose, **options) as generator:
+        with Generator.from_pretrained(folder, device="cuda", kv_cache_memory=1 << 24, layers=layers, **options) as generator:
             assert generator.plan.not_capturable is None
             assert generator._engine.engine._runner.cuda_graphs == cuda_graphs
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
             found.append([c.token_ids for c in generator.generate([prompt(i) for i in range(5)], params)])
-            assert implementation("memory", "own").capturable
     assert found[0] == found[1]

@@ -21,6 +21,7 @@ from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers, read_headers
 from minirt.loading.load import plan_model
 from minirt.loading.options import LoadOptions
+from minirt.models import build
 
 
 def load(folder, **options):
@@ -203,9 +204,23 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
     monkeypatch.setattr(checkpoint, "on_device", nullcontext)
     buffers = PinnedBuffers(1 << 14, torch.device("cuda", 0))
-    with pytest.raises(DeviceError, match=r"cuda:0: host memory.*pinned.*16KiB.*801.*ulimit"):
-        buffers.own()
+    for _ in range(2):  # the thread reads other groups after the first error
+        with pytest.raises(DeviceError, match=r"cuda:0: host memory.*pinned.*16KiB.*801.*ulimit"):
+            buffers.own()
     buffers.close()
+
+
+def test_a_buffer_is_as_large_as_the_largest_group_that_is_pinned(tmp_path, monkeypatch):
+    """Three groups: two tensors together, one that is read alone, and one that is too large and so mapped."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(10), "b": torch.ones(15), "c": torch.ones(50), "d": torch.ones(51)}, path)
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 100)
+    groups = checkpoint._groups(piece for entry in read_headers([path]).values() for piece in checkpoint._pieces(entry))
+    assert [checkpoint._size(group) for group in groups] == [100, 200, 204]
+    for most, expected in ((204, 204), (203, 200), (200, 200), (199, 100), (99, 0)):
+        monkeypatch.setattr(checkpoint, "MAX_PINNED", most)
+        assert checkpoint._buffer_bytes(groups) == expected
+    assert checkpoint._buffer_bytes([]) == 0
 
 
 def test_no_memory_for_a_buffer(monkeypatch):
@@ -251,6 +266,16 @@ def test_tensors_of_what_is_not_supported_are_named(prefix, hf_folder):
         if action is load:
             assert result.unused_tensors == (f"{prefix}layers.0.weight", f"{prefix}norm.weight")
             result.close()
+
+
+def test_a_composed_model_uses_a_part_without_a_warning(hf_folder):
+    folder = hf_folder("Qwen2")
+    rewrite(folder, lambda t: t.update({"mtp.norm.weight": torch.ones(3), "other.weight": torch.ones(3)}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_model(LoadOptions(model=folder, device="cpu", layers=build))
+        with load(folder, layers=build) as generator:
+            assert generator.unused_tensors == ("mtp.norm.weight", "other.weight")
 
 
 def test_a_pointer_of_git_lfs(hf_folder):

@@ -126,7 +126,7 @@ def test_the_message_has_every_number(free):
 
 
 def test_what_other_processes_hold_is_said(free, monkeypatch):
-    words = r"other processes hold 2\.44GiB of 4GiB, which lowers the budget"
+    words = r"about 2\.44GiB of 4GiB are held by other processes and CUDA contexts, which lowers the budget"
     free(400, others=2500)
     made = plan(lambda tokens: tokens // 32)
     assert (made.total, made.held_by_others, made.budget) == (4096 * MB, 2500 * MB, 1350 * MB)

@@ -25,6 +25,7 @@ from minirt.loading import checkpoint
 from minirt.loading.checkpoint import PinnedBuffers
 from minirt.loading.load import plan_model
 from minirt.modeling.formats import StoredFp8Blocks
+from minirt.modeling.parameters import PackedExperts
 
 TOKENS = [(7 * i * i + 3 * i) % 211 for i in range(40)]
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}  # in safetensors files
@@ -232,6 +233,18 @@ def test_notes_and_unused_scales(quantized):
 
 
 # --- the plan ---
+
+
+def test_a_scale_of_the_kv_cache_may_have_a_value_for_each_head(quantized):
+    written = quantized("modelopt")
+    written.tensors[f"{K}.k_scale"] = torch.tensor([0.5, 2.0])
+    save(written)
+    with load(written.folder) as generator:
+        assert "6 scales of the KV cache are not used" in "\n".join(generator.plan.notes)
+    written.tensors[f"{K}.k_scale"] = torch.ones(6)  # one for each query head
+    save(written)
+    with pytest.raises(CheckpointError, match=r"wrong shape of a scale; expected one value.* 2 KV heads; found \[6\]"):
+        load(written.folder)
 
 
 def test_the_plan_reads_headers_only(quantized, monkeypatch):
@@ -656,6 +669,25 @@ def test_experts_keep_their_scales(style, hf_folder, tmp_path):
                 names = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for part in parts]
                 torch.testing.assert_close(found, torch.cat([written.exact[n] for n in names]), rtol=1e-6, atol=0)
         assert generator.logits([3, 4, 5]).isfinite().all()
+
+
+@pytest.mark.parametrize("style", ["compressed-tensors channel", "fp8 block"])
+def test_single_experts_in_pieces(style, hf_folder, tmp_path, monkeypatch):
+    """Each expert is larger than a part of the file. Catches pieces that are all loaded to an expert's first rows."""
+    written = write(hf_folder("Qwen3Moe", **MIXTURE), tmp_path / "q", style)
+    with load(written.folder) as generator:
+        expected = generator.logits(TOKENS)
+    original, split = PackedExperts.load, []
+
+    def record(self, name, source, first=0):
+        split.append(first > 0)
+        original(self, name, source, first)
+
+    monkeypatch.setattr(PackedExperts, "load", record)
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 500)
+    with load(written.folder) as generator:
+        assert torch.equal(generator.logits(TOKENS), expected)
+    assert any(split)
 
 
 @pytest.mark.gpu

@@ -144,7 +144,9 @@ def test_fp8_is_sound_too(options, run, folder):
     record = json.loads(out)
     assert record["dtype"] == ("float32 · fp8" if options == ("--fp8",) else "float32")
     assert [row["kind"] for row in record["results"]] == ["attention", "mlp"] * 2
-    assert record["results"][0]["k"]["limit"]["relative"] >= 2**-7
+    keys = record["results"][0]["k"]  # a step may write a single head to FP8 pages, so their floor is that of one row
+    least = 2**-7 if options == ("--fp8",) else 2**-4
+    assert keys["limit"]["relative"] == pytest.approx(2 * keys["torch"]["relative"] + least, rel=1e-12)
     assert err == ""
 
 

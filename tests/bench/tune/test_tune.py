@@ -208,6 +208,31 @@ def test_a_step_is_captured_with_the_configuration_that_is_tried(monkeypatch):
     assert found() is None
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_the_cache_of_whole_steps_grows(kv_cache_dtype, monkeypatch):
+    """Three sequences, then a prompt of more pages: no size shrinks. All values are finite, and scales are positive."""
+    from minirt import Generator
+    from minirt.engine.kv_cache import LayerKV
+    from minirt.kernels.compile.tuning import Tunable
+
+    monkeypatch.setattr(whole_steps, "captured", lambda work, device: None)
+    monkeypatch.setattr(whole_steps, "replays", lambda graphs: [1.0 for _ in graphs])
+    monkeypatch.setattr(whole_steps, "CONTEXT", 64)  # a page
+    case, sizes = replace(Bench(Config(10), []).case, tunable=Tunable("mine", Config, ()), tokens=3), []
+    options = {"device": "cpu", "random_weights": True, "max_num_seqs": 1, "max_model_len": 512}
+    with Generator.from_pretrained(**options, kv_cache_dtype=kv_cache_dtype) as generator:
+        steps = whole_steps.Steps(generator.model)
+        for tokens in (3, 512, 5, 3):
+            steps.seconds(replace(case, tokens=tokens), [Config(10)])
+            sizes.append((steps._cache.num_pages, steps._cache.num_slots))
+            for layer in steps._cache.layers:
+                assert isinstance(layer, LayerKV)
+                assert all(bool(tensor.float().isfinite().all()) for tensor in layer.tensors())
+                assert bool((layer.v.float() < 0).any())
+                assert layer.k_scale is None or bool((layer.k_scale > 0).all() & (layer.v_scale > 0).all())
+    assert sizes == [(3, 3), (8, 3), (8, 5), (8, 5)]
+
+
 @pytest.fixture
 def call(capfd, monkeypatch):
     return caller(capfd, monkeypatch)
