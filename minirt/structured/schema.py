@@ -190,8 +190,8 @@ def _pointed(root: Any, pointer: str) -> Any:
 def enforceable(schema: Any) -> Any:
     """A copy of a checked schema for llguidance 1.9, in which it enforces all bounds of numbers.
 
-    It takes (0, 0.5] for [0, 0.5]: where an exclusive bound is an integer, and the other bound has the same integer part, the
-    exclusive bound is accepted. There it becomes an inclusive one, farther by a billionth of the range.
+    llguidance accepts 0 for (0, 0.5]: it includes an exclusive bound that is an integer if the other bound has the same integer
+    part. Such a bound becomes an inclusive one, moved inwards by about a billionth of the range.
     """
     own = json.loads(json.dumps(schema))
     todo = [own]
@@ -204,6 +204,7 @@ def enforceable(schema: Any) -> Any:
 
 
 def _include_bounds(schema: dict[str, Any]) -> None:
+    """Change the exclusive bounds of one schema, see `enforceable`."""
     stated = dict[str, float]()
     for keyword, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if schema.get(exclusive) is True:  # draft 4
