@@ -63,7 +63,7 @@ def check_linear(
     else:
         check_tensor("weight", weight, (None, K), x.dtype if scale is None else torch.float8_e4m3fn, x.device)
         if scale is not None:
-            _check_scale(scale, weight.shape[0], K, activation is not None)
+            check_scale("scale", scale, weight.shape[0], K, activation is not None)
             check_tensor("scale", scale, tuple(scale.shape), torch.float32, x.device)
     N = rows = weight.shape[0]
     if activation is not None:
@@ -83,7 +83,7 @@ def check_linear(
         check_tensor("out", out, (T, N), out.dtype, x.device)
 
 
-def _check_scale(scale: Tensor, rows: int, K: int, gated: bool) -> None:
+def check_scale(name: str, scale: Tensor, rows: int, K: int, gated: bool) -> None:
     """Raise InputError unless `scale` has one value for each row, or for each block. No block may have rows of gate and of up."""
     if scale.ndim == 2 and rows and K:
         g = block_rows(rows, scale.shape[0])
@@ -91,9 +91,9 @@ def _check_scale(scale: Tensor, rows: int, K: int, gated: bool) -> None:
             return
         what = "wrong shape for blocks" + (" that hold no rows of both gate and up" if gated else "")
         expected = f"[{rows} / g rounded up, {-(-K // FP8_BLOCK)}], g a power of two up to {FP8_BLOCK}"
-        raise InputError(what, where="scale", expected=expected, found=list(scale.shape))
+        raise InputError(what, where=name, expected=expected, found=list(scale.shape))
     if tuple(scale.shape) != (rows,):
-        raise InputError("wrong shape", where="scale", expected=f"[{rows}]", found=list(scale.shape))
+        raise InputError("wrong shape", where=name, expected=f"[{rows}]", found=list(scale.shape))
 
 
 def check_operands(

@@ -84,17 +84,24 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
+def round_groups(x, GROUP: tl.constexpr):
+    """Quantize x [n · GROUP], a scale for each GROUP values → e4m3 values [n · GROUP] and scales [n]."""
+    GROUPS: tl.constexpr = x.shape[0] // GROUP
+    x = tl.reshape(x, [GROUPS, GROUP])
+    scale = fp8_scale(tl.max(finite_magnitude(x), 1))
+    return tl.reshape(to_fp8(x, scale[:, None]).to(tl.float8e4nv, bitcast=True), [GROUPS * GROUP]), scale
+
+
+@triton.jit
 def quantize_groups(x, scale_ptr, first, groups, GROUP: tl.constexpr):
     """Quantize x [n · GROUP] of a row, a scale for each GROUP values. Returns e4m3 values and stores the scales.
 
     `first`: the group of x[0]. `groups`: those of a whole row, whose scales begin at `scale_ptr`.
     """
-    GROUPS: tl.constexpr = x.shape[0] // GROUP
-    x = tl.reshape(x, [GROUPS, GROUP])
-    scale = fp8_scale(tl.max(finite_magnitude(x), 1))
-    group = first + tl.arange(0, GROUPS)
+    values, scale = round_groups(x, GROUP)
+    group = first + tl.arange(0, scale.shape[0])
     tl.store(scale_ptr + group, scale, mask=group < groups)
-    return tl.reshape(to_fp8(x, scale[:, None]).to(tl.float8e4nv, bitcast=True), [GROUPS * GROUP])
+    return values
 
 
 @prepared

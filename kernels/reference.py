@@ -244,7 +244,8 @@ def mixture(
         x: [T, H].
         weights, experts: [T, k], see `route`.
         gate_up: [E, 2I, H]. down: [E, H, I].
-        gate_up_scale, down_scale: scales of FP8 weights, [E, 2I] and [E, H].
+        gate_up_scale, down_scale: scales of FP8 weights, [E, 2I] and [E, H]; of blocks [E, 2I / g, ⌈H / 128⌉] and
+            [E, ⌈H / g⌉, ⌈I / 128⌉].
     """
     T, k = experts.shape
     out, quantize = torch.zeros_like(x), T > 1

@@ -73,7 +73,10 @@ def _operations() -> dict[str, Operation]:
         "experts_route": Operation(mixture.route, "a mixture's choice of experts; tokens sorted by expert", _EXPERTS),
         "experts": Operation(mixture.experts, "a mixture's chosen experts and the residual", _EXPERTS),
         "experts.fp8": Operation(
-            partial(mixture.experts, fp8=True), "the same with FP8 weights, tokens quantized on the way", _EXPERTS
+            partial(mixture.experts, quantization="fp8"), "the same with FP8 weights, tokens quantized on the way", _EXPERTS
+        ),
+        "experts.fp8_blocks": Operation(
+            partial(mixture.experts, quantization="fp8_blocks"), "the same with FP8 weights in blocks of 128 x 128", _EXPERTS
         ),
         "residual_norm": Operation(ops.residual_norm, "down projection, residual, next norm", _LINEAR),
         "attention_prefill": Operation(

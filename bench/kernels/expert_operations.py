@@ -1,5 +1,6 @@
 """Mixtures of experts as operations of `minirt bench kernels`: the router's choice, and the experts that it chooses."""
 
+import math
 from typing import Any
 
 import torch
@@ -36,8 +37,11 @@ def route(step: Step) -> Problem:
     )  # fmt: skip
 
 
-def experts(step: Step, fp8: bool = False) -> Problem:
-    """Compute the chosen experts of each token, weighted, and the residual. The bytes are those of the distinct ones chosen."""
+def experts(step: Step, quantization: str | None = None) -> Problem:
+    """Compute the chosen experts of each token, weighted, and the residual. The bytes are those of the distinct ones chosen.
+
+    `quantization` of the weights: None; "fp8", a scale for each row; or "fp8_blocks", a scale for each block.
+    """
     from minirt.kernels.launch import capability
     from minirt.kernels.moe.dispatch import cost
     from minirt.kernels.moe.dispatch import mixture_residual as kernel
@@ -47,8 +51,10 @@ def experts(step: Step, fp8: bool = False) -> Problem:
     h, residual, logits = inputs.normal(T, H), inputs.normal(T, H), inputs.normal(T, E)
     gate_up, down = inputs.normal(E, 2 * inter, H, scale=H**-0.5), inputs.normal(E, H, inter, scale=inter**-0.5)
     scales: tuple[Any, Any] = (None, None)
+    fp8 = quantization is not None
     if fp8:
-        (gate_up, up_scale), (down, down_scale) = _quantized(gate_up), _quantized(down)
+        blocks = quantization == "fp8_blocks"
+        (gate_up, up_scale), (down, down_scale) = _quantized(gate_up, inter, blocks), _quantized(down, H, blocks)
         scales = up_scale, down_scale
     touched = int(reference.route(logits, k, moe.normalize)[1].unique().numel())
 
@@ -76,9 +82,10 @@ def experts(step: Step, fp8: bool = False) -> Problem:
     )  # fmt: skip
 
 
-def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize expert by expert, because that takes many temporary bytes for each weight."""
-    values, scale = torch.empty_like(weight, dtype=FP8), torch.empty(weight.shape[:2], device=weight.device)
+def _quantized(weight: Tensor, part: int, blocks: bool) -> tuple[Tensor, Tensor]:
+    """Quantize expert by expert, because that takes many temporary bytes for each weight. No block has rows of two parts."""
+    values, scales, count = torch.empty_like(weight, dtype=FP8), [], weight.shape[1] // math.gcd(reference.FP8_BLOCK, part)
     for e in range(len(weight)):
-        values[e], scale[e] = reference.quantize_fp8(weight[e])
-    return values, scale
+        values[e], scale = reference.quantize_fp8_blocks(weight[e], count) if blocks else reference.quantize_fp8(weight[e])
+        scales.append(scale)
+    return values, torch.stack(scales)

@@ -62,7 +62,7 @@ def chunk_products(w, x, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _block_scales(
+def chunk_scales(
     scale_ptr, first, n0, N, i: tl.constexpr, K: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -138,9 +138,9 @@ def _gemv_kernel(
     gate_scales, up_scales = (), ()
     if SCALE_ROWS is not None:
         for i in tl.static_range(TILES):
-            gate_scales += (_block_scales(scale_ptr, 0, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+            gate_scales += (chunk_scales(scale_ptr, 0, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
             if ACTIVATION is not None:
-                up_scales += (_block_scales(scale_ptr, N, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+                up_scales += (chunk_scales(scale_ptr, N, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
     elif scale_ptr is not None:
         gate_scale = tl.load(scale_ptr + n, mask=valid, other=0.0)
         if ACTIVATION is not None:
@@ -164,14 +164,14 @@ def _gemv_kernel(
         if i + TILES < COUNT:
             gate += (load_tile(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
             if SCALE_ROWS is not None:
-                gate_scales += (_block_scales(scale_ptr, 0, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+                gate_scales += (chunk_scales(scale_ptr, 0, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
         if ACTIVATION is not None:
             products = chunk_products(up[i], x, CHUNK)
             up_sums += products if SCALE_ROWS is None else products * up_scales[i]
             if i + TILES < COUNT:
                 up += (load_tile(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
                 if SCALE_ROWS is not None:
-                    up_scales += (_block_scales(scale_ptr, N, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+                    up_scales += (chunk_scales(scale_ptr, N, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
     inverse_rms = 1.0
     if norm_ptr is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)

@@ -191,7 +191,7 @@ def _prepare(
     weights: list[tuple[Tensor, Tensor | None]] = []
     for _ in range(copies):
         weight = normal(rows, shape.K) / shape.K**0.5
-        weights.append(_int4(weight) if shape.int4 else _fp8(weight, shape) if shape.fp8 else (weight, None))
+        weights.append(_int4(weight) if shape.int4 else fp8_weight(weight, shape) if shape.fp8 else (weight, None))
     activation = "silu" if shape.gated else None
     h, x_scale = quantize(x, blocks=shape.blocks) if shape.fp8 and T > 1 else (x, None)
     out_dtype = torch.float32 if shape.logits else shape.dtype
@@ -228,10 +228,11 @@ def _prepare(
     return launch, check
 
 
-def _fp8(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
+def fp8_weight(weight: Tensor, shape: LinearShape) -> tuple[Tensor, Tensor]:
+    """The weight of a layer, or of one of its experts, in FP8, and the scales of its rows or blocks."""
     if not shape.blocks:
         return reference.quantize_fp8(weight)
-    block_rows = math.gcd(FP8_BLOCK, shape.N) if shape.gated else FP8_BLOCK
+    block_rows = math.gcd(FP8_BLOCK, shape.N) if shape.gated or shape.experts else FP8_BLOCK
     values, scale = reference.quantize_fp8_blocks(weight, cdiv(len(weight), block_rows))
     return values.contiguous(), scale
 

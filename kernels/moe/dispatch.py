@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.checks import ACTIVATIONS, check_activations, check_tensor
+from minirt.kernels.checks import ACTIVATIONS, check_activations, check_scale, check_tensor
 from minirt.kernels.launch import Workspace, capability, require_fp8
 from minirt.kernels.linear.dispatch import norm_linear
 from minirt.kernels.moe import experts_sm90, one_token, products, router
@@ -63,14 +63,15 @@ def mixture_residual(
     """residual + Σ_j w_j · expert_j(h) + sigmoid(shared_gate) · shared → [T, H]; see `reference.route` and `reference.mixture`.
 
     Nothing waits for the device, and all shapes depend only on T. With FP8 weights, the activations of two or more tokens are
-    quantized, each with its own scale.
+    quantized, each token with its own scale or, if the weights have scales of blocks, with one for each 128 channels.
 
     Args:
         h: [T, H], the normalized activations; with `norm_weight`, they are normalized first. residual: [T, H].
         logits: [T, E], of the router, or their parts (`router_logits`).
         gate_up: [E, 2I, H], gate rows first. down: [E, H, I].
         norm_weight, eps: [H], of RMSNorm, or None.
-        gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights.
+        gate_up_scale, down_scale: [E, 2I] and [E, H] fp32 of FP8 weights. Of weights in blocks of g rows and 128 columns
+            [E, 2I / g, ⌈H / 128⌉] and [E, ⌈H / g⌉, ⌈I / 128⌉]; each has its own g, a power of two up to 128.
         shared, shared_gate: [T, H] and [T, 1], the output of an expert that every token uses, and its gate; or None.
         pdl: whether the kernels overlap with the kernel before them in the stream (see `minirt.kernels.pdl`).
     """
@@ -88,34 +89,42 @@ def mixture_residual(
         one_token.gate_up(h, norm_weight, eps, logits, gate_up, activation, inner, gate_up_scale, pdl)
         return one_token.down(inner, logits, down, residual, out, normalize, down_scale, shared, shared_gate, pdl)
     quantized = gate_up_scale is not None
+    blocks = gate_up_scale is not None and gate_up_scale.ndim == 3
     rows = torch.empty(pairs, H, dtype=h.dtype, device=h.device)
-    if cc == 90 and experts_sm90.accepts(H, inter, h.dtype, gate_up, down):
-        block_t = experts_sm90.block_t(T, max(H, inter), gate_up.element_size())
+    if cc == 90 and experts_sm90.accepts(H, inter, h.dtype, gate_up, down, gate_up_scale, down_scale):
+        block_t = experts_sm90.block_t(T, max(H, inter), gate_up.element_size(), blocks)
         routing = route(logits, top_k, normalize, block_t, pdl=pdl, check=False)
-        x, x_scale = gather(h, routing, quantized, norm_weight, eps, pdl=pdl)
+        x, x_scale = gather(h, routing, quantized, norm_weight, eps, blocks=blocks, pdl=pdl)
         experts_sm90.launch(x, gate_up, inner, routing, None, activation, gate_up_scale, x_scale, pdl)
         # Early: the next kernel fetches weights, by lists that are complete, while this one waits.
-        inner, inner_scale = quantize(inner, early=True, pdl=pdl, check=False) if quantized else (inner, None)
+        inner, inner_scale = _quantized(inner, quantized, blocks, pdl, early=True)
         experts_sm90.launch(inner, down, rows, routing, None, None, down_scale, inner_scale, pdl)
     else:
         routing = route(logits, top_k, normalize, products.block_t(T), pdl=pdl, check=False)
-        x, x_scale = _normalized(h, norm_weight, eps, quantized, pdl)
+        x, x_scale = _normalized(h, norm_weight, eps, quantized, blocks, pdl)
         first = products.choose_config(T, x.element_size(), True, cc)
         products.gate_up(x, gate_up, routing, activation, inner, first, gate_up_scale, x_scale)
-        inner, inner_scale = quantize(inner, pdl=pdl, check=False) if quantized else (inner, None)
+        inner, inner_scale = _quantized(inner, quantized, blocks, pdl)
         second = products.choose_config(T, x.element_size(), False, cc)
         products.down(inner, down, routing, rows, second, down_scale, inner_scale)
     return products.combine(residual, rows, routing.weights, out, shared, shared_gate, pdl=pdl)
 
 
+def _quantized(
+    h: Tensor, quantized: bool, blocks: bool, pdl: bool, early: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """h quantized, if asked for, and its scales."""
+    return quantize(h, blocks=blocks, early=early, pdl=pdl, check=False) if quantized else (h, None)
+
+
 def _normalized(
-    h: Tensor, norm_weight: Tensor | None, eps: float, quantized: bool, pdl: bool
+    h: Tensor, norm_weight: Tensor | None, eps: float, quantized: bool, blocks: bool, pdl: bool
 ) -> tuple[Tensor, Tensor | None]:
     """h normalized and quantized, each if asked for, and its scales."""
     if norm_weight is None:
-        return quantize(h, pdl=pdl, check=False) if quantized else (h, None)
+        return _quantized(h, quantized, blocks, pdl)
     if quantized:
-        return rms_norm_quantize(h, norm_weight, eps, pdl=pdl, check=False)
+        return rms_norm_quantize(h, norm_weight, eps, blocks=blocks, pdl=pdl, check=False)
     return rms_norm(h, norm_weight, eps, pdl=pdl, check=False), None
 
 
@@ -144,8 +153,13 @@ def _check(
     check_tensor("residual", residual, (T, H), dtype, device)
     if gate_up_scale is not None and down_scale is not None:
         require_fp8(device)
-        check_tensor("gate_up_scale", gate_up_scale, (E, 2 * inter), torch.float32, device)
-        check_tensor("down_scale", down_scale, (E, H), torch.float32, device)
+        if gate_up_scale.ndim != down_scale.ndim:
+            found = f"{list(gate_up_scale.shape)}, {list(down_scale.shape)}"
+            raise InputError("both scales are of rows or of blocks", where="gate_up_scale, down_scale", found=found)
+        for name, scale, rows, K in (("gate_up_scale", gate_up_scale, 2 * inter, H), ("down_scale", down_scale, H, inter)):
+            rest = (None,) * (scale.ndim - 1)
+            check_tensor(name, scale, (E, *rest), torch.float32, device)
+            check_scale(f"{name}[0]", scale[0], rows, K, name == "gate_up_scale")
     if (shared is None) != (shared_gate is None):
         raise InputError("a shared expert has an output and a gate", where="shared, shared_gate", found="one of them")
     if shared is not None and shared_gate is not None:

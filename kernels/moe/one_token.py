@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.fp8 import expert_scale_rows
 from minirt.kernels.launch import launch_options, sm_count
 from minirt.kernels.linear.activation import activate
-from minirt.kernels.linear.gemv import chunk_products, chunk_size, load_tile
+from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
 from minirt.kernels.prepared import prepared
 
 _REGISTERS = 128  # of a thread, so that 16 warps fit on an SM
@@ -106,18 +107,35 @@ def _rows(expert, n, N, block: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.con
     return expert.to(tl.int64) * ROWS * N + tl.minimum(n + block * BLOCK_N, N - 1)
 
 
+@triton.jit
+def _scales(
+    scale_ptr, expert, first, n0, N, i: tl.constexpr, COUNT: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`chunk_scales` of a program's tile i: COUNT are of one block of outputs, the first of which begins at n0; PARTS are a row.
+
+    The weight of an expert has ROWS · N rows. Blocks of outputs past the end have the scales of the last row.
+    """
+    own = expert * ((ROWS * N + SCALE_ROWS - 1) // SCALE_ROWS) * ((K + 127) // 128)
+    n = tl.minimum(n0 + i // COUNT * BLOCK_N, N - 1)
+    return chunk_scales(scale_ptr + own, first, n, N, i % PARTS, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK)
+
+
 @prepared
 @triton.jit
 def _one_gate_up_kernel(
     x_ptr, norm_ptr, logits_ptr, weight_ptr, scale_ptr, out_ptr, E, N, eps, K: tl.constexpr, TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS · BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1)."""
+    """BLOCKS · BLOCK_N values of out [k, N]: act(gate) · up of norm(x) by the token's j-th expert, j = program_id(1).
+
+    With SCALE_ROWS, the scales are those of blocks, as in `gemv.py`: they multiply the sum of each chunk of products.
+    """
     COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     j = tl.program_id(1)
-    n = tl.program_id(0) * BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    n0 = tl.program_id(0) * BLOCKS * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
     up_offset = tl.cast(N, tl.int64) * K
     if PDL:
@@ -131,10 +149,14 @@ def _one_gate_up_kernel(
     for i in tl.static_range(1, TOP_K):
         expert = tl.where(j == i, experts[i], expert)
     gate, up = (), ()
+    gate_scales, up_scales = (), ()
     for i in tl.static_range(TILES):
         ptrs = weight_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
         gate += (load_tile(ptrs, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
         up += (load_tile(ptrs + up_offset, k[None, :], i % COUNT, K, BLOCK_K, "evict_first"),)
+        if SCALE_ROWS is not None:
+            gate_scales += (_scales(scale_ptr, expert, 0, n0, N, i, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+            up_scales += (_scales(scale_ptr, expert, N, n0, N, i, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     xs = ()
     for i in tl.static_range(COUNT):
@@ -149,18 +171,27 @@ def _one_gate_up_kernel(
     gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(BLOCKS * COUNT):
-        if scale_ptr is not None and i % COUNT == 0:  # of this block: used after its products
+        if scale_ptr is not None and SCALE_ROWS is None and i % COUNT == 0:  # of this block: used after its products
             scales = scale_ptr + _rows(expert, n, N, i // COUNT, BLOCK_N, 2)
             gate_scale, up_scale = tl.load(scales), tl.load(scales + N)
-        gate_sums += chunk_products(gate[i], xs[i % COUNT], CHUNK)
-        up_sums += chunk_products(up[i], xs[i % COUNT], CHUNK)
+        products = chunk_products(gate[i], xs[i % COUNT], CHUNK)
+        gate_sums += products if SCALE_ROWS is None else products * gate_scales[i]
+        products = chunk_products(up[i], xs[i % COUNT], CHUNK)
+        up_sums += products if SCALE_ROWS is None else products * up_scales[i]
         if i + TILES < BLOCKS * COUNT:
             ptrs = weight_ptr + _rows(expert, n, N, (i + TILES) // COUNT, BLOCK_N, 2)[:, None] * K + k[None, :]
             gate += (load_tile(ptrs, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
             up += (load_tile(ptrs + up_offset, k[None, :], (i + TILES) % COUNT, K, BLOCK_K, "evict_first"),)
+            if SCALE_ROWS is not None:
+                gate_scales += (
+                    _scales(scale_ptr, expert, 0, n0, N, i + TILES, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),
+                )
+                up_scales += (
+                    _scales(scale_ptr, expert, N, n0, N, i + TILES, COUNT, COUNT, K, 2, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),
+                )
         if i % COUNT == COUNT - 1:
             gate_value, up_value = tl.sum(gate_sums, 1) * inverse_rms, tl.sum(up_sums, 1) * inverse_rms
-            if scale_ptr is not None:
+            if scale_ptr is not None and SCALE_ROWS is None:
                 gate_value *= gate_scale
                 up_value *= up_scale
             out = activate(gate_value, ACTIVATION) * up_value
@@ -174,21 +205,29 @@ def _one_gate_up_kernel(
 @triton.jit
 def _one_down_kernel(
     x_ptr, logits_ptr, weight_ptr, scale_ptr, residual_ptr, shared_ptr, gate_ptr, out_ptr, E, N, K: tl.constexpr,
-    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS · BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K]."""
+    """BLOCKS · BLOCK_N values of out [N] = residual + Σ_j w_j · (weight[e_j] · x[j]) + sigmoid(gate) · shared, x [k, K].
+
+    SCALE_ROWS: as for gate and up.
+    """
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # tiles of one expert
     COUNT: tl.constexpr = TOP_K * PARTS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.program_id(0) * BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    n0 = tl.program_id(0) * BLOCKS * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
     k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
     experts, weights = _chosen(logits_ptr, E, TOP_K, BLOCK_E)
     w = ()
+    scales = ()
     for i in tl.static_range(TILES):
         row = _rows(experts[i % COUNT // PARTS], n, N, i // COUNT, BLOCK_N, 1)
         w += (load_tile(weight_ptr + row[:, None] * K + k[None, :], k[None, :], i % PARTS, K, BLOCK_K, "evict_first"),)
+        if SCALE_ROWS is not None:
+            expert = experts[i % COUNT // PARTS]
+            scales += (_scales(scale_ptr, expert, 0, n0, N, i, COUNT, PARTS, K, 1, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = 0.0
@@ -203,19 +242,25 @@ def _one_down_kernel(
     out = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
     sums = out
     for i in tl.static_range(BLOCKS * COUNT):
-        if scale_ptr is not None and i % COUNT == 0:  # of this block: all loads before the first use
-            scales = ()
+        if scale_ptr is not None and SCALE_ROWS is None and i % COUNT == 0:  # of this block: all loads before the first use
+            row_scales = ()
             for j in tl.static_range(TOP_K):
-                scales += (tl.load(scale_ptr + _rows(experts[j], n, N, i // COUNT, BLOCK_N, 1)),)
+                row_scales += (tl.load(scale_ptr + _rows(experts[j], n, N, i // COUNT, BLOCK_N, 1)),)
         x = load_tile(x_ptr + i % COUNT // PARTS * K + k, k, i % PARTS, K, BLOCK_K, "").to(tl.float32)
-        sums += chunk_products(w[i], x, CHUNK)
+        products = chunk_products(w[i], x, CHUNK)
+        sums += products if SCALE_ROWS is None else products * scales[i]
         if i + TILES < BLOCKS * COUNT:
             row = _rows(experts[(i + TILES) % COUNT // PARTS], n, N, (i + TILES) // COUNT, BLOCK_N, 1)
             ptrs = weight_ptr + row[:, None] * K + k[None, :]
             w += (load_tile(ptrs, k[None, :], (i + TILES) % PARTS, K, BLOCK_K, "evict_first"),)
+            if SCALE_ROWS is not None:
+                expert = experts[(i + TILES) % COUNT // PARTS]
+                scales += (
+                    _scales(scale_ptr, expert, 0, n0, N, i + TILES, COUNT, PARTS, K, 1, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),
+                )
         if i % PARTS == PARTS - 1:  # the last tile of an expert. Threads add their own sums; one reduction at the end is enough.
-            if scale_ptr is not None:
-                sums *= scales[i % COUNT // PARTS][:, None]
+            if scale_ptr is not None and SCALE_ROWS is None:
+                sums *= row_scales[i % COUNT // PARTS][:, None]
             out += sums * shares[i % COUNT // PARTS]
             sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
         if i % COUNT == COUNT - 1:
@@ -257,15 +302,17 @@ def candidates(K: int, k: int, itemsize: int, gated: bool) -> list[OneTokenConfi
     return found
 
 
-def tuning_bucket(E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
-    """The bucket of a product of experts."""
-    return bucket(E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated)
+def tuning_bucket(E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool) -> str:
+    """The bucket of a product of experts. `blocks`: fp8 with scales of blocks."""
+    return bucket(E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks)
 
 
 @cached_lookup
-def lookup_config(device: torch.device, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> OneTokenConfig:
+def lookup_config(
+    device: torch.device, E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool
+) -> OneTokenConfig:
     """The tuned configuration for a product of experts, or else the rule's."""
-    return TUNABLE.find(device, tuning_bucket(E, k, N, K, itemsize, gated)) or choose_config(
+    return TUNABLE.find(device, tuning_bucket(E, k, N, K, itemsize, gated, blocks)) or choose_config(
         k, N, K, itemsize, gated, sm_count(device)
     )
 
@@ -290,15 +337,18 @@ def gate_up(
     x: Tensor, norm_weight: Tensor | None, eps: float, logits: Tensor, weight: Tensor, activation: str, out: Tensor,
     scale: Tensor | None = None, pdl: bool = False, config: OneTokenConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I]."""
-    (E, _, K), (top_k, N) = weight.shape, out.shape
-    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True)
+    """act(gate) · up of norm(x) by each of the token's experts: x [1, H], logits [1, E], weight [E, 2I, H] → out [k, I].
+
+    `scale`: of FP8 weights, [E, 2I], or of blocks [E, 2I / g, ⌈H / 128⌉].
+    """
+    (E, _, K), (top_k, N), scale_rows = weight.shape, out.shape, expert_scale_rows(weight, scale)
+    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), True, scale_rows is not None)
     programs = triton.cdiv(N, c.block_n * c.blocks)
     _one_gate_up_kernel[(programs, top_k)](
         x, norm_weight, logits, weight, scale, out, E, N, eps, K=K, TOP_K=top_k, ACTIVATION=activation,
-        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c), BLOCKS=c.blocks,
-        TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)), maxnreg=_registers(c, x.device, programs * top_k),
-        **launch_options(c.num_warps, 1, pdl),
+        SCALE_ROWS=scale_rows, BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k,
+        CHUNK=_chunk(weight, c), BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * triton.cdiv(K, c.block_k)),
+        maxnreg=_registers(c, x.device, programs * top_k), **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip
     return out
 
@@ -309,14 +359,15 @@ def down(
 ) -> Tensor:  # fmt: skip
     """residual + Σ_j w_j · expert_j's down projection + sigmoid(shared_gate) · shared: x [k, I], weight [E, H, I] → out [1, H].
 
-    With PDL, the kernel that wrote the logits must have ended before the kernel before this one triggered.
+    `scale`: of FP8 weights, [E, H], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉]. With PDL, the kernel that wrote the logits must have
+    ended before the kernel before this one triggered.
     """
-    (E, N, K), top_k = weight.shape, x.shape[0]
-    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False)
+    (E, N, K), top_k, scale_rows = weight.shape, x.shape[0], expert_scale_rows(weight, scale)
+    c = config or lookup_config(x.device, E, top_k, N, K, weight.element_size(), False, scale_rows is not None)
     programs = triton.cdiv(N, c.block_n * c.blocks)
     _one_down_kernel[(programs,)](
         x, logits, weight, scale, residual, shared, shared_gate, out, E, N, K=K, TOP_K=top_k, NORMALIZE=normalize,
-        BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c),
+        SCALE_ROWS=scale_rows, BLOCK_E=triton.next_power_of_2(E), BLOCK_N=c.block_n, BLOCK_K=c.block_k, CHUNK=_chunk(weight, c),
         BLOCKS=c.blocks, TILES=min(c.tiles, c.blocks * top_k * triton.cdiv(K, c.block_k)),
         maxnreg=_registers(c, x.device, programs), **launch_options(c.num_warps, 1, pdl),
     )  # fmt: skip

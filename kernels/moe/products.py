@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minirt.errors import InputError
+from minirt.kernels.fp8 import block_scales, expert_scale_rows
 from minirt.kernels.launch import cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
 from minirt.kernels.linear.activation import activate
 from minirt.kernels.moe.route import FEW, Routing
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
+from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
     {"T": 1, "E": 7, "k": 3, "H": 72, "I": 40},
@@ -86,15 +89,52 @@ def _accumulate(
     return acc, acc_up
 
 
+@triton.jit
+def _accumulate_blocks(
+    x_ptrs, w_ptrs, up_offset, x_scales, scale_ptr, first_n, N, K: tl.constexpr, GATED: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_accumulate` of all of K with scales of blocks, which multiply the products of each step before they are added.
+
+    `scale_ptr`: the scales of this expert. `x_scales`: those of the first 128 channels of each row of x.
+    """
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    acc_up = acc
+    for start in range(0, K, BLOCK_K):
+        block = start // 128
+        token = tl.load(x_scales + block)[:, None]
+        factor = token * block_scales(scale_ptr, 0, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
+        if GATED:
+            factor_up = token * block_scales(scale_ptr, N, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
+        if K % BLOCK_K == 0:
+            a = tl.load(x_ptrs + start)
+            b = tl.load(w_ptrs + start)
+        else:
+            a = tl.load(x_ptrs + start, mask=start + k[None, :] < K, other=0.0)
+            b = tl.load(w_ptrs + start, mask=start + k[:, None] < K, other=0.0)
+        acc += tl.dot(a, b) * factor
+        if GATED:
+            if K % BLOCK_K == 0:
+                b = tl.load(w_ptrs + up_offset + start)
+            else:
+                b = tl.load(w_ptrs + up_offset + start, mask=start + k[:, None] < K, other=0.0)
+            acc_up += tl.dot(a, b) * factor_up
+    return acc, acc_up
+
+
 @prepared
 @triton.jit(do_not_specialize=["most"])
 def _experts_kernel(
     x_ptr, weight_ptr, out_ptr, order_ptr, tiles_ptr, x_scale_ptr, scale_ptr, most, N, K: tl.constexpr,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PROMOTE: tl.constexpr,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile. With ACTIVATION: rows of x are tokens, of the output places; the weight [E, 2N, K] is gate and up.
-    Without: rows of x are places, of the output pairs."""
+    Without: rows of x are places, of the output pairs.
+
+    With SCALE_ROWS, the scales are those of blocks: [E, ⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [rows of x, ⌈K / 128⌉].
+    """
     GATED: tl.constexpr = ACTIVATION is not None
     columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // columns
@@ -114,7 +154,14 @@ def _experts_kernel(
     x_ptrs = x_ptr + row[:, None] * K + k[None, :]
     w_ptrs = weight_ptr + (rows + tl.minimum(n, N - 1))[None, :] * K + k[:, None]
     up_offset = N.to(tl.int64) * K
-    if PROMOTE == 0:
+    if SCALE_ROWS is not None:
+        COLUMNS: tl.constexpr = (K + 127) // 128
+        own = expert * tl.cdiv(N * (2 if GATED else 1), SCALE_ROWS) * COLUMNS  # before this expert's scales
+        acc, acc_up = _accumulate_blocks(
+            x_ptrs, w_ptrs, up_offset, x_scale_ptr + row * COLUMNS, scale_ptr + own, first_n, N, K, GATED, SCALE_ROWS, BLOCK_T,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    elif PROMOTE == 0:
         acc, acc_up = _accumulate(x_ptrs, w_ptrs, up_offset, 0, K, K, GATED, BLOCK_T, BLOCK_N, BLOCK_K)
     else:
         acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
@@ -124,11 +171,11 @@ def _experts_kernel(
             part, part_up = _accumulate(x_ptrs, w_ptrs, up_offset, first_k, last_k, K, GATED, BLOCK_T, BLOCK_N, BLOCK_K)
             acc += part
             acc_up += part_up
-    if scale_ptr is not None:
+    if scale_ptr is not None and SCALE_ROWS is None:
         acc *= tl.load(scale_ptr + rows + n, mask=n < N, other=0.0)[None, :]
         if GATED:
             acc_up *= tl.load(scale_ptr + rows + N + n, mask=n < N, other=0.0)[None, :]
-    if x_scale_ptr is not None:
+    if x_scale_ptr is not None and SCALE_ROWS is None:
         x_scale = tl.load(x_scale_ptr + row)[:, None]
         acc *= x_scale
         acc_up *= x_scale
@@ -168,7 +215,10 @@ def gate_up(
     x: Tensor, weight: Tensor, routing: Routing, activation: str, out: Tensor, config: ExpertsConfig,
     scale: Tensor | None = None, x_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """act(gate) · up of each pair, in the order of `routing.order`: x [T, H], weight [E, 2I, H] → out [T · k, I]."""
+    """act(gate) · up of each pair, in the order of `routing.order`: x [T, H], weight [E, 2I, H] → out [T · k, I].
+
+    FP8: `scale` [E, 2I] and `x_scale` [T], or of blocks [E, 2I / g, ⌈H / 128⌉] and [T, ⌈H / 128⌉].
+    """
     return _launch(x, weight, out, routing, config, activation, scale, x_scale)
 
 
@@ -176,7 +226,10 @@ def down(
     h: Tensor, weight: Tensor, routing: Routing, out: Tensor, config: ExpertsConfig, scale: Tensor | None = None,
     h_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """h · weightᵀ: h [T · k, I] in the order of `routing.order`, weight [E, H, I] → out [T · k, H]."""
+    """h · weightᵀ: h [T · k, I] in the order of `routing.order`, weight [E, H, I] → out [T · k, H].
+
+    FP8: `scale` [E, H] and `h_scale` [T · k], or of blocks [E, ⌈H / g⌉, ⌈I / 128⌉] and [T · k, ⌈I / 128⌉].
+    """
     return _launch(h, weight, out, routing, config, None, scale, h_scale)
 
 
@@ -185,10 +238,13 @@ def _launch(
     scale: Tensor | None, x_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     N, c, most = out.shape[1], config, routing.tiles.shape[1]
+    rows = expert_scale_rows(weight, scale)
+    if rows is not None and FP8_BLOCK % c.block_k:
+        raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     _experts_kernel[(most * cdiv(N, c.block_n),)](
         x, weight, out, routing.order, routing.tiles, x_scale, scale, most, N, K=x.shape[1],
-        TOP_K=routing.weights.shape[1], ACTIVATION=activation, BLOCK_T=c.block_t, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-        PROMOTE=_PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn else 0, num_warps=c.num_warps,
+        TOP_K=routing.weights.shape[1], ACTIVATION=activation, SCALE_ROWS=rows, BLOCK_T=c.block_t, BLOCK_N=c.block_n,
+        BLOCK_K=c.block_k, PROMOTE=_PROMOTE // c.block_k if x.dtype == torch.float8_e4m3fn else 0, num_warps=c.num_warps,
         num_stages=c.num_stages,
     )  # fmt: skip
     return out

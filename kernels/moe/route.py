@@ -19,10 +19,12 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.checks import check_activations
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.launch import launch_options, next_power_of_2
+from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
+from minirt.kernels.quantize import round_groups
+from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
     {"T": 1, "E": 5, "k": 2},
@@ -181,9 +183,13 @@ def _place_kernel(
 @prepared
 @triton.jit
 def _gather_kernel(
-    x_ptr, norm_ptr, places_ptr, out_ptr, scale_ptr, H, eps, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+    x_ptr, norm_ptr, places_ptr, out_ptr, scale_ptr, H, eps, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token to its places, normalized if `norm_ptr` is given, and quantized if `scale_ptr` is."""
+    """Copy one token to its places, normalized if `norm_ptr` is given, and quantized if `scale_ptr` is.
+
+    It has one scale or, if GROUP, one for each GROUP channels.
+    """
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
@@ -195,12 +201,18 @@ def _gather_kernel(
     if norm_ptr is not None:  # as `norm.py` does
         wide = x.to(tl.float32)
         x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)).to(x.dtype) * weight
-    if scale_ptr is not None:
+    if GROUP is not None:
+        x, scales = round_groups(x, GROUP)
+        groups = (H + GROUP - 1) // GROUP
+        group = tl.arange(0, BLOCK_H // GROUP)
+    elif scale_ptr is not None:
         scale = fp8_scale(tl.max(finite_magnitude(x), 0))
         x = to_fp8(x, scale).to(tl.float8e4nv, bitcast=True)
     for j in tl.static_range(TOP_K):
         place = tl.load(places_ptr + t * TOP_K + j).to(tl.int64)
-        if scale_ptr is not None:
+        if GROUP is not None:
+            tl.store(scale_ptr + place * groups + group, scales, mask=group < groups)
+        elif scale_ptr is not None:
             tl.store(scale_ptr + place, scale)
         tl.store(out_ptr + place * H + h, x, mask=inside)
 
@@ -264,19 +276,23 @@ def route(
 
 
 def gather(
-    x: Tensor, routing: Routing, quantized: bool, norm_weight: Tensor | None = None, eps: float = 0.0, *, pdl: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, routing: Routing, quantized: bool, norm_weight: Tensor | None = None, eps: float = 0.0, *, blocks: bool = False,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Tokens in the order of `routing.order`: x [T, H] → [T · k, H], quantized also their scales [T · k], see `quantize`.
 
-    With `norm_weight` [H], the tokens are normalized first, as `rms_norm` does.
+    With `norm_weight` [H], the tokens are normalized first, as `rms_norm` does. With `blocks`, the scales are
+    [T · k, ⌈H / 128⌉], one for each 128 channels.
     """
     pairs, (T, H) = routing.order.shape[0], x.shape
     out = torch.empty(pairs, H, dtype=torch.float8_e4m3fn if quantized else x.dtype, device=x.device)
-    scale = torch.empty(pairs, dtype=torch.float32, device=x.device) if quantized else None
-    block = next_power_of_2(H)
+    group = FP8_BLOCK if quantized and blocks else None
+    shape = (pairs,) if group is None else (pairs, cdiv(H, group))
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device) if quantized else None
+    block = max(group or 1, next_power_of_2(H))
     _gather_kernel[(T,)](
         x, norm_weight, routing.places, out, scale, H, eps, TOP_K=routing.weights.shape[1], BLOCK_H=block,
-        **launch_options(min(16, max(1, block // 512)), 1, pdl),
+        GROUP=group, **launch_options(min(16, max(1, block // 512)), 1, pdl),
     )  # fmt: skip
     return out, scale
 

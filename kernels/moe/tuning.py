@@ -11,6 +11,7 @@ from minirt.errors import NumericsError
 from minirt.kernels import reference
 from minirt.kernels.compile.tuning import Case, LinearShape, register
 from minirt.kernels.launch import capability, sm_count
+from minirt.kernels.linear.tuning import fp8_weight
 from minirt.kernels.moe import experts_sm90, one_token
 from minirt.kernels.moe.route import gather, route
 
@@ -26,7 +27,7 @@ def one_token_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], device
     for shape, (E, k) in _of_experts(shapes) if 1 in tokens else ():
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         rule = one_token.choose_config(k, shape.N, shape.K, itemsize, shape.gated, sm_count(device))
-        key = one_token.tuning_bucket(E, k, shape.N, shape.K, itemsize, shape.gated)
+        key = one_token.tuning_bucket(E, k, shape.N, shape.K, itemsize, shape.gated, shape.blocks)
         around = one_token.candidates(shape.K, k, itemsize, shape.gated)
         prepare = lambda shape=shape, E=E, k=k: _prepare_one(shape, E, k, device)  # noqa: E731
         yield Case(one_token.TUNABLE, key, rule, tuple(around), prepare, 1)
@@ -41,7 +42,7 @@ def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], dev
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
         if itemsize > 2:
             continue
-        block_t = experts_sm90.block_t(T, shape.K, itemsize)
+        block_t = experts_sm90.block_t(T, shape.K, itemsize, shape.blocks)
         rule = experts_sm90.choose_config(block_t, shape.gated)
         key = experts_sm90.tuning_bucket(T, E, k, shape.N, shape.K, itemsize, shape.gated)
         around = [c for c in experts_sm90.candidates(shape.K, itemsize) if c.rows == block_t]
@@ -62,9 +63,11 @@ class _Inputs:
         self.scale: Tensor | None = None
         if shape.fp8:
             self.weight = torch.empty(E, rows, shape.K, dtype=torch.float8_e4m3fn, device=device)
-            self.scale = torch.empty(E, rows, device=device)
+            scales = []
             for e in range(E):
-                self.weight[e], self.scale[e] = reference.quantize_fp8(self.normal(rows, shape.K) / shape.K**0.5)
+                self.weight[e], scale = fp8_weight(self.normal(rows, shape.K) / shape.K**0.5, shape)
+                scales.append(scale)
+            self.scale = torch.stack(scales)
         else:
             self.weight = self.normal(E, rows, shape.K) / shape.K**0.5
         self.logits = [self.normal(T, E) for _ in range(_ROUTINGS)]
@@ -100,7 +103,8 @@ def _prepare(shape: LinearShape, T: int, E: int, k: int, block_t: int, device: t
     inputs, turn = _Inputs(shape, T, E, device), itertools.count()
     routings = {id(logits): route(logits, k, True, block_t) for logits in inputs.logits}
     tokens, first = inputs.normal(T, shape.K), routings[id(inputs.logits[0])]
-    x, x_scale = gather(tokens, first, shape.fp8)  # the same rows for all routings: only the time depends on them
+    # The same rows for all routings: only the time depends on them.
+    x, x_scale = gather(tokens, first, shape.fp8, blocks=shape.blocks)
     out = torch.empty(T * k, shape.N, dtype=shape.dtype, device=device)
 
     def run(logits: Tensor, config: Any) -> None:

@@ -186,7 +186,7 @@ class PackedExperts(PackedLinear):
 
     A checkpoint has a tensor for each expert and part, `PREFIX.{e}.{part}.weight`, or one of all experts, `PREFIX.{fused}`
     [E, N, K]. The loader finds out which (`minirt.loading.stored_experts`). With `--fp8`, each row of each expert has its own
-    scale.
+    scale. With FP8 in blocks, no block has rows of two parts or experts.
 
     Args:
         prefix: the checkpoint prefix of all experts (`….mlp.experts`).
@@ -209,7 +209,7 @@ class PackedExperts(PackedLinear):
 
     @property
     def no_triton(self) -> str | None:
-        if self.format is not None and len(self.format.scale_shape(self.rows, self.in_features)) == 2:
+        if self.format is not None and not self.format.experts:
             return f"no Triton kernel computes experts in {self.format.name}"
         return super().no_triton
 

@@ -80,6 +80,7 @@ def test_experts_count_those_that_are_used():
     assert one["fault"] is many["fault"] is None
     assert one["bytes"] == 3 * 2 * 80 * 24 * 4 + 3 * 80 * 4
     assert many["bytes"] == 3 * 7 * 80 * 24 + 3 * 40 * 80 * 2
+    assert once(point("experts.fp8_blocks", 9))["fault"] is None
     assert once(point("experts_route", 9))["fault"] is None
     assert "no mixtures" in once(point("experts", 1, moe=None))["left_out"]["all"]
 

@@ -1,5 +1,6 @@
 """The cases of `minirt tune` for experts: their buckets are those that launches ask for, and a wrong result is noticed."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,11 +18,9 @@ UP = LinearShape(12, 24, True, False, torch.float16, False, experts=(5, 2))
 DOWN = LinearShape(24, 12, False, False, torch.float16, False, experts=(5, 2))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_cases_of_one_token(fp8, device, monkeypatch):
-    from dataclasses import replace
-
-    shapes = [replace(shape, fp8=fp8) for shape in (UP, DOWN)]
+@pytest.mark.parametrize("stored", [{}, {"fp8": True}, {"fp8": True, "blocks": True}], ids=str)
+def test_cases_of_one_token(stored, device, monkeypatch):
+    shapes = [replace(shape, **stored) for shape in (UP, DOWN)]
     dense = LinearShape(24, 12, False, False, torch.float16, False)
     cases = list(tuning.one_token_cases([*shapes, dense], [1, 8], device))
     assert len(cases) == 2
@@ -32,7 +31,8 @@ def test_cases_of_one_token(fp8, device, monkeypatch):
         other = one_token.OneTokenConfig(2, 1, 32, 1, 2)
         check(other)
         with override_config(case.tunable, case.bucket, other):
-            found = one_token.lookup_config(device, 5, 2, shape.N, shape.K, 1 if fp8 else 2, shape.gated)
+            facts = (shape.N, shape.K, 1 if shape.fp8 else 2, shape.gated, shape.blocks)
+            found = one_token.lookup_config(device, 5, 2, *facts)
         assert found == other
     original = one_token.down
     monkeypatch.setattr(one_token, "down", lambda *a, **b: original(*a, **b).mul_(1.1))
