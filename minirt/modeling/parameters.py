@@ -208,12 +208,6 @@ class PackedExperts(PackedLinear):
         self.modules = ()  # a fused tensor is never quantized
 
     @property
-    def no_triton(self) -> str | None:
-        if self.format is not None and not self.format.experts:
-            return f"no Triton kernel computes experts in {self.format.name}"
-        return super().no_triton
-
-    @property
     def stacked(self) -> tuple[Tensor, Tensor | None]:
         """Views of the weight as [E, N, K], and of the scale as [E, …]."""
         scale = None if self.scale is None else self.scale.unflatten(0, (self.num_experts, -1))

@@ -237,36 +237,53 @@ def test_an_implementation_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["layers.1.moe"]
 
 
+class InBlocks(FormatChoice):
+    """FP8 with a scale for each block of 128 × 128."""
+
+    def format_of(self, modules: Any, *, head: bool, tied: bool) -> StoredFp8Blocks | None:
+        return None if head else StoredFp8Blocks()
+
+
+WIDE = {"hidden_size": 144, "moe_intermediate_size": 136, "shared_expert_intermediate_size": 132}  # blocks of 16, 8 and 4 rows
+
+
 @pytest.mark.parametrize("T", [0, 1, 9])
-@pytest.mark.parametrize("quantization", [None, Quantization("fp8")], ids=["plain", "fp8"])
-def test_triton_is_eager(T: int, quantization: Quantization | None) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "options"), [(None, {}), (Quantization("fp8"), {}), (InBlocks(), {}), (InBlocks(), WIDE)],
+    ids=["plain", "fp8", "blocks", "wide blocks"],
+)  # fmt: skip
+def test_triton_is_eager(T: int, quantization: Any, options: dict[str, Any]) -> None:
     """In Triton's interpreter, or on a GPU: with a shared expert, sizes that are no multiple of a tile."""
-    layer = mixture(quantization, device=DEVICE)
+    layer = mixture(quantization, device=DEVICE, **options)
     forward = implementation("moe", "triton").factory(layer)
-    x = values(T, 48).to(DEVICE)
+    x = values(T, layer.config.hidden_size).to(DEVICE)
     out, expected = forward(x, NO_BATCH, None), layer(x, NO_BATCH)
     assert out.shape == x.shape
     assert (out - expected).norm() <= (1e-2 if quantization and T > 1 else 2e-6) * (expected - x).norm()
 
 
-def test_experts_in_blocks_are_eager_and_the_plan_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their kernels would take the scales of blocks for those of rows."""
+class WithoutKernels(InBlocks):
+    """A format of one's own."""
 
-    class InBlocks(FormatChoice):
-        def format_of(self, modules: Any, *, head: bool, tied: bool) -> StoredFp8Blocks | None:
-            return None if head else StoredFp8Blocks()
+    class Own(StoredFp8Blocks):
+        no_triton = "no kernels of one's own"
 
+    def format_of(self, modules: Any, *, head: bool, tied: bool) -> StoredFp8Blocks | None:
+        return None if head else self.Own()
+
+
+def test_the_plan_says_why_experts_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minirt.layers.base.interpreting", lambda: False)
     monkeypatch.setattr("minirt.layers.base.is_nvidia", lambda device: True)
     monkeypatch.setattr("minirt.layers.base.compute_capability", lambda device: (9, 0))
     reasons = {}
-    for name, quantization in (("blocks", InBlocks()), ("rows", Quantization("fp8"))):
+    for name, quantization in (("own", WithoutKernels()), ("blocks", InBlocks()), ("rows", Quantization("fp8"))):
         config = models.parse_config(SIZES)
         model = Model(config, models.build(config), quantization)
         layer = next(layer for layer in model.layers if isinstance(layer, MoE))
         layer.context = model.layers[0].context
         reasons[name] = triton_unsupported(layer, torch.device("cuda", 0))
-    assert reasons == {"blocks": "no Triton kernel computes experts in fp8 128x128", "rows": None}
+    assert reasons == {"own": "no kernels of one's own", "blocks": None, "rows": None}
 
 
 def test_triton_is_in_the_plan_and_capturable() -> None:

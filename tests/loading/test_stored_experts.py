@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.quantized import write
 
-from minirt import Generator
+from minirt import Generator, SamplingParams
 from minirt.errors import CheckpointError, UnsupportedError
+from minirt.kernels import reference
 from minirt.layers import MoE
 from minirt.loading import checkpoint
 from minirt.loading.load import plan_model
@@ -114,6 +115,35 @@ def test_beside_quantized_linears(hf_folder, tmp_path):
         expected = logits(folder)
     rewrite(folder, fuse)
     assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize(("family", "g"), [("qwen3-moe", 8), ("qwen2-moe", 4)])
+def test_fp8_blocks(family, g, hf_folder, tmp_path):
+    """Values and scales of the file, in blocks that begin with each expert and part. Triton layers give the same tokens."""
+    name, sizes = FAMILIES[family]
+    sizes = sizes | {"hidden_size": 160, "moe_intermediate_size": 128 + g, "num_hidden_layers": 1, "mlp_only_layers": []}
+    written = write(hf_folder(name, **sizes), tmp_path / "q", "fp8 block")
+    path = tmp_path / "q" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["modules_to_not_convert"] += ["model.layers.0.mlp.gate"]
+    path.write_text(json.dumps(config))
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with load(written.folder) as generator:
+        moe = next(layer for layer in generator.model.layers if isinstance(layer, MoE))
+        for held, parts, rows in ((moe.gate_up, ("gate", "up"), g), (moe.down, ("down",), 32)):
+            weight, scale = held.stacked
+            assert reference.block_rows(weight.shape[1], scale.shape[1]) == rows
+            for e in range(5):
+                prefix = f"model.layers.0.mlp.experts.{e}"
+                exact = torch.cat([written.exact[f"{prefix}.{part}_proj.weight"] for part in parts])
+                assert torch.equal(reference.dequantize_fp8(weight[e], scale[e], torch.float64), exact)
+        expected, tokens = generator.logits(TOKENS), generator.generate(TOKENS, params).token_ids
+        alone = generator.logits(TOKENS[:1])
+    with load(written.folder, impl=["eager", "*.moe=triton"]) as generator:
+        assert {row.implementation for row in generator.plan.rows if row.kind == "moe"} == {"triton"}
+        assert (generator.logits(TOKENS[:1]) - alone).norm() < 1e-5 * alone.norm()
+        assert (generator.logits(TOKENS) - expected).norm() < 1e-2 * expected.norm()
+        assert generator.generate(TOKENS, params).token_ids == tokens
 
 
 def test_random_weights_do_not_depend_on_the_form(hf_folder):

@@ -6,7 +6,9 @@ import torch
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.moe import route as module
-from minirt.kernels.moe.route import CASES, most_tiles, route
+from minirt.kernels.moe.route import CASES, gather, most_tiles, route
+from minirt.kernels.norm import rms_norm_quantize
+from minirt.kernels.quantize import quantize
 
 
 def check_lists(routing, E, block_t):
@@ -73,6 +75,22 @@ def test_every_share_of_tokens_fits_in_the_list():
         T, block_t = int(torch.randint(1, 40, (), generator=generator)), 1 << int(torch.randint(0, 5, (), generator=generator))
         experts = torch.randint(0, E, (T, k), generator=generator)
         assert reference.expert_tiles(experts, E, block_t)[1].shape[1] <= most_tiles(T * k, E, block_t)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("T", "H", "k"), [(1, 72, 3), (9, 272, 2), (5, 640, 1)])
+def test_gather_quantizes_as_the_other_kernels_do(T, H, k, blocks, dtype, make):
+    """The same bits, at every place of a token. A scale of 128 channels does not know the outlier of others, nor NaN."""
+    x, norm = make(T, H, dtype=dtype), 1 + make(H, dtype=dtype, scale=0.3)
+    x[0, 3], x[-1, H - 1] = 300, torch.nan
+    routing = route(make(T, 5, dtype=dtype), k, True, 16)
+    token = routing.order.long() // k
+    for weight in (None, norm):
+        out, scale = gather(x, routing, True, weight, 1e-6, blocks=blocks)
+        alone = quantize(x, blocks=blocks) if weight is None else rms_norm_quantize(x, weight, 1e-6, blocks=blocks)
+        assert torch.equal(out.view(torch.uint8), alone[0].view(torch.uint8)[token])
+        assert torch.equal(scale, alone[1][token])
+        assert scale.shape == ((T * k, -(-H // 128)) if blocks else (T * k,))
 
 
 def test_no_tokens(device):
