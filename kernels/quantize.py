@@ -84,12 +84,10 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
-def round_groups(x, GROUP: tl.constexpr):
-    """Quantize x [n · GROUP], a scale for each GROUP values → e4m3 values [n · GROUP] and scales [n]."""
-    GROUPS: tl.constexpr = x.shape[0] // GROUP
-    x = tl.reshape(x, [GROUPS, GROUP])
-    scale = fp8_scale(tl.max(finite_magnitude(x), 1))
-    return tl.reshape(to_fp8(x, scale[:, None]).to(tl.float8e4nv, bitcast=True), [GROUPS * GROUP]), scale
+def group_scales(x, GROUP: tl.constexpr):
+    """x [n · GROUP] as [n, GROUP], and the scale of each group [n]."""
+    x = tl.reshape(x, [x.shape[0] // GROUP, GROUP])
+    return x, fp8_scale(tl.max(finite_magnitude(x), 1))
 
 
 @triton.jit
@@ -98,10 +96,11 @@ def quantize_groups(x, scale_ptr, first, groups, GROUP: tl.constexpr):
 
     `first`: the group of x[0]. `groups`: those of a whole row, whose scales begin at `scale_ptr`.
     """
-    values, scale = round_groups(x, GROUP)
-    group = first + tl.arange(0, scale.shape[0])
+    GROUPS: tl.constexpr = x.shape[0] // GROUP
+    x, scale = group_scales(x, GROUP)
+    group = first + tl.arange(0, GROUPS)
     tl.store(scale_ptr + group, scale, mask=group < groups)
-    return values
+    return tl.reshape(to_fp8(x, scale[:, None]).to(tl.float8e4nv, bitcast=True), [GROUPS * GROUP])
 
 
 @prepared

@@ -23,7 +23,7 @@ from minirt.kernels.launch import cdiv, launch_options, next_power_of_2
 from minirt.kernels.moe.router import LogitParts
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared
-from minirt.kernels.quantize import round_groups
+from minirt.kernels.quantize import group_scales
 from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
@@ -202,7 +202,8 @@ def _gather_kernel(
         wide = x.to(tl.float32)
         x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)).to(x.dtype) * weight
     if GROUP is not None:
-        x, scales = round_groups(x, GROUP)
+        x, scales = group_scales(x, GROUP)
+        x = tl.reshape(to_fp8(x, scales[:, None]).to(tl.float8e4nv, bitcast=True), [BLOCK_H])
         groups = (H + GROUP - 1) // GROUP
         group = tl.arange(0, BLOCK_H // GROUP)
     elif scale_ptr is not None:

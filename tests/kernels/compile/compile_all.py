@@ -7,6 +7,7 @@ the wrapper would launch on that GPU.
 
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -228,6 +229,10 @@ def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
                 scales |= {"down_scale": empty(many, hidden, like=torch.float32)}
                 shared = {"shared": h, "shared_gate": empty(T, 1)}
                 moe.mixture_residual(h, logits, up8, down8, h, 8, False, "gelu", pdl=pdl, **scales, **shared)
+                for name, weight, part in (("gate_up_scale", up8, inter), ("down_scale", down8, hidden)):  # of blocks
+                    blocks = weight.shape[1] // math.gcd(128, part), -(-weight.shape[2] // 128)
+                    scales[name] = empty(many, *blocks, like=torch.float32)
+                moe.mixture_residual(h, parts, up8, down8, h, 8, True, "silu", norm_weight=norm_weight, pdl=pdl, **scales)
     if cc == 90 and gate_up.dtype.itemsize == 2:
         other_tiles(empty)
 
