@@ -11,7 +11,7 @@ from minirt.cli.tune import linear_shapes
 from minirt.errors import NumericsError
 from minirt.kernels.compile.tuning import LinearShape, override_config
 from minirt.kernels.moe import experts_sm90, one_token, tuning
-from minirt.modeling.formats import Quantization
+from minirt.modeling.formats import FormatChoice, Quantization, StoredFp8Blocks
 from minirt.modeling.model import Model
 
 UP = LinearShape(12, 24, True, False, torch.float16, False, experts=(5, 2))
@@ -62,12 +62,18 @@ def test_token_regimes_follow_each_other():
     assert all(experts_sm90.token_regime(end) == end for end in set(ends))
 
 
-def test_a_models_shapes_name_its_experts():
+class InBlocks(FormatChoice):
+    def format_of(self, modules, *, head, tied):
+        return None if head else StoredFp8Blocks()
+
+
+@pytest.mark.parametrize(("choice", "blocks"), [(Quantization("fp8", None), False), (InBlocks(), True)], ids=["rows", "blocks"])
+def test_a_models_shapes_name_its_experts(choice, blocks):
     config = models.preset("Qwen3-30B-A3B").config
-    model = Model(config, models.build(config), Quantization("fp8", None))
+    model = Model(config, models.build(config), choice)
     model.dtype = torch.bfloat16
     shapes = [shape for shape in linear_shapes(model) if shape.experts is not None]
     assert shapes == [
-        LinearShape(768, 2048, True, False, torch.bfloat16, True, experts=(128, 8)),
-        LinearShape(2048, 768, False, False, torch.bfloat16, True, experts=(128, 8)),
+        LinearShape(768, 2048, True, False, torch.bfloat16, True, experts=(128, 8), blocks=blocks),
+        LinearShape(2048, 768, False, False, torch.bfloat16, True, experts=(128, 8), blocks=blocks),
     ]
