@@ -219,7 +219,7 @@ def _sum_blocks(
     STRIP: gl.constexpr = w_tiles.shape[1] // 2
     BLOCKS: gl.constexpr = (K + 127) // 128
     place = first + gl.arange(0, left.shape[1], gl.SliceLayout(0, left.type.layout))
-    x_scales = x_scale_ptr + place * BLOCKS
+    x_scales = x_scale_ptr + gl.minimum(place, end - 1) * BLOCKS
     # The group's 64 rows of a strip lie in one block of the expert's. Those past N have the scales of the last row.
     rows = N * (2 if GATED else 1)
     scales = scale_ptr + expert * ((rows + SCALE_ROWS - 1) // SCALE_ROWS) * BLOCKS
@@ -229,8 +229,7 @@ def _sum_blocks(
     left_products, right_products = left, right
     for i in range(BLOCKS):
         # Loaded before the tiles are awaited. Of 32 steps, one finds the scales of a token in L2, the others in L1.
-        x_scale = gl.load(x_scales + i, mask=place < end, other=0.0)
-        left_scale, right_scale = gl.load(left_scales + i), gl.load(right_scales + i)
+        x_scale, left_scale, right_scale = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         x = x_tiles.index(stage).permute((1, 0))
