@@ -31,7 +31,7 @@ CASES = [
 CASES_OF_BLOCKS = [
     {"T": 5, "E": 4, "k": 2, "H": 272, "I": 64, "block_t": 8, "strip": 64, "programs": 2, "g": 64},
     {"T": 9, "E": 4, "k": 2, "H": 144, "I": 192, "block_t": 8, "strip": 128, "programs": 1, "g": 64},
-    {"T": 40, "E": 5, "k": 1, "H": 176, "I": 192, "block_t": 16, "strip": 128, "programs": 1, "g": 64},
+    {"T": 40, "E": 5, "k": 1, "H": 304, "I": 192, "block_t": 16, "strip": 128, "programs": 1, "g": 64},
     {"T": 40, "E": 3, "k": 2, "H": 400, "I": 128, "block_t": 32, "strip": 64, "programs": 2, "g": 128},
     {"T": 150, "E": 3, "k": 1, "H": 272, "I": 256, "block_t": 64, "strip": 64, "programs": 2, "g": 128},
     {"T": 150, "E": 4, "k": 1, "H": 336, "I": 128, "block_t": 64, "strip": 128, "programs": 1, "g": 128},
@@ -75,6 +75,13 @@ def in_blocks(x, g):
     wide = torch.stack([reference.dequantize_fp8(*pair, torch.float64) for pair in pairs])
     values, scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return Quantized(values.view_as(x), scale.view(*x.shape[:-2], *scale.shape[1:]), wide.view_as(x))
+
+
+def weights_in_blocks(weight):
+    """Values and scales of blocks of 128 rows of experts [E, N, K]."""
+    pairs = [reference.quantize_fp8_blocks(matrix, -(-weight.shape[1] // 128)) for matrix in uneven(weight, 128)]
+    values, scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return values, scale
 
 
 def uneven(x, g):
@@ -150,27 +157,27 @@ def close(out, truth):
 @pytest.mark.gpu
 @pytest.mark.skipif("MINIRT_EMULATE" in os.environ, reason="too large to emulate")
 @pytest.mark.parametrize("T", [1, 2, 3, 8, 17, 64, 100, 129, 256, 513, 2048])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_mixture_of_a_real_size(T, fp8, make, half_dtype, device):
+@pytest.mark.parametrize("stored", ["16 bits", "rows", "blocks"])
+def test_mixture_of_a_real_size(T, stored, make, half_dtype, device):
     """All regimes with the shapes of Qwen3-30B-A3B, and 100 experts so that some sizes divide nothing."""
-    E, k, H, inter = 100, 8, 2048, 784
+    E, k, H, inter = 100, 8, 2048, 768 if stored == "blocks" else 784
     dtype = half_dtype
     gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
     h, residual, logits = make(T, H, dtype=dtype), make(T, H, dtype=dtype), make(T, E, dtype=dtype)
     logits[:, 7] += 2
-    scales = (None, None)
+    fp8, up_scale, down_scale = stored != "16 bits", None, None
     if fp8:
-        (gate_up, up_scale), (down, down_scale) = map(reference.quantize_fp8, (gate_up, down))
-        scales = (up_scale, down_scale)
+        quantize = weights_in_blocks if stored == "blocks" else reference.quantize_fp8
+        (gate_up, up_scale), (down, down_scale) = map(quantize, (gate_up, down))
 
     def expected(convert):
         chosen = reference.route(convert(logits), k, True)
         own = (gate_up, down) if fp8 else (convert(gate_up), convert(down))
-        return convert(residual) + reference.mixture(convert(h), *chosen, *own, "silu", *scales)
+        return convert(residual) + reference.mixture(convert(h), *chosen, *own, "silu", up_scale, down_scale)
 
     for pdl in (False, torch.cuda.get_device_capability() >= (9, 0)):
         out = mixture_residual(
-            h, logits, gate_up, down, residual, k, True, "silu", gate_up_scale=scales[0], down_scale=scales[1], pdl=pdl
+            h, logits, gate_up, down, residual, k, True, "silu", gate_up_scale=up_scale, down_scale=down_scale, pdl=pdl
         )
         truth, same = expected(torch.Tensor.double), expected(lambda t: t)
         least = bounds.floor(dtype, quantized_activations=fp8 and T > 1)
@@ -179,16 +186,20 @@ def test_mixture_of_a_real_size(T, fp8, make, half_dtype, device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif("MINIRT_EMULATE" in os.environ, reason="a CUDA graph")
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("T", [1, 5, 70, 300])
-def test_a_cuda_graph_follows_the_logits(T, make, device):
+def test_a_cuda_graph_follows_the_logits(T, blocks, make, device):
     """Nothing waits for the device, and another choice of experts needs no other launch. The same input gives the same bits."""
     E, k, H, inter, dtype = 24, 4, 256, 128, torch.bfloat16
     gate_up, down = make(E, 2 * inter, H, dtype=dtype, scale=H**-0.5), make(E, H, inter, dtype=dtype, scale=inter**-0.5)
-    h, logits = make(T, H, dtype=dtype), make(T, E, dtype=dtype)
+    h, logits, scales = make(T, H, dtype=dtype), make(T, E, dtype=dtype), {}
+    if blocks:
+        (gate_up, up_scale), (down, down_scale) = map(weights_in_blocks, (gate_up, down))
+        scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
     pdl = torch.cuda.get_device_capability() >= (9, 0)
 
     def run():
-        return mixture_residual(h, logits, gate_up, down, h, k, True, "silu", pdl=pdl, check=False)
+        return mixture_residual(h, logits, gate_up, down, h, k, True, "silu", pdl=pdl, check=False, **scales)
 
     run()
     torch.cuda.synchronize()
@@ -235,11 +246,30 @@ def test_the_kernel_says_what_it_accepts(make):
     assert not experts_sm90.accepts(64, 24, torch.bfloat16, gate_up.flatten()[3:].narrow(0, 0, 64).view(1, 1, 64), down)
 
 
-@pytest.mark.parametrize("itemsize", [1, 2])
-def test_configurations_fit_on_an_sm(itemsize):
+@pytest.mark.parametrize(("H", "inter", "up_rows", "down_rows", "accepted"), [
+    (272, 192, 64, 128, True),
+    (2048, 768, 128, 128, True),
+    (144, 128, 128, 64, True),
+    (144, 128, 32, 64, False),
+    (144, 128, 64, 32, False),
+    (144, 192, 128, 64, False),  # the second block has rows of gate and of up
+    (144, 80, 64, 64, False),
+    (136, 128, 128, 64, False),  # TMA cannot move such rows
+])  # fmt: skip
+def test_the_blocks_that_the_kernel_accepts(H, inter, up_rows, down_rows, accepted):
+    """64 rows of a strip have one scale."""
+    gate_up, down = (torch.empty(2, *shape, dtype=torch.float8_e4m3fn) for shape in ((2 * inter, H), (H, inter)))
+    scales = torch.empty(2, -(-2 * inter // up_rows), -(-H // 128)), torch.empty(2, -(-H // down_rows), -(-inter // 128))
+    assert experts_sm90.accepts(H, inter, torch.bfloat16, gate_up, down, *scales) == accepted
+
+
+@pytest.mark.parametrize(("itemsize", "blocks"), [(1, False), (1, True), (2, False)])
+def test_configurations_fit_on_an_sm(itemsize, blocks):
     for K in (256, 2048, 4096):
-        found = experts_sm90.candidates(K, itemsize)
-        assert max(c.rows for c in found) == (64 if itemsize == 1 and K > 2048 else 160)
+        found = experts_sm90.candidates(K, itemsize, blocks)
+        assert max(c.rows for c in found) == (64 if blocks or (itemsize == 1 and K > 2048) else 160)
+        for T in (2, 100, 2048):
+            assert experts_sm90.choose_config(experts_sm90.block_t(T, K, itemsize, blocks), True, blocks) in found
         for c in found:
             stage = (c.rows + 2 * c.strip) * 128
             assert c.num_stages >= 3
