@@ -12,6 +12,10 @@ holds nearly all of them, so an expert's weights pass from L2 to an SM once. Tha
 The rows of x are in the order of `Routing.order`, so the tokens of an expert are contiguous. A tile that reaches past the end of
 an expert's tokens also multiplies rows of the next expert. MMA columns are independent, and those results are not stored.
 
+If the weights have a scale for each block, a step in K is one block of columns, as in `gemm_sm90`. Its products are multiplied by
+a scale of each strip's block and one of each token, and fp32 sums take them. While a group adds the products of one strip, the
+tensor cores compute those of the other.
+
 As in `products.py`, no result depends on the order of programs. The number of tiles is read on the device.
 """
 
@@ -35,6 +39,7 @@ from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.gemm_sm90 import activate, halves
 from minirt.kernels.moe.route import Routing
 from minirt.kernels.prepared import prepared
+from minirt.kernels.reference import block_rows
 
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
@@ -204,6 +209,44 @@ def _sum_products(
 
 
 @gluon.jit
+def _sum_blocks(
+    ring, left, right, step, x_scale_ptr, scale_ptr, expert, first, end, n, N, K: gl.constexpr, GATED: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """`_sum_products` of weights with scales of blocks. The sums are scaled."""
+    x_tiles, w_tiles, full, empty = ring[0], ring[2], ring[3], ring[4]
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    STRIP: gl.constexpr = w_tiles.shape[1] // 2
+    BLOCKS: gl.constexpr = (K + 127) // 128
+    place = first + gl.arange(0, left.shape[1], gl.SliceLayout(0, left.type.layout))
+    x_scales = x_scale_ptr + gl.minimum(place, end - 1) * BLOCKS
+    # The group's 64 rows of a strip lie in one block of the expert's. Those past N have the scales of the last row.
+    rows = N * (2 if GATED else 1)
+    scales = scale_ptr + expert * ((rows + SCALE_ROWS - 1) // SCALE_ROWS) * BLOCKS
+    left_scales = scales + gl.minimum(n, N - 1) // SCALE_ROWS * BLOCKS
+    right_row = N + gl.minimum(n, N - 1) if GATED else gl.minimum(n + STRIP, N - 1)
+    right_scales = scales + right_row // SCALE_ROWS * BLOCKS
+    left_products, right_products = left, right
+    for i in range(BLOCKS):
+        # Loaded before the tiles are awaited. Of 32 steps, one finds the scales of a token in L2, the others in L1.
+        x_scale, left_scale, right_scale = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        x = x_tiles.index(stage).permute((1, 0))
+        w_left = w_tiles.index(stage).slice(64 * GROUP, 64)
+        w_right = w_tiles.index(stage).slice(STRIP + 64 * GROUP, 64)
+        left_products = warpgroup_mma(w_left, x, left_products, use_acc=False, is_async=True)
+        right_products = warpgroup_mma(w_right, x, right_products, use_acc=False, is_async=True)
+        left_products = warpgroup_mma_wait(1, deps=[left_products])
+        left += left_products * (x_scale * left_scale)[None, :]
+        right_products = warpgroup_mma_wait(0, deps=[right_products])
+        mbarrier.arrive(empty.index(stage))
+        right += right_products * (x_scale * right_scale)[None, :]
+        step += 1
+    return left, right, step
+
+
+@gluon.jit
 def _scaled(acc, scale_ptr, row, inside, x_scale):
     """acc [n, t] times the scales of the weight's rows and of the tokens."""
     if scale_ptr is not None:
@@ -260,11 +303,16 @@ def _finish(
 @gluon.jit
 def _multiply_tiles(
     ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K: gl.constexpr, ACTIVATION: gl.constexpr,
-    COLUMNS: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr, SCALE_ROWS: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """Task of one group of four warps."""
     x_tiles, w_tiles = ring[0], ring[2]
     tiles_ptr, used_ptr = lists[0], lists[1]
+    scales = (x_scale_ptr, scale_ptr)
+    if SCALE_ROWS is not None:
+        gl.static_assert(MORE == 0, "tiles with scales of blocks have no further rows")
+        x_scale_ptr, scale_ptr = None, None  # the sums are scaled already
     BLOCK_T: gl.constexpr = x_tiles.shape[1]
     STRIP: gl.constexpr = w_tiles.shape[1] // 2
     STEPS: gl.constexpr = (K + w_tiles.shape[2] - 1) // w_tiles.shape[2]
@@ -283,7 +331,12 @@ def _multiply_tiles(
         more_left = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
         more_right = gl.zeros([64, max(MORE, 8)], gl.float32, MORE_PRODUCTS)
         high = end - first > BLOCK_T
-        if MORE == 0:
+        if SCALE_ROWS is not None:
+            left, right, step = _sum_blocks(
+                ring, left, right, step, scales[0], scales[1], expert, first, end, n, N, K, ACTIVATION is not None, SCALE_ROWS,
+                GROUP,
+            )  # fmt: skip
+        elif MORE == 0:
             left, right, _, _, step = _sum_products(
                 ring, left, right, more_left, more_right, step, STEPS, PROMOTE, 0, GROUP
             )
@@ -308,9 +361,12 @@ def _multiply_tiles(
 def _experts_sm90_kernel(
     x, more_x, weight, out_ptr, order_ptr, tiles_ptr, used_ptr, x_scale_ptr, scale_ptr, most, columns, N,
     K: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, MORE: gl.constexpr, PROMOTE: gl.constexpr,
-    PDL: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs."""
+    """With ACTIVATION: rows of x and out are places, the weight [E · 2N, K] is gate and up. Without: rows of out are pairs.
+
+    With SCALE_ROWS, scales are those of blocks of SCALE_ROWS rows and 128 columns.
+    """
     BLOCK_T: gl.constexpr = x.block_type.shape[0]
     STRIP: gl.constexpr = weight.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
@@ -333,7 +389,7 @@ def _experts_sm90_kernel(
         gl.warp_specialize(
             [
                 (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 MORE, PROMOTE, PDL, 0)),
+                 MORE, PROMOTE, SCALE_ROWS, PDL, 0)),
                 (_fetch_tiles, (x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, MORE, PDL)),
             ],
             [1],
@@ -343,9 +399,9 @@ def _experts_sm90_kernel(
         gl.warp_specialize(
             [
                 (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 MORE, PROMOTE, PDL, 0)),
+                 MORE, PROMOTE, SCALE_ROWS, PDL, 0)),
                 (_multiply_tiles, (ring, lists, out_ptr, x_scale_ptr, scale_ptr, most, columns, N, K, ACTIVATION, COLUMNS,
-                 MORE, PROMOTE, PDL, 1)),
+                 MORE, PROMOTE, SCALE_ROWS, PDL, 1)),
                 (_fetch_tiles, (x, more_x, weight, ring, tiles_ptr, used_ptr, most, columns, N, K, GATED, COLUMNS, MORE, PDL)),
             ],
             [4, 1],
@@ -361,15 +417,18 @@ def derive_config(block_t: int, strip: int, programs: int = 1, more: int = 0) ->
     return ExpertsSm90Config(block_t, strip, stages, programs, more)
 
 
-def block_t(T: int, K: int, itemsize: int) -> int:
-    """Rows of a tile for a step of T tokens: at least the tokens of most experts. K: the longest row, of `itemsize` bytes."""
+def block_t(T: int, K: int, itemsize: int, blocks: bool = False) -> int:
+    """Rows of a tile for a step of T tokens: at least the tokens of most experts. K: the longest row, of `itemsize` bytes.
+
+    `blocks`, here and below: whether the weights have a scale for each block.
+    """
     rows = 8 if T <= 16 else 16 if T <= 64 else 32 if T <= 256 else 64 if T <= 512 else 96 if T <= 1024 else 160
-    return min(rows, _highest(K, itemsize))
+    return min(rows, _highest(K, itemsize, blocks))
 
 
-def _highest(K: int, itemsize: int) -> int:
-    """Rows of the highest tile: the sums of FP8 products that are set aside take registers."""
-    return 64 if itemsize == 1 and K > _PROMOTE else 160
+def _highest(K: int, itemsize: int, blocks: bool) -> int:
+    """Rows of the highest tile: the sums of FP8 products that are set aside take registers, and so do products beside sums."""
+    return 64 if blocks or (itemsize == 1 and K > _PROMOTE) else 160
 
 
 def last_tokens(T: int) -> int | None:
@@ -382,36 +441,50 @@ def token_regime(T: int) -> int:
     return last_tokens(T) or 2 * _LAST[-1]
 
 
-def choose_config(rows: int, gated: bool) -> ExpertsSm90Config:
+def choose_config(rows: int, gated: bool, blocks: bool = False) -> ExpertsSm90Config:
     """The configuration for tiles of so many rows."""
     more = rows % 64 if rows > 64 else 0
     return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - more, 128, more=more)
 
 
-def tuning_bucket(T: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool) -> str:
+def tuning_bucket(T: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool = False) -> str:
     """The bucket of a product of experts. T: a token regime."""
-    return bucket(T=T, E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated)
+    return bucket(T=T, E=E, k=k, N=N, K=K, itemsize=itemsize, gated=gated, blocks=blocks)
 
 
 @cached_lookup
 def lookup_config(
-    device: torch.device, T: int, rows: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool
+    device: torch.device, T: int, rows: int, E: int, k: int, N: int, K: int, itemsize: int, gated: bool, blocks: bool = False
 ) -> ExpertsSm90Config:
     """The tuned configuration for tiles of `rows` rows, or else the rule's. T: a token regime."""
-    tuned = TUNABLE.find(device, tuning_bucket(T, E, k, N, K, itemsize, gated))
-    return tuned if tuned is not None and tuned.rows == rows else choose_config(rows, gated)
+    tuned = TUNABLE.find(device, tuning_bucket(T, E, k, N, K, itemsize, gated, blocks))
+    return tuned if tuned is not None and tuned.rows == rows else choose_config(rows, gated, blocks)
 
 
-def candidates(K: int, itemsize: int) -> list[ExpertsSm90Config]:
+def candidates(K: int, itemsize: int, blocks: bool = False) -> list[ExpertsSm90Config]:
     """All configurations for rows of up to K values of `itemsize` bytes."""
     every = ((8, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32))  # block_t, more
-    heights = [(t, more) for t, more in every if t + more <= _highest(K, itemsize)]
+    heights = [(t, more) for t, more in every if t + more <= _highest(K, itemsize, blocks)]
     shapes = ((64, 2), (64, 1), (128, 1))  # strip, programs
     return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t + more <= 64]
 
 
-def accepts(H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; 16-bit activations."""
+def _scale_rows(weight: Tensor, scale: Tensor | None) -> int | None:
+    """Rows of the blocks of experts [E, rows, K] that have a scale; None: they have no blocks."""
+    return None if scale is None or scale.ndim == 2 else block_rows(weight.shape[1], scale.shape[1])
+
+
+def accepts(
+    H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> bool:  # fmt: skip
+    """Whether TMA can move the operands: rows and addresses aligned to 16 bytes; 16-bit activations.
+
+    And whether blocks with a scale hold the 64 rows that a group of warps multiplies, and none of both gate and up.
+    """
+    up_rows, down_rows = _scale_rows(gate_up, gate_up_scale), _scale_rows(down, down_scale)
+    if min(up_rows or 64, down_rows or 64) < 64 or inter % (up_rows or 1):
+        return False
     itemsize = gate_up.element_size()
     aligned = all(n * itemsize % 16 == 0 for n in (H, inter)) and all(w.data_ptr() % 16 == 0 for w in (gate_up, down))
     return aligned and dtype.itemsize == 2
@@ -425,9 +498,15 @@ def launch(
     Without: x [pairs, I] in that order → out [pairs, H], rows in the order of pairs.
 
     A given configuration must have the height of the routing's tiles.
+
+    Args:
+        scale: of FP8 weights [E, rows, K], fp32 [E, rows]. Of weights in blocks of g rows, see `accepts`,
+            [E, ⌈rows / g⌉, ⌈K / 128⌉].
+        x_scale: of the rows of x, fp32 [pairs]; with blocks [pairs, ⌈K / 128⌉].
     """
     (E, rows, K), N, (T, top_k), gated = weight.shape, out.shape[1], routing.weights.shape, activation is not None
-    facts = (E, top_k, N, K, x.element_size(), gated)
+    scale_rows = _scale_rows(weight, scale)
+    facts = (E, top_k, N, K, x.element_size(), gated, scale_rows is not None)
     c = config or lookup_config(x.device, token_regime(T), routing.block_t, *facts)
     columns, most = cdiv(N, c.strip if gated else 2 * c.strip), routing.tiles.shape[1]
     block_k = _ROW_BYTES // x.element_size()
@@ -437,6 +516,6 @@ def launch(
     _experts_sm90_kernel[(min(most * columns, c.programs * sm_count(x.device)),)](
         tma_descriptor(x, c.block_t, block_k), more_x, tma_descriptor(weight.view(E * rows, K), c.strip, block_k), out,
         routing.order, routing.tiles, routing.used, x_scale, scale, most, columns, N, K=K, ACTIVATION=activation,
-        STAGES=c.num_stages, MORE=c.more, PROMOTE=promote, **registers, **launch_options(4, 1, pdl),
+        STAGES=c.num_stages, MORE=c.more, PROMOTE=promote, SCALE_ROWS=scale_rows, **registers, **launch_options(4, 1, pdl),
     )  # fmt: skip
     return out

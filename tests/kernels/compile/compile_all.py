@@ -238,15 +238,20 @@ def experts(empty: Callable[..., torch.Tensor], cc: int) -> None:
 
 
 def other_tiles(empty: Callable[..., torch.Tensor]) -> None:
-    """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside."""
+    """Tiles of `experts_sm90` that no rule chooses; FP8 also with sums that are set aside, and with scales of blocks."""
     sixteen, eight, aside = ((8, 128), (128, 64), (128, 128, 1, 32)), ((8, 128),), ((64, 128),)
-    for fp8, hidden, tiles in ((False, 2048, sixteen), (True, 2048, eight), (True, 4096, aside)):
-        like, scales = (torch.float8_e4m3fn, empty(16, 1536, like=torch.float32)) if fp8 else (torch.bfloat16, None)
-        x_scale = empty(64, like=torch.float32) if fp8 else None
+    blocks = ((8, 128), (64, 64, 2), (64, 128))
+    for stored, hidden, tiles in (("", 2048, sixteen), ("rows", 2048, eight), ("rows", 4096, aside), ("blocks", 2048, blocks)):
+        like, scales, x_scale = torch.float8_e4m3fn if stored else torch.bfloat16, None, None
         routing = route.route(empty(8, 16), 8, True, 8)
         for config in itertools.starmap(experts_sm90.derive_config, tiles):
             for K, N, activation in ((hidden, 768, "silu"), (768, hidden, None)):
-                weight = empty(16, N if activation is None else 2 * N, K, like=like)
+                rows = N if activation is None else 2 * N
+                weight = empty(16, rows, K, like=like)
+                if stored == "rows":
+                    scales, x_scale = empty(16, rows, like=torch.float32), empty(64, like=torch.float32)
+                elif stored == "blocks":
+                    scales, x_scale = (empty(*shape, K // 128, like=torch.float32) for shape in ((16, rows // 128), (64,)))
                 for pdl in (True, False):
                     rest = (routing, config, activation, scales, x_scale, pdl)
                     experts_sm90.launch(empty(64, K, like=like), weight, empty(64, N), *rest)
