@@ -173,7 +173,7 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     K = x.shape[1]
     values = F.pad(x.float(), (0, -K % group)).unflatten(1, (-1, group))
     low, high = values.amin(2, keepdim=True).clamp_(max=0), values.amax(2, keepdim=True).clamp_(min=0)
-    scale = (high - low) / 15
+    scale = (high - low) / values.new_full((1,), 15)  # on a GPU, PyTorch multiplies by the inverse of a number
     scale = torch.where(scale == 0, 1.0, scale)
     zero = (-low / scale).round_()
     codes = (values / scale).add_(zero).round_().clamp_(0, 15)

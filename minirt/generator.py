@@ -37,7 +37,7 @@ from minirt.sizes import format_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
-_HOLD = 16  # outputs that reach a caller together, if it needs only those of requests that have ended
+_HOLD = 256  # outputs that reach a caller together, if it needs only those of requests that have ended
 
 
 class Generator:

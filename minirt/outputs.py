@@ -98,33 +98,33 @@ class CompletionStream:
         done.cached_tokens = output.num_cached
         if output.prompt_logprobs is not None:
             done.prompt_logprobs = [None, *output.prompt_logprobs]
-        now, text = (time.perf_counter() if known is None else known) - self.started, ""
+        now, text, i = (time.perf_counter() if known is None else known) - self.started, "", 0
+        finish_reason, last = output.finish_reason, len(output.token_ids)
         for i, token in enumerate(output.token_ids, 1):
             done.token_times_s.append(now)
             done.token_ids.append(token)
-            new, stopped = self._decode(token, output.finish_reason if i == len(output.token_ids) else None)
+            if self.decoder is None:
+                continue
+            new, stopped = self._decode(self.decoder, token, output.finish_reason if i == last else None)
             text += new
             if stopped:  # tokens after the stop string do not count
-                done.finish_reason = "stop"
+                finish_reason = "stop"
                 break
-        else:
-            i, done.finish_reason = len(output.token_ids), output.finish_reason
+        done.finish_reason = finish_reason
         if done.logprobs is not None:
             done.logprobs += output.logprobs[:i]
         done.text += text
-        if done.finish_reason is not None:
+        if finish_reason is not None:
             done.peak_memory_bytes = self.peak_memory()
-        return Piece(text, output.token_ids[:i], done.finish_reason, self.sample)
+        return Piece(text, output.token_ids[:i], finish_reason, self.sample)
 
-    def _decode(self, token: int, finish_reason: str | None) -> tuple[str, bool]:
+    def _decode(self, decoder: IncrementalDecoder, token: int, finish_reason: str | None) -> tuple[str, bool]:
         """The text that a token completes, and whether a stop string was found. At the end nothing is held back."""
-        if self.decoder is None:
-            return "", False
         sampling, left_out = self.completion.sampling, finish_reason == "stop"  # the token that ends the text is not part of it
-        text = "" if left_out and not sampling.include_stop_str_in_output else self.decoder.push(token)
+        text = "" if left_out and not sampling.include_stop_str_in_output else decoder.push(token)
         check = len(self.completion.token_ids) > sampling.min_tokens
         text, stopped = self.stops.push(text, check)
         if finish_reason is not None and not stopped:
-            tail, stopped = self.stops.push(self.decoder.flush(), check)
+            tail, stopped = self.stops.push(decoder.flush(), check)
             text += tail if stopped else tail + self.stops.flush()
         return text, stopped

@@ -34,12 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
+from minirt.kernels.fp8 import expert_scale_rows
 from minirt.kernels.gluon_sm90 import tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.gemm_sm90 import activate, halves
 from minirt.kernels.moe.route import Routing
 from minirt.kernels.prepared import prepared
-from minirt.kernels.reference import block_rows
 
 _ROW_BYTES = 128  # bytes of K in a step: the span of one TMA swizzle
 _PROMOTE = 2048  # elements of K after which sums of fp8 products are set aside, see `gemm_sm90`
@@ -441,7 +441,7 @@ def token_regime(T: int) -> int:
     return last_tokens(T) or 2 * _LAST[-1]
 
 
-def choose_config(rows: int, gated: bool, blocks: bool = False) -> ExpertsSm90Config:
+def choose_config(rows: int) -> ExpertsSm90Config:
     """The configuration for tiles of so many rows."""
     more = rows % 64 if rows > 64 else 0
     return derive_config(rows, 64, 2) if rows <= 64 else derive_config(rows - more, 128, more=more)
@@ -458,7 +458,7 @@ def lookup_config(
 ) -> ExpertsSm90Config:
     """The tuned configuration for tiles of `rows` rows, or else the rule's. T: a token regime."""
     tuned = TUNABLE.find(device, tuning_bucket(T, E, k, N, K, itemsize, gated, blocks))
-    return tuned if tuned is not None and tuned.rows == rows else choose_config(rows, gated, blocks)
+    return tuned if tuned is not None and tuned.rows == rows else choose_config(rows)
 
 
 def candidates(K: int, itemsize: int, blocks: bool = False) -> list[ExpertsSm90Config]:
@@ -469,11 +469,6 @@ def candidates(K: int, itemsize: int, blocks: bool = False) -> list[ExpertsSm90C
     return [derive_config(t, strip, n, more) for t, more in heights for strip, n in shapes if n == 1 or t + more <= 64]
 
 
-def _scale_rows(weight: Tensor, scale: Tensor | None) -> int | None:
-    """Rows of the blocks of experts [E, rows, K] that have a scale; None: they have no blocks."""
-    return None if scale is None or scale.ndim == 2 else block_rows(weight.shape[1], scale.shape[1])
-
-
 def accepts(
     H: int, inter: int, dtype: torch.dtype, gate_up: Tensor, down: Tensor, gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
@@ -482,7 +477,7 @@ def accepts(
 
     And whether blocks with a scale hold the 64 rows that a group of warps multiplies, and none of both gate and up.
     """
-    up_rows, down_rows = _scale_rows(gate_up, gate_up_scale), _scale_rows(down, down_scale)
+    up_rows, down_rows = expert_scale_rows(gate_up, gate_up_scale), expert_scale_rows(down, down_scale)
     if min(up_rows or 64, down_rows or 64) < 64 or inter % (up_rows or 1):
         return False
     itemsize = gate_up.element_size()
@@ -505,7 +500,7 @@ def launch(
         x_scale: of the rows of x, fp32 [pairs]; with blocks [pairs, ⌈K / 128⌉].
     """
     (E, rows, K), N, (T, top_k), gated = weight.shape, out.shape[1], routing.weights.shape, activation is not None
-    scale_rows = _scale_rows(weight, scale)
+    scale_rows = expert_scale_rows(weight, scale)
     facts = (E, top_k, N, K, x.element_size(), gated, scale_rows is not None)
     c = config or lookup_config(x.device, token_regime(T), routing.block_t, *facts)
     columns, most = cdiv(N, c.strip if gated else 2 * c.strip), routing.tiles.shape[1]

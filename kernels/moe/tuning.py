@@ -40,12 +40,12 @@ def experts_sm90_cases(shapes: Sequence[LinearShape], tokens: Sequence[int], dev
     regimes = sorted({experts_sm90.token_regime(T) for T in tokens if T > 1})
     for T, (shape, (E, k)) in itertools.product(regimes, _of_experts(shapes)):
         itemsize = 1 if shape.fp8 else shape.dtype.itemsize
-        if itemsize > 2:
+        if itemsize > 2 or (shape.blocks and shape.N % 64):  # see `experts_sm90.accepts`
             continue
         block_t = experts_sm90.block_t(T, shape.K, itemsize, shape.blocks)
-        rule = experts_sm90.choose_config(block_t, shape.gated)
-        key = experts_sm90.tuning_bucket(T, E, k, shape.N, shape.K, itemsize, shape.gated)
-        around = [c for c in experts_sm90.candidates(shape.K, itemsize) if c.rows == block_t]
+        rule = experts_sm90.choose_config(block_t)
+        key = experts_sm90.tuning_bucket(T, E, k, shape.N, shape.K, itemsize, shape.gated, shape.blocks)
+        around = [c for c in experts_sm90.candidates(shape.K, itemsize, shape.blocks) if c.rows == block_t]
         prepare = lambda shape=shape, T=T, E=E, k=k, t=block_t: _prepare(shape, T, E, k, t, device)  # noqa: E731
         yield Case(experts_sm90.TUNABLE, key, rule, tuple(around), prepare, T)
 

@@ -437,22 +437,24 @@ class Engine:
     def _extend(self, request: _RequestState, tokens: Seq[int], logprobs: Seq[TokenLogprobs]) -> TokenOutput:
         """Append new tokens to a request, up to the one that ends it."""
         sequence, ends, count = request.sequence, None, 0
+        known = sequence.tokens
         for token in tokens:
             if token < 0:  # the sampler returns −1 for unusable logits
                 return TokenOutput(sequence.id, (), "error", self._no_token(request))
-            sequence.tokens.append(token)
+            known.append(token)
             count += 1
-            ends = "stop" if token in request.ends else "length" if len(sequence.tokens) >= sequence.final_len else None
+            ends = "stop" if token in request.ends else "length" if len(known) >= sequence.final_len else None
             if ends is not None:
                 break
         if request.constraint is not None and ends is None:
             request.constraint.accept(tokens[:count])
+        output = TokenOutput(sequence.id, tuple(tokens[:count]), ends, None, sequence.num_cached, tuple(logprobs[:count]))
+        if sequence.queue_time_s is None:
+            return output
+        # The first output of the request.
         scores, request.prompt_logprobs = request.prompt_logprobs, None
         queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
-        return TokenOutput(
-            sequence.id, tuple(tokens[:count]), ends, num_cached=sequence.num_cached, logprobs=tuple(logprobs[:count]),
-            prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s,
-        )  # fmt: skip
+        return output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)
 
     def _no_token(self, request: _RequestState) -> InputError | NumericsError:
         """Why the sampler has drawn no token: the settings of the request leave none, or the logits are unusable."""

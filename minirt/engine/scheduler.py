@@ -59,7 +59,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return self.length - self.prompt_len
+        return len(self.tokens) + self.pending - self.prompt_len
 
     @property
     def unscored(self) -> int:
@@ -220,25 +220,30 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if budget <= 0:
                 break
-            if sequence.id not in self.running:  # preempted for an earlier one
+            if preempted and sequence.id not in self.running:  # for an earlier one
                 continue
-            if sequence.length >= sequence.final_len:  # its last token is pending
+            length, drafts = sequence.length, sequence.drafts
+            if length >= sequence.final_len:  # its last token is pending
                 continue
-            del sequence.drafts[sequence.final_len - sequence.length - 1 :]  # a step gives one token more than it verifies
-            count = min(sequence.length + len(sequence.drafts) - sequence.num_computed, budget)
+            if drafts:
+                del drafts[sequence.final_len - length - 1 :]  # a step gives one token more than it verifies
+            count = min(length + len(drafts) - sequence.num_computed, budget)
             count = min(count, scores) if sequence.unscored else count
             if not count:
                 continue
-            while sequence.id in self.running and not self._reserve(sequence, count):
-                last = self._preempt_last()  # possibly `sequence` itself
+            while not self._reserve(sequence, count):
+                last = self._preempt_last()
                 preempted = True
                 if last.id in chosen:
                     chunk = chosen.pop(last.id)[1]
                     budget, scores = budget + len(chunk.tokens), scores + len(chunk.targets)
-            if sequence.id in self.running:
-                chosen[sequence.id] = sequence, _chunk(sequence, count)
+                if last is sequence:
+                    break
+            else:
+                chunk = _chunk(sequence, count)
+                chosen[sequence.id] = sequence, chunk
                 budget -= count
-                scores -= len(chosen[sequence.id][1].targets)
+                scores -= len(chunk.targets)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
             sequence = self.waiting.first()
             if (sequence.unscored and not scores) or not self._admit(sequence):
@@ -287,9 +292,10 @@ class Scheduler:
 
     def register(self, sequence: Sequence, computed: int) -> None:
         """Add the full pages of a sequence's first `computed` tokens to the prefix cache. Their step must have ended."""
-        full = min(computed // self._cache.page_size, len(sequence.pages))
+        full = computed // self._cache.page_size
         if self.prefix_cache is None or full <= sequence.num_registered:
             return
+        full = min(full, len(sequence.pages))
         self.extend_keys(sequence)
         for i in range(sequence.num_registered, full):
             self._cache.allocator.register(sequence.pages[i], sequence.keys[i])
@@ -349,10 +355,11 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         needed = self._cache.pages_for(sequence.num_computed + count) - len(sequence.pages)
+        if needed <= 0:
+            return True
         if needed > self._cache.allocator.num_free:
             return False
-        if needed > 0:
-            sequence.pages.extend(self._cache.allocator.allocate(needed))
+        sequence.pages.extend(self._cache.allocator.allocate(needed))
         return True
 
     def _free(self, sequence: Sequence) -> None:
@@ -370,6 +377,8 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     Drafts and the last token before them need logits, and so do tokens of the prompt whose successors are not scored yet.
     """
     start = sequence.num_computed
+    if count == 1 and start == len(sequence.tokens):  # the pending token: what most steps compute
+        return Chunk((~sequence.row,), start, sequence.pages, 1, sequence.slot)
     stop = start + count
     tokens = sequence.tokens[start:stop]
     if stop > len(sequence.tokens):

@@ -269,7 +269,7 @@ def test_configurations_fit_on_an_sm(itemsize, blocks):
         found = experts_sm90.candidates(K, itemsize, blocks)
         assert max(c.rows for c in found) == (64 if blocks or (itemsize == 1 and K > 2048) else 160)
         for T in (2, 100, 2048):
-            assert experts_sm90.choose_config(experts_sm90.block_t(T, K, itemsize, blocks), True, blocks) in found
+            assert experts_sm90.choose_config(experts_sm90.block_t(T, K, itemsize, blocks)) in found
         for c in found:
             stage = (c.rows + 2 * c.strip) * 128
             assert c.num_stages >= 3
