@@ -1,9 +1,10 @@
 """A mixture of experts: start-up, decode steps, prompts and GPU time by kernel, measured in one process that loads once.
 
-python bench/tools/mixture.py PRESET [--fp8] [--no-warmup] [--skip-check] [--set NAME=NUMBER]…
+python bench/tools/mixture.py PRESET [--fp8 | --stored FORMAT] [--no-warmup] [--skip-check] [--set NAME=NUMBER]…
 
 Random weights, greedy; prints JSON. First, logits and tokens are compared with those of the eager layers (`bench/check.py`).
-`--set` changes a field of config.json, for numbers of experts and widths that are no multiple of a tile. Without warm-up, a
+`--stored` gives the checkpoint a format that is quantized, a key of `stored_format.FORMATS`. `--set` changes a field of
+config.json, for numbers of experts and widths that are no multiple of a tile. Without warm-up, a
 step's first run compiles its kernels; it is not timed.
 
 Beside each time stands the number of distinct experts that a layer of the step uses, because that is what it reads.
@@ -24,7 +25,7 @@ from minirt.bench import check, decode, prefill
 from minirt.bench.ceiling import datasheet_bandwidth, matmul_ceiling, read_ceiling
 from minirt.bench.experts import in_prompt
 from minirt.bench.report import context
-from minirt.bench.tools.stored_format import write_config
+from minirt.bench.tools.stored_format import FORMATS, write_config
 from minirt.device import pick_device
 
 BATCHES, PROMPTS, TRACED = (1, 3, 8, 24, 64, 100, 256), (512, 2048), (1, 8, 64)
@@ -34,18 +35,20 @@ _GREEDY = {"temperature": 0.0}
 _WHY = "tests/kernels/moe compares the kernels of every regime with fp64, tests/test_parity.py the model with transformers"
 
 
-def measure(model: str, fp8: bool, skip_check: bool = False, **options: Any) -> dict[str, Any]:
+def measure(model: str, fp8_products: bool, skip_check: bool = False, **options: Any) -> dict[str, Any]:
     """Load once, check and measure everything. options: further ones of the load.
+
+    `fp8_products`: whether the limit of products is that of FP8.
 
     Raises:
         NumericsError: the model does not agree with its eager layers.
     """
-    device, kind = pick_device(options.get("device", "auto")), "fp8" if fp8 else None
+    device = pick_device(options.get("device", "auto"))
     on_gpu = device.type == "cuda"
     ceiling = read_ceiling(device)
-    products = matmul_ceiling(device, torch.float8_e4m3fn if fp8 and on_gpu else torch.bfloat16)
+    products = matmul_ceiling(device, torch.float8_e4m3fn if fp8_products and on_gpu else torch.bfloat16)
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(BATCHES), "prefix_cache": False}
-    sizes |= {"random_weights": True, "quantization": kind} | options
+    sizes |= {"random_weights": True} | options
     expected = None
     if not skip_check:
         with Generator.from_pretrained(model, **sizes | {"impl": "eager", "warmup": False}) as eager:
@@ -70,7 +73,8 @@ def measure(model: str, fp8: bool, skip_check: bool = False, **options: Any) -> 
             "mixture", generator, name=model, command=["python", "bench/tools/mixture.py", *sys.argv[1:]],
             correctness=correctness, ceiling=ceiling, products=products,
         )  # fmt: skip
-    return shared | {"quantization": kind, "start": start, "results": steps, "prompts": prompts, "traces": traces}
+    shared |= {"quantization": options.get("quantization"), "start": start}
+    return shared | {"results": steps, "prompts": prompts, "traces": traces}
 
 
 def by_kernel(generator: Generator, batch: int) -> dict[str, Any]:
@@ -96,17 +100,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", metavar="PRESET")
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--stored", choices=FORMATS, metavar="FORMAT")
     parser.add_argument("--no-warmup", dest="warmup", action="store_false")
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER")
     options = parser.parse_args()
-    changed = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
+    if options.fp8 and options.stored:
+        parser.error("--fp8 quantizes 16-bit weights; --stored weights are quantized already")
+    changed: dict[str, Any] = {name: int(value) for name, _, value in (field.partition("=") for field in options.set)}
+    if options.stored:
+        changed["quantization_config"] = FORMATS[options.stored]
     with tempfile.TemporaryDirectory() as parent:
         model = options.model
         if changed:
             model = write_config(Path(parent), options.model, changed)
-        record = measure(str(model), options.fp8, options.skip_check, warmup=options.warmup)
-    print(json.dumps(record | {"model": options.model, "changed": changed}, indent=1, ensure_ascii=False))
+        own: dict[str, Any] = {"warmup": options.warmup} | ({"quantization": "fp8"} if options.fp8 else {})
+        fp8_products = options.fp8 or (options.stored or "").startswith("fp8")
+        record = measure(str(model), fp8_products, options.skip_check, **own)
+    record |= {"model": options.model, "changed": changed, "stored": options.stored}
+    print(json.dumps(record, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ FORMATS = ("bf16", "fp8")
 
 
 def format_of(record: Result) -> str:
+    """The format of a checkpoint that is quantized, else one of `FORMATS`."""
+    if record.get("stored"):
+        return record["stored"]
     return "fp8" if record.get("quantization") or "fp8" in record.get("dtype", "") else "bf16"
 
 

@@ -256,7 +256,7 @@ def mixture_table(records: Records) -> str:
     Columns of vLLM are those of the preset: a mixture with other numbers of experts has none.
     """
     rows: dict[str, dict[str, list[str]]] = {}
-    forms = [form for form in FORMATS if any(format_of(record) == form for record in records.values())]
+    forms = list(dict.fromkeys(format_of(record) for record in records.values()))
     for record in records.values():
         form = format_of(record)
         for row in record["results"]:
@@ -868,6 +868,10 @@ BLOCKS = {
     "mixture-odd": Block(
         ("h200-mixture-odd-bf16",), mixture_table, _MODELS,
         "The same model with 120 experts of 752 channels, which are no multiples of a tile:",
+    ),
+    "mixture-fp8-blocks": Block(
+        ("h200-mixture-fp8-blocks",), mixture_table, _MODELS,
+        "The same model with FP8 weights that have a scale for each block of 128 × 128, as in the official FP8 files:",
     ),
     "mixture-start": Block(
         _MIXTURE, mixture_start_table, _MODELS,
