@@ -37,7 +37,9 @@ from minirt.sizes import format_bytes
 from minirt.structured.constraints import Constraints
 from minirt.text.tokenizer import Tokenizer
 
-_HOLD = 256  # outputs that reach a caller together, if it needs only those of requests that have ended
+# A caller that needs only the outputs of requests that have ended gets those of some steps together, because each delivery makes
+# the engine's thread wait. While the caller takes very many, it would wait for longer than the GPU takes for a step.
+_HELD_STEPS, _LEAST_HELD, _MOST_HELD = 4, 16, 256
 
 
 class Generator:
@@ -189,7 +191,7 @@ class Generator:
         """
         call = self._prepare(prompts, params, priority, is_single(prompts))
         bar = prompt_bar(len(call.streams)) if progress else nullcontext()
-        with closing(self._run(call, hold=_HOLD)) as pieces, bar as advance:
+        with closing(self._run(call, hold=_hold(call))) as pieces, bar as advance:
             for stream, piece in pieces:
                 if advance is not None and piece.finish_reason is not None:
                     advance(n_finished=1, n_tokens=len(stream.completion.token_ids))
@@ -204,7 +206,7 @@ class Generator:
     ) -> "Completions":
         """Complete many prompts at once. Iterating yields (index of the prompt, its result) in the order of finishing."""
         call = self._prepare(prompts, params, priority, single=False)
-        return Completions(call, self._run(call, hold=_HOLD))
+        return Completions(call, self._run(call, hold=_hold(call)))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template."""
@@ -402,6 +404,11 @@ class Generator:
                         if piece.finish_reason is not None and output.finish_reason is None:
                             client.abort([output.request_id])
                         yield stream, piece
+
+
+def _hold(call: Call) -> int:
+    """How many outputs may wait for others if the caller needs only those of requests that have ended."""
+    return min(max(_HELD_STEPS * len(call.requests), _LEAST_HELD), _MOST_HELD)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

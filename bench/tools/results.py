@@ -10,6 +10,7 @@ Records = Mapping[str, Result]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
+GPUS = "h200", "h100-80gb-hbm3"  # those with stored results; the names of these begin so, see `collect.prefix`
 
 # vLLM 0.24.0 (CUDA graphs, torch.compile, FlashAttention 3), ms, measured separately on the same GPU model with the same torch.
 # These figures are not among the stored results.

@@ -253,7 +253,7 @@ def formats_table(records: Records) -> str:
 def mixture_table(records: Records) -> str:
     """Steps and prompts of a mixture: milliseconds, the share of the limit, and the distinct experts that a layer uses.
 
-    Columns of vLLM are those of the preset: a mixture with other numbers of experts has none.
+    Columns of vLLM are those of the preset on an H200: a mixture with other numbers of experts, and another GPU, have none.
     """
     rows: dict[str, dict[str, list[str]]] = {}
     forms = list(dict.fromkeys(format_of(record) for record in records.values()))
@@ -274,7 +274,7 @@ def mixture_table(records: Records) -> str:
 def _mixture_cells(row: Result, seconds: Result, peers: tuple[float, ...] | None, record: Result) -> list[str]:
     touched = f"{row['experts']['touched']:.1f}" if row["experts"] else NONE
     own = [milliseconds(seconds["median"] * 1e3), f"{row['share_of_limit']:.0%}", touched]
-    if record.get("changed"):
+    if record.get("changed") or "H200" not in record.get("device", "H200"):
         return own
     return [*own, NONE if peers is None else milliseconds(peers[FORMATS.index(format_of(record))])]
 
@@ -836,10 +836,10 @@ BLOCKS = {
         "Decode steps of models, batch sizes and contexts for which the built-in rules were not fitted:",
     ),
     "long-prompts": Block(
-        ("h200-long-prompts-bf16", "h200-long-prompts-fp8"), long_prompts_table, _MODELS,
-        "First tokens of prompts of more than 2,048 tokens in a small model, where the host's launches count "
-        "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has earlier figures). vLLM 0.24 in bf16, "
-        "measured separately, takes 7.8 ms for 3,000 tokens:",
+        ("h100-80gb-hbm3-long-prompts-bf16", "h100-80gb-hbm3-long-prompts-fp8"), long_prompts_table, _MODELS,
+        "First tokens of prompts of more than 2,048 tokens in a small model, where the host's launches count, on an H100 "
+        "(`bench/tools/long_prompts.py`; [host loop](../decisions/host-loop.md) has figures of an H200). vLLM 0.24 in bf16, "
+        "measured separately on an H200, takes 7.8 ms for 3,000 tokens:",
     ),
     "int4": Block(
         tuple(f"h200-steps-int4-{model}" for model in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-4b")), int4_table, _MODELS,
@@ -870,8 +870,9 @@ BLOCKS = {
         "The same model with 120 experts of 752 channels, which are no multiples of a tile:",
     ),
     "mixture-fp8-blocks": Block(
-        ("h200-mixture-fp8-blocks",), mixture_table, _MODELS,
-        "The same model with FP8 weights that have a scale for each block of 128 × 128, as in the official FP8 files:",
+        tuple(f"h100-80gb-hbm3-mixture-{name}" for name in ("bf16", "fp8", "fp8-blocks")), mixture_table, _MODELS,
+        "The same model on an H100 (80 GB, 3.35 TB/s by its datasheet), also with FP8 weights that have a scale for each block "
+        "of 128 × 128, as in the official FP8 files:",
     ),
     "mixture-start": Block(
         _MIXTURE, mixture_start_table, _MODELS,

@@ -114,8 +114,10 @@ def test_no_measurement_is_typed_elsewhere(page):
 
 def test_all_that_is_stored_or_collected_is_shown():
     sources = [source for block in tables.BLOCKS.values() for source in block.sources]
-    names = [file.stem for file in RESULTS.glob("h200-*")] + [f"h200-{name}" for name in collect.RUNS]
-    assert [name for name in names if not any(fnmatchcase(name, source) for source in sources)] == []
+    stored = [file.stem for file in RESULTS.glob("h[0-9]*")]
+    assert [name for name in stored if not any(fnmatchcase(name, source) for source in sources)] == []
+    of_any = {name: [f"{gpu}-{name}" for gpu in results.GPUS] for name in collect.RUNS}
+    assert [name for name, full in of_any.items() if not any(fnmatchcase(f, source) for f in full for source in sources)] == []
 
 
 def test_a_block_without_results_names_the_command(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from minirt import models
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import collect, startup, stored_format
+from minirt.bench.tools import collect, results, startup, stored_format
 from minirt.cli import app as cli
 from minirt.errors import InputError, MinirtError
 
@@ -64,7 +64,7 @@ def test_what_pages_show_is_collected():
     left = set(tables.BLOCKS["loading"].sources)
     left |= {"h200-memory", "h200-memory-quantized-pages", "cpu-smollm2", "cpu-fp8-quality", "cpu-int4-quality"}
     left |= {"cpu-format-quality"}
-    runs = [f"h200-{name}" for name in collect.RUNS]
+    runs = [f"{gpu}-{name}" for name in collect.RUNS for gpu in results.GPUS]
     assert {source for source in shown if not any(fnmatchcase(run, source) for run in runs)} == left
 
 
