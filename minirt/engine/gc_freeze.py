@@ -1,7 +1,8 @@
 """`freeze_gc`: keeps Python's garbage collector away from a loaded model.
 
 A full collection walks every object of PyTorch and of the model. It takes 0.1 s, during which the host launches no step and the
-GPU idles. So objects that live as long as the model are frozen (`gc.freeze`, as in vLLM). Later objects are collected as usual.
+GPU idles. So objects that live as long as the model are frozen (`gc.freeze`, as in vLLM). Later objects are collected as usual,
+but not several times in each step: a step of 256 sequences makes some thousands of objects, and drops them again.
 """
 
 import gc
@@ -10,6 +11,8 @@ import weakref
 
 _lock = threading.RLock()  # reentrant: the collection in `freeze_gc` may finalize an owner, which calls `_release`
 _held = 0
+_OBJECTS = 20_000  # new objects before a collection, while a model is loaded; Python's default is 700 or 2,000
+_before: int | None = None  # the number of objects that was replaced
 
 
 def freeze_gc(owner: object) -> weakref.finalize:
@@ -18,21 +21,30 @@ def freeze_gc(owner: object) -> weakref.finalize:
     The release unfreezes all objects and collects, because the owner's objects may form reference cycles. If other owners
     remain, the surviving objects are frozen again.
     """
-    global _held
+    global _held, _before
     with _lock:
         _held += 1
         gc.collect()
         gc.freeze()
+        objects, *others = gc.get_threshold()
+        if 0 < objects < _OBJECTS:  # 0: the program has switched it off
+            _before = objects
+            gc.set_threshold(_OBJECTS, *others)
     release = weakref.finalize(owner, _release)
     release.atexit = False  # an exiting process needs no collection
     return release
 
 
 def _release() -> None:
-    global _held
+    global _held, _before
     with _lock:
         _held -= 1
         gc.unfreeze()
         gc.collect()
         if _held:
             gc.freeze()
+            return
+        objects, *others = gc.get_threshold()
+        if _before is not None and objects == _OBJECTS:  # else the program has set another one since
+            gc.set_threshold(_before, *others)
+        _before = None

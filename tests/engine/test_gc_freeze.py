@@ -49,6 +49,42 @@ def test_what_there_is_is_frozen_until_the_owner_lets_go():
     release()  # a second call does nothing
 
 
+@pytest.fixture
+def threshold():
+    before = gc.get_threshold()
+    yield lambda *values: gc.set_threshold(*values, *before[len(values) :])
+    gc.set_threshold(*before)
+
+
+def test_collections_are_rarer_until_the_last_owner_lets_go(threshold):
+    threshold(701, 11)
+    first, second = Node(), Node()
+    releases = [freeze_gc(first), freeze_gc(second)]
+    assert gc.get_threshold()[:2] == (gc_freeze._OBJECTS, 11)
+    releases[0]()
+    assert gc.get_threshold()[0] == gc_freeze._OBJECTS
+    releases[1]()
+    assert gc.get_threshold()[:2] == (701, 11)
+
+
+@pytest.mark.parametrize("own", [0, 1_000_000])
+def test_what_the_program_has_set_is_kept(own, threshold):
+    threshold(own)
+    owner = Node()
+    release = freeze_gc(owner)
+    assert gc.get_threshold()[0] == own
+    release()
+    assert gc.get_threshold()[0] == own
+
+
+def test_what_the_program_sets_while_a_model_is_loaded_is_kept(threshold):
+    owner = Node()
+    release = freeze_gc(owner)
+    threshold(5_000)
+    release()
+    assert gc.get_threshold()[0] == 5_000
+
+
 def test_an_owner_that_is_forgotten_lets_go():
     owner = Node()
     freeze_gc(owner)
