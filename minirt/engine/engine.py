@@ -451,7 +451,7 @@ class Engine:
         output = TokenOutput(sequence.id, tuple(tokens[:count]), ends, None, sequence.num_cached, tuple(logprobs[:count]))
         if sequence.queue_time_s is None:
             return output
-        # The first output of the request.
+        # The first output of the request, and the only one with these.
         scores, request.prompt_logprobs = request.prompt_logprobs, None
         queue_time_s, sequence.queue_time_s = sequence.queue_time_s, None
         return output._replace(prompt_logprobs=None if scores is None else tuple(scores), queue_time_s=queue_time_s)
