@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from minirt.kernels.attention.rope_write import qk_norm_rope_kv_write
     from minirt.kernels.launch import Workspace
-    from minirt.kernels.linear.dispatch import gemm, linear_residual, norm_gate_up, norm_linear, row_maxima_tiles
+    from minirt.kernels.linear.dispatch import linear_residual, norm_gate_up, norm_linear, row_maxima_tiles
     from minirt.kernels.linear.product import RowMaxima
     from minirt.kernels.moe.dispatch import mixture_residual
     from minirt.kernels.norm import rms_norm, rms_norm_quantize
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "RowMaxima": "linear.product",
     "Workspace": "launch",
-    "gemm": "linear.dispatch",
     "linear_residual": "linear.dispatch",
     "mixture_residual": "moe.dispatch",
     "norm_gate_up": "linear.dispatch",
@@ -44,7 +43,6 @@ _HOMES = {
 __all__ = [
     "RowMaxima",
     "Workspace",
-    "gemm",
     "linear_residual",
     "mixture_residual",
     "norm_gate_up",

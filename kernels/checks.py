@@ -94,30 +94,3 @@ def check_scale(name: str, scale: Tensor, rows: int, K: int, gated: bool) -> Non
         raise InputError(what, where=name, expected=expected, found=list(scale.shape))
     if tuple(scale.shape) != (rows,):
         raise InputError("wrong shape", where=name, expected=f"[{rows}]", found=list(scale.shape))
-
-
-def check_operands(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    activation: str | None,
-    scale: Tensor | None,
-    x_scale: Tensor | None,
-) -> None:
-    """Raise InputError unless the arguments of `linear.dispatch.gemm` fit each other."""
-    if x.dtype != torch.float8_e4m3fn:
-        for name, tensor in (("scale", scale), ("x_scale", x_scale)):
-            if tensor is not None:
-                raise InputError("only for float8_e4m3fn activations", where=name, found=x.dtype)
-        check_linear(x, weight, bias, residual, out, activation)
-        return
-    if scale is None or x_scale is None:
-        raise InputError("missing", where="x_scale" if x_scale is None else "scale", expected="fp32 scales beside fp8")
-    check_tensor("x", x, (None, None), x.dtype, x.device)
-    shape = (x.shape[0],) if scale.ndim == 1 else (x.shape[0], -(-x.shape[1] // FP8_BLOCK))
-    check_tensor("x_scale", x_scale, shape, torch.float32, x.device)
-    # The remaining checks are those of 16-bit activations with fp8 weights: bias and residual have the same dtype as there.
-    like = next((a.dtype for a in (residual, bias) if a is not None), torch.bfloat16)
-    check_linear(torch.empty_like(x, dtype=like), weight, bias, residual, out, activation, scale)

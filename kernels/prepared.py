@@ -9,6 +9,10 @@ integers that are 1 or multiples of 16, constexprs and launch options. Launches 
 integer that is negative or has more than 31 bits, an argument of another type, a launch hook. Global values of a kernel are
 constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
 
+An argument may be a record, that is a NamedTuple of tensors, numbers, texts and None: kernels read its fields by name. Its texts
+and Nones are compile-time constants. A record of compile-time constants is one constexpr argument. Records do not nest, and TMA
+descriptors are arguments of their own, because Triton 3.6 passes neither.
+
 No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
 If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
 """
@@ -110,7 +114,7 @@ class PreparedKernel(JITFunction):
         key: Any,
     ) -> None:
         """Launch by Triton, and prepare the next launch with this key. key None: it is not covered."""
-        real = tuple(a.tile.descriptor(a.tensor) if type(a) is Tiled else a for a in arguments)
+        real = tuple(map(_for_triton, arguments))
         compiled = self.run(*real, grid=grid, warmup=False, **options)
         if key is None or compiled is None or key in launches or by_triton.get() or not _state["usable"]:
             return
@@ -120,6 +124,19 @@ class PreparedKernel(JITFunction):
             _state["usable"] = False
             why = f"Triton {triton.__version__} is not as expected ({type(error).__name__}: {error})"
             warnings.warn(f"kernels are launched by Triton, which takes longer: {why}", RuntimeWarning, stacklevel=4)
+
+
+def _is_record(kind: type) -> bool:
+    return issubclass(kind, tuple) and kind is not Tiled
+
+
+def _for_triton(argument: Any) -> Any:
+    """What Triton takes for an argument: a descriptor, or a record whose texts are constants."""
+    if type(argument) is Tiled:
+        return argument.tile.descriptor(argument.tensor)
+    if _is_record(type(argument)) and str in map(type, argument):
+        return argument._make(triton.language.constexpr(a) if type(a) is str else a for a in argument)
+    return argument
 
 
 def prepared(kernel: Any) -> Any:
@@ -146,7 +163,9 @@ def _entry(kernel: PreparedKernel) -> Callable[..., None]:
     by_types: dict[tuple[type, ...], Callable[..., None]] = {}
 
     def of_types(types: tuple[type, ...]) -> Callable[..., None]:
-        by_types[types] = _launch_function(kernel, dict(zip(runtime, types, strict=True)))
+        kinds = dict(zip(runtime, types, strict=True))
+        records = [name for name, kind in kinds.items() if _is_record(kind)]
+        by_types[types] = _by_fields(kernel, kinds, records) if records else _launch_function(kernel, kinds)
         return by_types[types]
 
     defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not p.empty}
@@ -159,41 +178,88 @@ def entry(_grid, {", ".join(bound)}, **_options):
     return _compiled(source, "entry", {"_by_types": by_types, "_of_types": of_types} | defaults)
 
 
-def _launch_function(kernel: PreparedKernel, types: dict[str, type]) -> Callable[..., None]:
-    """The function that launches a kernel with arguments of these types. `types`: those of the parameters that are no constexprs.
+def _by_fields(kernel: PreparedKernel, kinds: dict[str, type], records: list[str]) -> Callable[..., None]:
+    """The function that calls the launch function for the types of the records' fields."""
+    names = ", ".join(kernel.signature.parameters)
+    by_types: dict[tuple[tuple[type, ...], ...], Callable[..., None]] = {}
+
+    def of_types(types: tuple[tuple[type, ...], ...]) -> Callable[..., None]:
+        by_types[types] = _launch_function(kernel, kinds | dict(zip(records, types, strict=True)))
+        return by_types[types]
+
+    source = f"""
+def by_fields(_grid, {names}, _options):
+    _types = ({"".join(f"tuple(map(type, {name})), " for name in records)})
+    (_by_types.get(_types) or _of_types(_types))(_grid, {names}, _options)
+"""
+    return _compiled(source, "by_fields", {"_by_types": by_types, "_of_types": of_types})
+
+
+class _Arguments:
+    """The source lines that turn arguments into the values of Triton's C function, and what a launch's key has of them."""
+
+    def __init__(self) -> None:
+        self.lines, self.key, self.pointers = list[str](), list[str](), list[str]()
+        self.integers, self.tiles = list[str](), list[str]()
+
+    def value(self, name: str, kind: type | None, at: int, specialized: bool) -> str | None:
+        """What is passed for the argument `name` of this type. None: the type is not covered.
+
+        Args:
+            kind: None for a constexpr.
+            at: place of the parameter.
+            specialized: whether Triton specializes an integer.
+        """
+        if kind is None or kind is str:
+            self.key.append(name)  # like Triton, it takes 1 and True for equal
+        elif kind in (Tensor, torch.nn.Parameter):
+            self.lines.append(f"{name}_ptr_ = {name}.data_ptr()")
+            self.pointers.append(f"{name}_ptr_")
+            self.key.append(f"{name}.dtype")
+            return f"{name}_ptr_"
+        elif kind is int:
+            self.integers.append(name)
+            if specialized:
+                self.key.append(f"2 if {name} == 1 else {name} & 15 == 0")
+        elif kind is Tiled:
+            self.lines.append(f"{name}_of_ = {name}.tensor")
+            self.lines.append(f"{name}_is_ = ({at}, {name}_of_.data_ptr(), {name}_of_.shape, {name}_of_.stride())")
+            self.tiles.append(name)
+            self.key += [f"{name}.tile", f"{name}_of_.dtype"]
+            return f"*{name}_map_"
+        elif kind not in (type(None), float, bool):  # Triton does not specialize values of these types
+            return None
+        return name
+
+    def record(self, name: str, kinds: tuple[type, ...]) -> str | None:
+        """What is passed for a record with fields of these types. None: a type is not covered."""
+        fields = [f"{name}_{i}_" for i in range(len(kinds))]
+        self.lines.append(f"{', '.join(fields)}, = {name}")
+        values = [
+            None if kind is Tiled else self.value(field, kind, 0, True) for field, kind in zip(fields, kinds, strict=True)
+        ]
+        return None if None in values else f"({', '.join(map(str, values))},)"
+
+
+def _launch_function(kernel: PreparedKernel, types: dict[str, type | tuple[type, ...]]) -> Callable[..., None]:
+    """The function that launches a kernel with arguments of these types.
 
     Its source is generated, as a loop over the arguments would take several times as long.
+
+    Args:
+        types: those of the parameters that are no constexprs; of a record, the types of its fields.
     """
-    lines, key, values, pointers, integers, tiles = (
-        list[str](),
-        list[str](),
-        list[str](),
-        list[str](),
-        list[str](),
-        list[str](),
-    )
+    found, values = _Arguments(), list[str]()
     for at, (name, parameter) in enumerate(zip(kernel.signature.parameters, kernel.params, strict=True)):
         kind = types.get(name)
-        values.append(name)
-        if kind is None:
-            key.append(name)  # like Triton, it takes 1 and True for equal
-        elif kind in (Tensor, torch.nn.Parameter):
-            lines.append(f"{name}_ptr_ = {name}.data_ptr()")
-            pointers.append(f"{name}_ptr_")
-            key.append(f"{name}.dtype")
-            values[-1] = f"{name}_ptr_"
-        elif kind is int:
-            integers.append(name)
-            if not parameter.do_not_specialize:
-                key.append(f"2 if {name} == 1 else {name} & 15 == 0")
-        elif kind is Tiled:
-            lines.append(f"{name}_of_ = {name}.tensor")
-            lines.append(f"{name}_is_ = ({at}, {name}_of_.data_ptr(), {name}_of_.shape, {name}_of_.stride())")
-            tiles.append(name)
-            key += [f"{name}.tile", f"{name}_of_.dtype"]
-            values[-1] = f"*{name}_map_"
-        elif kind not in (type(None), float, bool):  # Triton does not specialize values of these types
+        if isinstance(kind, tuple):
+            value = found.record(name, kind)
+        else:
+            value = found.value(name, kind, at, not parameter.do_not_specialize)
+        if value is None:
             return lambda grid, *rest: kernel._by_triton(grid, rest[:-1], rest[-1], {}, None)
+        values.append(value)
+    lines, key, pointers, integers, tiles = found.lines, found.key, found.pointers, found.integers, found.tiles
     everything = f"({', '.join(kernel.signature.parameters)},)"
     aligned = ["_aligned = True"]
     if pointers:
@@ -259,7 +325,7 @@ def _record(compiled: Any, arguments: tuple[Any, ...]) -> _Recorded:
         [object() for _ in range(4)],
         list[tuple[Any, ...]](),
     )  # places: the grid's three sizes and the stream
-    given = [a.tile.descriptor(a.tensor) if type(a) is Tiled else a for a in arguments]
+    given = [_for_triton(a) for a in arguments]
     descriptors = [type(a) is Tiled for a in arguments]
     launcher = copy.copy(compiled.run)
 

@@ -366,7 +366,7 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
     """
     from minirt.kernels.launch import Workspace
     from minirt.kernels.linear.dispatch import launch
-    from minirt.kernels.linear.product import Product
+    from minirt.kernels.linear.product import Epilogue, Product
 
     if quantization is not None and step.tokens == 1:
         where = f"gemm_{name}.{quantization}"
@@ -379,9 +379,8 @@ def gemm(step: Step, name: str, quantization: str | None) -> Problem:
         values = values.contiguous()
     elif quantization == "fp8":
         values, x_scale = reference.quantize_fp8(o.x)
-    product = Product(
-        values, o.weight, o.out, activation=plain.activation, scale=o.scale, x_scale=x_scale, workspace=workspace
-    )
+    epilogue = Epilogue(o.scale, x_scale, activation=plain.activation)
+    product = Product(values, o.weight, o.out, epilogue=epilogue, workspace=workspace)
 
     def triton() -> Tensor:
         launch(product)

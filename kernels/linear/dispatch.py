@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from minirt.errors import InputError
-from minirt.kernels.checks import check_linear, check_operands, check_tensor
+from minirt.kernels.checks import check_linear, check_tensor
 from minirt.kernels.launch import Workspace, capability
 from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear import gemm_sm90 as sm90
 from minirt.kernels.linear import gemm_small as small
 from minirt.kernels.linear import gemv as vector
 from minirt.kernels.linear import gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small
-from minirt.kernels.linear.product import Product, RowMaxima
+from minirt.kernels.linear.product import Epilogue, Norm, Product, RowMaxima
 from minirt.kernels.norm import rms_norm, rms_norm_quantize
 from minirt.kernels.quantize import quantize
 from minirt.kernels.regimes import Regime, covering
@@ -66,16 +66,8 @@ def _unpacked(product: Product) -> None:
     int4.gemm_unpacked(product, launch)
 
 
-def _one_token_int4(product: Product) -> Callable[[Product, Tensor | None, float], None]:
-    """The kernel of one token with 4-bit weights, which also computes the norm."""
-    return _ONE_TOKEN_INT4[regime(product).kernel]
-
-
-_ONE_TOKEN_INT4: dict[str, Callable[[Product, Tensor | None, float], None]] = {
-    "gemv_int4_sm90": gemv_int4_sm90.gemv_int4_sm90, "gemm_int4_small": int4_small.gemm_int4_small,
-    "gemv_int4": gemv_int4.gemv_int4,
-}  # fmt: skip
-# The first regime that covers the tokens and accepts the product computes it.
+# The first regime that covers the tokens and accepts the product computes it. Those of one token also compute the norm; with more
+# tokens, kernels before the product normalize and quantize x (`_prepared`).
 _SM90 = 65  # from this many tokens on, `gemm_sm90` is faster than `gemm_small`
 REGIMES = (
     LinearRegime(
@@ -141,9 +133,13 @@ def norm_linear(
     receives the largest fp32 value of each row in each tile; its width must be `row_maxima_tiles` for T rows. With `pdl`, the
     kernels overlap with the kernel before them in the stream (sm_90 and later).
     """
+    epilogue = Epilogue(scale, bias=bias)
+    if row_maxima is not None:
+        values, needed = row_maxima
+        epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
     out = _output(x, weight, out, out_dtype, gated=False)
-    product = Product(x, weight, out, bias, scale=scale, workspace=workspace, row_maxima=row_maxima, pdl=pdl)
-    return _run(product, norm_weight, eps, check)
+    norm = None if norm_weight is None else Norm(norm_weight, eps)
+    return linear(Product(x, weight, out, norm, epilogue, workspace, pdl), check=check)
 
 
 def norm_gate_up(
@@ -162,8 +158,8 @@ def norm_gate_up(
 ) -> Tensor:
     """act(gate) · up of rms_norm(x) [T, K]: weight [2I, K] and bias [2I], gate rows first → [T, I]."""
     out = _output(x, weight, out, None, gated=True)
-    product = Product(x, weight, out, bias, activation=activation, scale=scale, workspace=workspace, pdl=pdl)
-    return _run(product, norm_weight, eps, check)
+    norm = None if norm_weight is None else Norm(norm_weight, eps)
+    return linear(Product(x, weight, out, norm, Epilogue(scale, None, bias, activation), workspace, pdl), check=check)
 
 
 def linear_residual(
@@ -180,48 +176,27 @@ def linear_residual(
 ) -> Tensor:
     """x · weightᵀ + bias + residual: x [T, K], weight [N, K] → [T, N]. `out` may be `residual`."""
     out = _output(x, weight, out, None, gated=False)
-    return _run(Product(x, weight, out, bias, residual, scale=scale, workspace=workspace, pdl=pdl), None, 0.0, check)
+    return linear(Product(x, weight, out, None, Epilogue(scale, None, bias, None, residual), workspace, pdl), check=check)
 
 
-def gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """x · weightᵀ + bias + residual by the kernel for many tokens, for any T: x [T, K], weight [N, K], bias [N] → [T, N].
-
-    `out` may be `residual`. With an `activation`, weight [2I, K] and bias [2I] have gate rows first, and the result [T, I] is
-    act(gate) · up. If x and weight are float8_e4m3fn, x_scale [T] and scale [N] fp32 multiply the result, or the scales of blocks
-    do (see `Product`). The result is then bf16 unless `out` is given. With a workspace, K may be split. `pdl` has an effect only
-    on `gemm_sm90`.
+def linear(product: Product, *, check: bool = True) -> Tensor:
+    """Compute a product, its norm and its epilogue. Its x is neither normalized nor quantized yet. Returns `product.out`.
 
     Raises:
-        InputError: the arguments do not fit each other.
+        InputError: the operands do not fit each other. Only with `check`.
     """
-    check_operands(x, weight, bias, residual, out, activation, scale, x_scale)
-    out = _output(x, weight, out, torch.bfloat16 if scale is not None else None, gated=activation is not None)
-    product = Product(x, weight, out, bias, residual, activation, scale, x_scale, workspace, pdl=pdl)
-    if x.shape[0] == 0:
-        return out
-    if capability(x.device) == 90 and sm90.accepts(product):
-        sm90.gemm_sm90(product)
-    else:
-        tiled.gemm(product)
-    return out
+    if check:
+        _check(product)
+    T = product.x.shape[0]
+    if T:
+        launch(product if T == 1 else _prepared(product))
+    return product.out
 
 
 def regime(product: Product) -> LinearRegime:
-    """The regime that computes a product. Its x must be normalized already, and quantized if the weight is fp8 and T > 1."""
+    """The regime of a product. With two or more tokens, its x is already normalized and, if the weight is fp8, quantized."""
     found = covering(REGIMES, product.x.shape[0], capability(product.weight.device))
-    return next(own for own in found if own.accepts(product))
+    return next(regime for regime in found if regime.accepts(product))
 
 
 def launch(product: Product) -> None:
@@ -243,13 +218,14 @@ def row_maxima_tiles(rows: int, weight: Tensor, dtype: torch.dtype, scale: Tenso
         return 0
     # The regimes look only at shapes, dtypes and addresses, so tensors on the meta device will do.
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype if rows > 1 else dtype, device="meta")
-    product = Product(x, weight, torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta"), scale=scale)
+    out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device="meta")
+    product = Product(x, weight, out, epilogue=Epilogue(scale))
     return regime(product).row_maxima_tiles(product)
 
 
 def fetches_early(tokens: int, device: torch.device) -> bool:
     """Whether a product of `tokens` tokens fetches weights while the kernel before it runs, if that kernel triggers early."""
-    return any(own.fetches_early for own in covering(REGIMES, tokens, capability(device)))
+    return any(regime.fetches_early for regime in covering(REGIMES, tokens, capability(device)))
 
 
 def _output(x: Tensor, weight: Tensor, out: Tensor | None, dtype: torch.dtype | None, gated: bool) -> Tensor:
@@ -258,49 +234,41 @@ def _output(x: Tensor, weight: Tensor, out: Tensor | None, dtype: torch.dtype | 
     return torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=dtype or x.dtype, device=x.device)
 
 
-def _run(product: Product, norm_weight: Tensor | None, eps: float, check: bool) -> Tensor:
-    x, out, T = product.x, product.out, product.x.shape[0]
-    if check:
-        _check(product, norm_weight)
-    if T == 0:
-        return out
-    four_bits = int4.is_int4(product.weight)
-    if T == 1:
-        if product.row_maxima is not None:
-            raise InputError("no kernel stores row maxima of a single row", where="row_maxima", expected="None", found="given")
-        own = vector.gemv if not four_bits else _one_token_int4(product)
-        own(product, norm_weight, eps)
-        return out
-    early = bool(covering(EARLY, T, capability(x.device)))
-    if product.scale is None or four_bits:
-        if norm_weight is not None:
-            product = product._replace(x=rms_norm(x, norm_weight, eps, early=early, pdl=product.pdl, check=False))
+def _prepared(product: Product) -> Product:
+    """The product with x normalized and quantized, each if asked for, by kernels that run before it."""
+    x, norm, ep, pdl = product.x, product.norm, product.epilogue, product.pdl
+    early = bool(covering(EARLY, x.shape[0], capability(x.device)))
+    if ep.scale is None or int4.is_int4(product.weight):
+        if norm is None:
+            return product
+        return product._replace(x=rms_norm(x, norm.weight, norm.eps, early=early, pdl=pdl, check=False), norm=None)
+    blocks = ep.scale.ndim == 2
+    if norm is None:
+        x, x_scale = quantize(x, blocks=blocks, early=early, pdl=pdl, check=False)
     else:
-        blocks, pdl = product.scale.ndim == 2, product.pdl
-        if norm_weight is None:
-            x, x_scale = quantize(x, blocks=blocks, early=early, pdl=pdl, check=False)
-        else:
-            x, x_scale = rms_norm_quantize(x, norm_weight, eps, blocks=blocks, early=early, pdl=pdl, check=False)
-        product = product._replace(x=x, x_scale=x_scale)
-    launch(product)
-    return out
+        x, x_scale = rms_norm_quantize(x, norm.weight, norm.eps, blocks=blocks, early=early, pdl=pdl, check=False)
+    return product._replace(x=x, norm=None, epilogue=ep._replace(x_scale=x_scale))
 
 
-def _check(product: Product, norm_weight: Tensor | None) -> None:
-    x, row_maxima = product.x, product.row_maxima
-    check_linear(x, product.weight, product.bias, product.residual, product.out, product.activation, product.scale)
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
-    if row_maxima is not None:
-        tiles = row_maxima_tiles(x.shape[0], product.weight, x.dtype, product.scale)
-        if not tiles:
-            what, found = "no kernel stores row maxima of this product", f"{x.shape[0]} rows of {x.dtype}"
-            raise InputError(what, where="row_maxima", expected="None", found=found)
-        values = row_maxima.values
-        if (values.dtype, tuple(values.shape), values.stride(-1)) != (torch.int64, (x.shape[0], tiles), 1):
-            expected, found = f"int64 [{x.shape[0]}, {tiles}], rows contiguous", f"{values.dtype} {list(values.shape)}"
-            raise InputError("wrong tensor", where="row_maxima.values", expected=expected, found=found)
-        check_tensor("row_maxima.logits_needed", row_maxima.logits_needed, (1,), torch.int32, x.device)
+def _check(product: Product) -> None:
+    x, weight, norm, ep = product.x, product.weight, product.norm, product.epilogue
+    check_linear(x, weight, ep.bias, ep.residual, product.out, ep.activation, ep.scale)
+    if ep.x_scale is not None:
+        raise InputError("x is quantized later", where="epilogue.x_scale", expected="None", found="given")
+    if norm is not None:
+        check_tensor("norm_weight", norm.weight, (x.shape[1],), x.dtype, x.device)
+    if ep.row_maxima is None:
+        return
+    values, tiles = ep.row_maxima, row_maxima_tiles(x.shape[0], weight, x.dtype, ep.scale)
+    if not tiles:
+        what, found = "no kernel stores row maxima of this product", f"{x.shape[0]} rows of {x.dtype}"
+        raise InputError(what, where="row_maxima", expected="None", found=found)
+    if (values.dtype, tuple(values.shape), values.stride(-1)) != (torch.int64, (x.shape[0], tiles), 1):
+        expected, found = f"int64 [{x.shape[0]}, {tiles}], rows contiguous", f"{values.dtype} {list(values.shape)}"
+        raise InputError("wrong tensor", where="row_maxima.values", expected=expected, found=found)
+    if ep.logits_needed is None:
+        raise InputError("missing", where="row_maxima.logits_needed", expected="an int32 tensor of one value")
+    check_tensor("row_maxima.logits_needed", ep.logits_needed, (1,), torch.int32, x.device)
 
 
 def cost(

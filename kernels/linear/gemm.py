@@ -8,7 +8,7 @@ less time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.fp8 import block_scales
 from minirt.kernels.launch import capability, cdiv, fit_stages, next_power_of_2, require_fp8, shared_limit, sm_count
-from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
 from minirt.kernels.prepared import prepared, tiled
@@ -64,190 +64,118 @@ class GemmConfig:
     num_sms: int = 1
 
 
-@triton.jit
-def accumulate(
-    x, weight, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PROMOTE: tl.constexpr,
-):  # fmt: skip
-    """x · weightᵀ of a tile; with ACTIVATION, of gate and of up. After every PROMOTE steps, the sums are added in fp32."""
-    if PROMOTE == 0:
-        return _accumulate_part(
-            x, weight, first_t, first_n, 0, K, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA
-        )
-    else:
-        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        total_up = total
-        for first_k in range(0, K, PROMOTE * BLOCK_K):
-            last_k = tl.minimum(first_k + PROMOTE * BLOCK_K, K)
-            acc, acc_up = _accumulate_part(
-                x, weight, first_t, first_n, first_k, last_k, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA
-            )
-            total += acc
-            if ACTIVATION is not None:
-                total_up += acc_up
-        return total, total_up
+class _Constants(NamedTuple):
+    """What a launch compiles in. PROMOTE: steps in K after which sums are added in fp32; 0: never."""
+
+    K: int
+    SCALE_ROWS: int | None
+    BLOCK_T: int
+    BLOCK_N: int
+    BLOCK_K: int
+    REST: int
+    TMA: bool
+    TMA_OUT: bool
+    PROMOTE: int
 
 
 @triton.jit
-def _accumulate_part(
-    x, weight, first_t, first_n, first_k, last_k, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    k = tl.arange(0, BLOCK_K)
-    if not TMA:
-        # Rows past the end repeat the last one instead of being masked; they are not stored.
-        t = tl.minimum(first_t + tl.arange(0, BLOCK_T), T - 1).to(tl.int64)
-        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-        x_ptrs = x + t[:, None] * K + k[None, :]
-        w_ptrs = weight + n[None, :] * K + k[:, None]
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    acc_up = acc
-    for start in range(first_k, last_k, BLOCK_K):
-        if TMA:
-            a = x.load([first_t, start])
-            b = weight.load([first_n, start]).T
-        elif K % BLOCK_K == 0:
-            a = tl.load(x_ptrs + start)
-            b = tl.load(w_ptrs + start)
-        else:
-            a = tl.load(x_ptrs + start, mask=start + k[None, :] < K, other=0.0)
-            b = tl.load(w_ptrs + start, mask=start + k[:, None] < K, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        if ACTIVATION is not None:
-            if TMA:
-                b = weight.load([N + first_n, start]).T
-            elif K % BLOCK_K == 0:
-                b = tl.load(w_ptrs + tl.cast(N, tl.int64) * K + start)
-            else:
-                b = tl.load(w_ptrs + tl.cast(N, tl.int64) * K + start, mask=start + k[:, None] < K, other=0.0)
-            acc_up = tl.dot(a, b, acc_up, input_precision="ieee")
-    return acc, acc_up
-
-
-@triton.jit
-def _load_tile(ptrs, start, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    if K % BLOCK_K == 0:
+def _load(ptrs, start, k, C: tl.constexpr):
+    """Load `ptrs` + start. Masks by k (which broadcasts to `ptrs`) only if BLOCK_K does not divide K."""
+    if C.K % C.BLOCK_K == 0:
         return tl.load(ptrs + start)
     else:
-        return tl.load(ptrs + start, mask=start + k < K, other=0.0)
+        return tl.load(ptrs + start, mask=start + k < C.K, other=0.0)
 
 
 @triton.jit
-def _accumulate_blocks(
-    x, weight, x_scale_ptr, scale_ptr, first_t, first_n, T, N, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+def _accumulate(
+    x, weight, ep, first_t, first_n, first_k, last_k, T, N, C: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """`accumulate` with scales of blocks, which multiply the products of each step before they are added."""
-    k = tl.arange(0, BLOCK_K)
-    t = first_t + tl.arange(0, BLOCK_T)
-    n = first_n + tl.arange(0, BLOCK_N)
-    up = tl.cast(N, tl.int64) * K
-    x_scales = x_scale_ptr + tl.minimum(t, T - 1) * ((K + 127) // 128)
-    if not TMA:
-        x_ptrs = x + tl.minimum(t, T - 1).to(tl.int64)[:, None] * K + k[None, :]
-        w_ptrs = weight + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    """x · weightᵀ of a tile from `first_k` to `last_k`; with an activation, of gate and of up.
+
+    Scales of blocks multiply the products of each step before they are added.
+    """
+    GATED: tl.constexpr = ep.activation is not None
+    BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
+    k = tl.arange(0, C.BLOCK_K)
+    t = tl.minimum(first_t + tl.arange(0, C.BLOCK_T), T - 1)
+    if BLOCKS:
+        x_scales = ep.x_scale + t * ((C.K + 127) // 128)
+    if not C.TMA:
+        # Rows past the end repeat the last one instead of being masked; they are not stored.
+        n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
+        x_ptrs = x + t.to(tl.int64)[:, None] * C.K + k[None, :]
+        w_ptrs = weight + n.to(tl.int64)[None, :] * C.K + k[:, None]
+        up_ptrs = w_ptrs + tl.cast(N, tl.int64) * C.K
+    acc = tl.zeros((C.BLOCK_T, BLOCK_N), tl.float32)
     acc_up = acc
-    for start in range(0, K, BLOCK_K):
-        block = start // 128
-        token = tl.load(x_scales + block)[:, None]
-        factor = token * block_scales(scale_ptr, 0, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
-        if ACTIVATION is not None:
-            factor_up = token * block_scales(scale_ptr, N, first_n, block, N, K, SCALE_ROWS, BLOCK_N, 0)
-        a = x.load([first_t, start]) if TMA else _load_tile(x_ptrs, start, k[None, :], K, BLOCK_K)
-        b = weight.load([first_n, start]).T if TMA else _load_tile(w_ptrs, start, k[:, None], K, BLOCK_K)
-        acc += tl.dot(a, b) * factor
-        if ACTIVATION is not None:
-            b = weight.load([N + first_n, start]).T if TMA else _load_tile(w_ptrs + up, start, k[:, None], K, BLOCK_K)
-            acc_up += tl.dot(a, b) * factor_up
+    for start in range(first_k, last_k, C.BLOCK_K):
+        if BLOCKS:
+            block = start // 128
+            token = tl.load(x_scales + block)[:, None]
+            factor = token * block_scales(ep.scale, 0, first_n, block, N, C.K, C.SCALE_ROWS, BLOCK_N, 0)
+            if GATED:
+                factor_up = token * block_scales(ep.scale, N, first_n, block, N, C.K, C.SCALE_ROWS, BLOCK_N, 0)
+        a = x.load([first_t, start]) if C.TMA else _load(x_ptrs, start, k[None, :], C)
+        b = weight.load([first_n, start]).T if C.TMA else _load(w_ptrs, start, k[:, None], C)
+        acc = acc + tl.dot(a, b) * factor if BLOCKS else tl.dot(a, b, acc, input_precision="ieee")
+        if GATED:
+            b = weight.load([N + first_n, start]).T if C.TMA else _load(up_ptrs, start, k[:, None], C)
+            acc_up = acc_up + tl.dot(a, b) * factor_up if BLOCKS else tl.dot(a, b, acc_up, input_precision="ieee")
     return acc, acc_up
 
 
 @triton.jit
 def _compute_tile(
-    x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K: tl.constexpr,
-    ACTIVATION: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr, TMA_OUT: tl.constexpr, PROMOTE: tl.constexpr,
+    x, weight, ep, residual, out, first_t, first_n, T, N, C: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    if SCALE_ROWS is None:
-        acc, acc_up = accumulate(x, weight, first_t, first_n, T, N, K, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_K, TMA, PROMOTE)
+    if C.PROMOTE == 0:
+        acc, acc_up = _accumulate(x, weight, ep, first_t, first_n, 0, C.K, T, N, C, BLOCK_N)
     else:
-        acc, acc_up = _accumulate_blocks(
-            x, weight, x_scale_ptr, scale_ptr, first_t, first_n, T, N, K, ACTIVATION, SCALE_ROWS, BLOCK_T, BLOCK_N, BLOCK_K, TMA
-        )
-    t = first_t + tl.arange(0, BLOCK_T)
-    n = first_n + tl.arange(0, BLOCK_N)
-    if scale_ptr is not None and SCALE_ROWS is None:
-        x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[:, None]
-        acc *= x_scale * tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
-        if ACTIVATION is not None:
-            acc_up *= x_scale * tl.load(scale_ptr + N + n, mask=n < N, other=0.0)[None, :]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION is not None:
-            acc_up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
-        acc = activate(acc, ACTIVATION) * acc_up
-    if TMA_OUT:
+        acc = tl.zeros((C.BLOCK_T, BLOCK_N), tl.float32)
+        acc_up = acc
+        for first_k in range(0, C.K, C.PROMOTE * C.BLOCK_K):
+            last_k = tl.minimum(first_k + C.PROMOTE * C.BLOCK_K, C.K)
+            part, part_up = _accumulate(x, weight, ep, first_t, first_n, first_k, last_k, T, N, C, BLOCK_N)
+            acc += part
+            if ep.activation is not None:
+                acc_up += part_up
+    t = (first_t + tl.arange(0, C.BLOCK_T))[:, None]
+    n = (first_n + tl.arange(0, BLOCK_N))[None, :]
+    rows = load_rows(ep, n, n < N, N, C.SCALE_ROWS is None)
+    tokens = load_tokens(ep, t, t < T, C.SCALE_ROWS is None)
+    if C.TMA_OUT:
+        added = None
         if residual is not None:
-            acc += residual.load([first_t, first_n]).to(tl.float32)
-        out.store([first_t, first_n], acc.to(out.dtype))
+            added = residual.load([first_t, first_n]).to(tl.float32)
+        out.store([first_t, first_n], finish(acc, acc_up, rows, tokens, added, ep).to(out.dtype))
     else:
-        at = t.to(tl.int64)[:, None] * N + n[None, :]
-        valid = (t < T)[:, None] & (n < N)[None, :]
-        if residual is not None:
-            acc += tl.load(residual + at, mask=valid, other=0.0).to(tl.float32)
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=valid)
+        at = t.to(tl.int64) * N + n
+        inside = (t < T) & (n < N)
+        acc = finish(acc, acc_up, rows, tokens, load_residual(ep, at, inside), ep)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @prepared
 @triton.jit(do_not_specialize=["T", "whole"])
 def _gemm_kernel(
-    x,
-    weight,
-    residual,
-    out,
-    rest_weight,
-    rest_residual,
-    rest_out,
-    x_scale_ptr,
-    scale_ptr,
-    bias_ptr,
-    T,
-    N,
-    whole,
-    K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    REST: tl.constexpr,
-    TMA: tl.constexpr,
-    TMA_OUT: tl.constexpr,
-    PROMOTE: tl.constexpr,
-):
+    x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C: tl.constexpr
+):  # fmt: skip
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 
-    With ACTIVATION, weight has 2N rows. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of
-    x [T, ⌈K / 128⌉]. The first `whole` tiles are computed whole. The others are cut along their columns into
-    REST parts, which have their own descriptors of weight, residual and out.
+    With an activation, weight has 2N rows. With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and
+    of x [T, ⌈K / 128⌉]. The first `whole` tiles are computed whole. The others are cut along their columns into REST parts,
+    which have their own descriptors of weight, residual and out.
     """
     pid = tl.program_id(0)
-    if REST == 1 or pid < whole:
-        first_t, first_n = place_tile(pid, T, tl.cdiv(N, BLOCK_N), BLOCK_T, BLOCK_N)
-        _compute_tile(
-            x, weight, x_scale_ptr, scale_ptr, bias_ptr, residual, out, first_t, first_n, T, N, K, ACTIVATION,
-            SCALE_ROWS, BLOCK_T, BLOCK_N, BLOCK_K, TMA, TMA_OUT, PROMOTE,
-        )  # fmt: skip
+    if C.REST == 1 or pid < whole:
+        first_t, first_n = place_tile(pid, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
+        _compute_tile(x, weight, ep, residual, out, first_t, first_n, T, N, C, C.BLOCK_N)
     else:
-        PART: tl.constexpr = BLOCK_N // REST
-        first_t, first_n = place_tile(whole + (pid - whole) // REST, T, tl.cdiv(N, BLOCK_N), BLOCK_T, BLOCK_N)
-        first_n += (pid - whole) % REST * PART
-        _compute_tile(
-            x, rest_weight, x_scale_ptr, scale_ptr, bias_ptr, rest_residual, rest_out, first_t, first_n, T, N, K,
-            ACTIVATION, SCALE_ROWS, BLOCK_T, PART, BLOCK_K, TMA, TMA_OUT, PROMOTE,
-        )  # fmt: skip
+        PART: tl.constexpr = C.BLOCK_N // C.REST
+        first_t, first_n = place_tile(whole + (pid - whole) // C.REST, T, tl.cdiv(N, C.BLOCK_N), C.BLOCK_T, C.BLOCK_N)
+        first_n += (pid - whole) % C.REST * PART
+        _compute_tile(x, rest_weight, ep, rest_residual, rest_out, first_t, first_n, T, N, C, PART)
 
 
 def parts_of_rest(tiles: int, num_sms: int, block_n: int) -> int:
@@ -322,32 +250,32 @@ def choose_gemm_config(T: int, N: int, K: int, itemsize: int, gated: bool, cc: i
 
 def gemm(product: Product, config: GemmConfig | None = None) -> None:
     """Write the output of a product of one or more tokens, of 16 or 32 bits, or fp8 with scales. `dispatch` checks it before."""
-    x, weight, out, bias, residual, activation, scale, x_scale, *_ = product
-    (T, N, K), eight, gated = product.shape, x.dtype == torch.float8_e4m3fn, activation is not None
+    x, weight, out, ep, (T, N, K) = product.x, product.weight, product.out, product.epilogue, product.shape
+    eight, blocks = x.dtype == torch.float8_e4m3fn, product.scale_rows is not None
     if eight:
         require_fp8(x.device)
-    c = config or choose_gemm_config(T, N, K, x.element_size(), gated, capability(x.device), sm_count(x.device))
-    if product.scale_rows is not None and FP8_BLOCK % c.block_k:
+    c = config or choose_gemm_config(T, N, K, x.element_size(), product.gated, capability(x.device), sm_count(x.device))
+    if blocks and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles = cdiv(T, c.block_t) * cdiv(N, c.block_n)
     whole = whole_tiles(tiles, c)
     tma = c.tma and all(t.data_ptr() % 16 == 0 for t in (x, weight))
     # A wider output (fp32 logits) does not fit in shared memory beside the tiles, so it is stored from registers.
-    ends = [out] if residual is None else [out, residual]
+    ends = [out] if ep.residual is None else [out, ep.residual]
     tma_out = tma and N % 8 == 0 and all(t.element_size() == 2 and t.data_ptr() % 16 == 0 for t in ends)
     rows = described(x, [c.block_t, c.block_k], tma)
     operands = [
         described(t, tile, by_tma)
         for n in (c.block_n, c.block_n // c.rest)
         for t, tile, by_tma in (
-            (weight, [n, c.block_k], tma), (residual, [c.block_t, n], tma_out), (out, [c.block_t, n], tma_out)
+            (weight, [n, c.block_k], tma), (ep.residual, [c.block_t, n], tma_out), (out, [c.block_t, n], tma_out)
         )
     ]  # fmt: skip
+    promote = _PROMOTE // c.block_k if eight and not blocks else 0
+    constants = _Constants(K, product.scale_rows, c.block_t, c.block_n, c.block_k, c.rest, tma, tma_out, promote)
     _gemm_kernel[(whole + (tiles - whole) * c.rest,)](
-        rows, *operands, x_scale, scale, bias, T, N, whole, K=K, ACTIVATION=activation, SCALE_ROWS=product.scale_rows,
-        BLOCK_T=c.block_t, BLOCK_N=c.block_n, BLOCK_K=c.block_k, REST=c.rest, TMA=tma, TMA_OUT=tma_out,
-        PROMOTE=_PROMOTE // c.block_k if eight else 0, num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+        rows, *operands, ep, T, N, whole, C=constants, num_warps=c.num_warps, num_stages=c.num_stages
+    )
 
 
 def described(tensor: Tensor | None, tile: list[int], tma: bool) -> Any:

@@ -731,7 +731,7 @@ def accepts(product: Product) -> bool:
 
     And whether blocks with a scale have enough rows.
     """
-    x, residual, out = product.x, product.residual, product.out
+    x, residual, out = product.x, product.epilogue.residual, product.out
     if (product.scale_rows or _FEWEST_SCALE_ROWS) < _FEWEST_SCALE_ROWS:
         return False
     (_, N, K), itemsize, out_itemsize = product.shape, x.element_size(), out.element_size()
@@ -788,7 +788,7 @@ def row_maxima_tiles(product: Product) -> int:
     """How many row maxima the kernel stores for each row. K is not split then."""
     (T, N, K), x, out = product.shape, product.x, product.out
     facts = (
-        x.element_size(), product.activation is not None, product.residual is not None, out.element_size(), False,
+        x.element_size(), product.gated, product.epilogue.residual is not None, out.element_size(), False,
         product.scale_rows is not None,
     )  # fmt: skip
     return cdiv(N, _lookup_plan(product.weight.device, token_regime(T), N, K, *facts).columns)
@@ -799,8 +799,9 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
 
     Without a workspace, K is not split. Row maxima are stored only for products without a residual and an activation.
     """
-    x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
-    (T, N, K), gated, scale_rows = product.shape, activation is not None, product.scale_rows
+    x, weight, out, ep, workspace, pdl = product.x, product.weight, product.out, product.epilogue, product.workspace, product.pdl
+    scale, x_scale, bias, activation, residual, row_maxima, stride, needed = ep
+    (T, N, K), gated, scale_rows = product.shape, product.gated, product.scale_rows
     facts = (K, x.element_size(), gated, residual is not None, out.element_size())
     if config is None:
         splits = workspace is not None and row_maxima is None
@@ -810,12 +811,10 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     c, columns, few_rows, rows, weights, ends, sums_scale = plan
     tiles_n = cdiv(N, columns)
     tiles = cdiv(T, 64 * c.groups) * tiles_n
-    sums, counters, values, needed = None, None, None, None
-    if row_maxima is not None:
-        if gated or residual is not None or c.split > 1 or row_maxima.values.shape[1] != tiles_n:
-            expected, found = f"a plain product, {tiles_n} places", f"{c}, {row_maxima.values.shape[1]} places"
-            raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
-        values, needed = row_maxima
+    sums, counters = None, None
+    if row_maxima is not None and (gated or residual is not None or c.split > 1 or row_maxima.shape[1] != tiles_n):
+        expected, found = f"a plain product, {tiles_n} places", f"{c}, {row_maxima.shape[1]} places"
+        raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
     if c.split > 1:
         if c.groups > 2:
             raise InputError("K is split for two groups of warps only", where="config", found=c)
@@ -826,8 +825,8 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     operands = [None if tensor is None or tile is None else Tiled(tensor, tile) for tensor, tile in parts]
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice: see `_first`
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
-        Tiled(x, rows if T > _ROWS else few_rows), *operands, x_scale, scale, bias, sums, counters, values, needed,
-        0 if values is None else values.stride(0), T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
+        Tiled(x, rows if T > _ROWS else few_rows), *operands, x_scale, scale, bias, sums, counters, row_maxima, needed,
+        stride, T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
         SCALE_ROWS=scale_rows, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=sums_scale,
         SPLIT=c.split, GROUPS=c.groups, **launch_options(4, 1, pdl),
     )  # fmt: skip

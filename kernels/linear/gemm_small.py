@@ -13,6 +13,7 @@ round; and each has enough tiles in flight. (Programs with unequal shares, as in
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,11 +32,18 @@ from minirt.kernels.launch import (
     shared_limit,
     sm_count,
 )
-from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.epilogue import (
+    add_parts,
+    finish,
+    load_residual,
+    load_rows,
+    load_tokens,
+    store_row_maxima,
+    touch,
+)
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
-from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
 
 MAX_TOKENS = 128
 _REGISTERS = 65536  # of an SM
@@ -72,21 +80,28 @@ class GemmSmallConfig:
 TUNABLE = Tunable("gemm_small", GemmSmallConfig, (__file__,))
 
 
+class _Constants(NamedTuple):
+    K: int
+    SCALE_ROWS: int | None
+    SPLIT: int
+    BLOCK_N: int
+    BLOCK_K: int
+    BLOCK_T: int
+    TMA: bool
+
+    @property
+    def PART(self) -> int:
+        """Columns of a part of K."""
+        return cdiv(self.K, self.SPLIT * self.BLOCK_K) * self.BLOCK_K
+
+
 @triton.jit
-def _load(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
+def _load(ptrs, k, C: tl.constexpr, EVICT: tl.constexpr):
     """Load `ptrs`. Masks by k (which broadcasts to `ptrs`) only if BLOCK_K does not divide K."""
-    if K % BLOCK_K == 0:
+    if C.K % C.BLOCK_K == 0:
         return tl.load(ptrs, eviction_policy=EVICT)
     else:
-        return tl.load(ptrs, mask=k < K, other=0.0, eviction_policy=EVICT)
-
-
-@triton.jit
-def _touch(ptrs):
-    """Prefetch the cache lines at `ptrs` into L2, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+        return tl.load(ptrs, mask=k < C.K, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -100,152 +115,84 @@ def _product(w, x, acc):
 
 
 @triton.jit
-def _column(ptr, n, N, first):
-    """ptr[first + n] as an fp32 column; zeros past N, or if `ptr` is None."""
-    if ptr is None:
-        return tl.zeros_like(n).to(tl.float32)[:, None]
-    else:
-        return tl.load(ptr + first + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-
-
-@triton.jit
-def _add_parts(acc, n, t, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr):
-    """Store this part's sums. The last program of a tile to arrive returns the sum of all parts, and True. n, t: in the tile."""
-    TILE: tl.constexpr = acc.shape[0] * acc.shape[1]
-    at = t * acc.shape[0] + n
-    # Stores and loads bypass L1, because programs on different SMs exchange the sums through L2.
-    tl.store(sums_ptr + part * TILE + at, acc, mask=inside, cache_modifier=".cg")
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-    if last:
-        acc = tl.zeros_like(acc)
-        for i in tl.static_range(SPLIT):
-            acc += tl.load(sums_ptr + i * TILE + at, mask=inside, other=0.0, cache_modifier=".cg")
-        tl.store(counter_ptr, 0)
-    return acc, last
-
-
-@triton.jit
-def _store_row_maxima(acc, n, t, N, T, row_maxima_ptr, stride):
-    """Store the largest value of each column of a tile with its row, as `filters.pack` does. NaN counts as the largest value."""
-    x = tl.where(n[:, None] < N, acc, float("-inf"))
-    top = tl.max(x, 0)
-    row = tl.min(tl.where(x == top[None, :], n[:, None], tl.where(x < top[None, :], MAX_INT, -1)), 0)
-    packed = pack(tl.where(row < 0, MAX_INT, sortable(top)), tl.maximum(row, 0))
-    tl.store(row_maxima_ptr + t.to(tl.int64) * stride, packed, mask=t < T)
+def _block_scales(ep, first, n0, block, N, C: tl.constexpr):
+    return block_scales(ep.scale, first, n0, block, N, C.K, C.SCALE_ROWS, C.BLOCK_N, 1)
 
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _gemm_small_kernel(
-    x,
-    weight,
-    weight_ptr,
-    scale_ptr,
-    x_scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    sums_ptr,
-    counters_ptr,
-    row_maxima_ptr,
-    needed_ptr,
-    stride,
-    T,
-    N,
-    K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    TMA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
-    With TMA, x and weight are descriptors, else pointers. With ACTIVATION, the weight has 2N rows. With SCALE_ROWS, the scales
-    are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
+    With TMA, x and weight are descriptors, else pointers. With an activation, the weight has 2N rows. With SCALE_ROWS, the
+    scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
     """
-    PART: tl.constexpr = ((K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)) * BLOCK_K
-    tile = tl.program_id(0) // SPLIT
-    part = tl.program_id(0) % SPLIT
-    n0 = tile * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
-    t = tl.arange(0, BLOCK_T)
-    k = tl.arange(0, BLOCK_K)
-    first = part * PART
-    last = tl.minimum(first + PART, K)
+    GATED: tl.constexpr = ep.activation is not None
+    BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
+    tile = tl.program_id(0) // C.SPLIT
+    part = tl.program_id(0) % C.SPLIT
+    n0 = tile * C.BLOCK_N
+    n = n0 + tl.arange(0, C.BLOCK_N)
+    t = tl.arange(0, C.BLOCK_T)
+    k = tl.arange(0, C.BLOCK_K)
+    first = part * C.PART
+    last = tl.minimum(first + C.PART, C.K)
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
-    rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
-    up = tl.cast(N, tl.int64) * K  # an N of 1 is a constant
+    rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * C.K
+    up = tl.cast(N, tl.int64) * C.K  # an N of 1 is a constant
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :] * N + n[:, None]
-    # Loaded before the loop, so that nothing waits for them after it.
-    row_scale_ptr = scale_ptr if SCALE_ROWS is None else None
-    scale, scale_up = _column(row_scale_ptr, n, N, 0), None
-    added, added_up = _column(bias_ptr, n, N, 0), None
-    if ACTIVATION is not None:
-        scale_up, added_up = _column(row_scale_ptr, n, N, N), _column(bias_ptr, n, N, N)
+    of_rows = load_rows(ep, n[:, None], n[:, None] < N, N, not BLOCKS)
     if PDL:
         # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
-        _touch(rows + first)
-        if ACTIVATION is not None:
-            _touch(rows + first + up)
+        touch(rows + first)
+        if GATED:
+            touch(rows + first + up)
         tl.extra.cuda.gdc_wait()
-    x_scale = None
-    if row_scale_ptr is not None:
-        x_scale = tl.load(x_scale_ptr + t, mask=t < T, other=0.0)[None, :]
-    if not TMA:
-        x_ptrs = x + tl.minimum(t, T - 1)[:, None] * K + k[None, :]
+    of_tokens = load_tokens(ep, t[None, :], t[None, :] < T, not BLOCKS)
+    if not C.TMA:
+        x_ptrs = x + tl.minimum(t, T - 1)[:, None] * C.K + k[None, :]
         w_ptrs = rows[:, None] + k[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    acc = tl.zeros((C.BLOCK_N, C.BLOCK_T), tl.float32)
     acc_up = acc
-    x_scales = x_scale_ptr + tl.minimum(t, T - 1) * ((K + 127) // 128) if SCALE_ROWS is not None else None
-    for start in range(first, last, BLOCK_K):
+    x_scales = ep.x_scale + tl.minimum(t, T - 1) * ((C.K + 127) // 128) if BLOCKS else None
+    for start in range(first, last, C.BLOCK_K):
         j = (start + k)[None, :]
-        if SCALE_ROWS is not None:
+        if BLOCKS:
             # Loaded first, so that they arrive while the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
             block = start // 128
             token = tl.load(x_scales + block)[None, :]
-            factor = token * block_scales(scale_ptr, 0, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)
-            if ACTIVATION is not None:
-                factor_up = token * block_scales(scale_ptr, N, n0, block, N, K, SCALE_ROWS, BLOCK_N, 1)
-        if TMA:
+            factor = token * _block_scales(ep, 0, n0, block, N, C)
+            if GATED:
+                factor_up = token * _block_scales(ep, N, n0, block, N, C)
+        if C.TMA:
             a = x.load([0, start])
             w = weight.load([n0, start])
         else:
-            a = _load(x_ptrs + start, j, K, BLOCK_K, "evict_last")
-            w = _load(w_ptrs + start, j, K, BLOCK_K, "evict_first")
-        acc = _product(w, a, acc) if SCALE_ROWS is None else acc + tl.dot(w, a.T) * factor
-        if ACTIVATION is not None:
-            w = weight.load([N + n0, start]) if TMA else _load(w_ptrs + up + start, j, K, BLOCK_K, "evict_first")
-            acc_up = _product(w, a, acc_up) if SCALE_ROWS is None else acc_up + tl.dot(w, a.T) * factor_up
+            a = _load(x_ptrs + start, j, C, "evict_last")
+            w = _load(w_ptrs + start, j, C, "evict_first")
+        acc = acc + tl.dot(w, a.T) * factor if BLOCKS else _product(w, a, acc)
+        if GATED:
+            w = weight.load([N + n0, start]) if C.TMA else _load(w_ptrs + up + start, j, C, "evict_first")
+            acc_up = acc_up + tl.dot(w, a.T) * factor_up if BLOCKS else _product(w, a, acc_up)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
-    if row_scale_ptr is not None:
-        acc *= scale * x_scale
-        if ACTIVATION is not None:
-            acc_up *= scale_up * x_scale
-    if ACTIVATION is not None:
-        acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
-    else:
-        if residual_ptr is not None:  # loaded before the wait for the other parts
-            added += tl.load(residual_ptr + at, mask=stored, other=0.0).to(tl.float32)
-        mine = True
-        if SPLIT > 1:
-            sums_ptr += tile * (SPLIT * BLOCK_N * BLOCK_T)
-            acc, mine = _add_parts(acc, n[:, None] - n0, t[None, :], stored, sums_ptr, counters_ptr + tile, part, SPLIT)
-        if mine:
-            acc += added
-            needed = 1
-            if row_maxima_ptr is not None:
-                _store_row_maxima(acc, n, t, N, T, row_maxima_ptr + tile, stride)
-                needed = tl.load(needed_ptr)
-            if needed != 0:
-                tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    residual = load_residual(ep, at, stored)  # before the wait for the other parts
+    mine = True
+    if C.SPLIT > 1:
+        sums_ptr += tile * (C.SPLIT * C.BLOCK_N * C.BLOCK_T)
+        inside = t[None, :] * C.BLOCK_N + (n - n0)[:, None]
+        acc, mine = add_parts(acc, inside, stored, sums_ptr, counters_ptr + tile, part, C.SPLIT)
+    if mine:
+        acc = finish(acc, acc_up, of_rows, of_tokens, residual, ep)
+        needed = 1
+        if ep.row_maxima is not None:
+            store_row_maxima(acc, n, t, N, T, ep, tile)
+            needed = tl.load(ep.logits_needed)
+        if needed != 0:
+            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def token_block(T: int) -> int:
@@ -329,33 +276,29 @@ def row_maxima_tiles(product: Product) -> int:
 
 def gemm_small(product: Product, config: GemmSmallConfig | None = None) -> None:
     """Write the output of a product of 1 to 128 tokens. `dispatch` checks it before."""
-    x, weight, out, bias, residual, activation, scale, x_scale, workspace, row_maxima, pdl = product
-    T, N, K = product.shape
+    x, weight, ep, (T, N, K) = product.x, product.weight, product.epilogue, product.shape
     if x.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     block_t, scale_rows = token_block(T), product.scale_rows
-    facts = (x.element_size(), activation is not None, scale_rows is not None)
-    c = config or lookup_gemm_small_config(x.device, block_t, N, K, *facts)
+    c = config or lookup_gemm_small_config(
+        x.device, block_t, N, K, x.element_size(), product.gated, scale_rows is not None
+    )
     if scale_rows is not None and FP8_BLOCK % c.block_k:
         raise InputError("a step in K has one scale", where="config.block_k", expected="a divisor of 128", found=c.block_k)
     tiles, blocks = cdiv(N, c.block_n), cdiv(K, c.block_k)
     split, sums, counters = 1, None, None
-    if workspace is not None and c.split > 1:
+    if product.workspace is not None and c.split > 1:
         split = cdiv(blocks, cdiv(blocks, c.split))  # no part is empty
-        sums, counters = workspace.sums(tiles * split * c.block_n * block_t), workspace.counters(tiles)
-    values, needed, stride = None, None, 0
-    if row_maxima is not None:
-        if activation is not None or row_maxima.values.shape[1] != tiles:
-            expected, found = f"a plain product, {tiles} places", f"{activation}, {row_maxima.values.shape[1]} places"
-            raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
-        values, needed = row_maxima
-        stride = values.stride(0)
+        sums, counters = product.workspace.sums(tiles * split * c.block_n * block_t), product.workspace.counters(tiles)
+    if ep.row_maxima is not None and (product.gated or ep.row_maxima.shape[1] != tiles):
+        expected, found = f"a plain product, {tiles} places", f"{ep.activation}, {ep.row_maxima.shape[1]} places"
+        raise InputError("this product stores no row maxima", where="row_maxima", expected=expected, found=found)
     tma = c.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     operands = (x, weight)
     if tma:
         operands = (tiled(x, block_t, c.block_k), tiled(weight, c.block_n, c.block_k))
     _gemm_small_kernel[(tiles * split,)](
-        *operands, weight, scale, x_scale, bias, residual, out, sums, counters, values, needed, stride, T, N, K=K,
-        ACTIVATION=activation, SCALE_ROWS=scale_rows, SPLIT=split, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BLOCK_T=block_t, TMA=tma,
-        maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, pdl),
+        *operands, weight, ep, product.out, sums, counters, T, N,
+        C=_Constants(K, scale_rows, split, c.block_n, c.block_k, block_t, tma),
+        maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, product.pdl),
     )  # fmt: skip

@@ -10,15 +10,15 @@ issues the first loads before it waits for the kernel that computes its input.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import cdiv, launch_options, require_fp8, sm_count
-from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared
 
@@ -82,103 +82,93 @@ def chunk_scales(
         return tl.load(ptrs, mask=k < K, other=0.0)
 
 
+class _Constants(NamedTuple):
+    K: int
+    SCALE_ROWS: int | None
+    BLOCK_N: int
+    BLOCK_K: int
+    CHUNK: int
+    TILES: int
+
+    @property
+    def COUNT(self) -> int:
+        return cdiv(self.K, self.BLOCK_K)
+
+
 @triton.jit
-def _row_results(sums, inverse_rms, scale, bias_ptr, row, valid):
-    result = tl.sum(sums, 1) * inverse_rms
-    if scale is not None:
-        result *= scale
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + row, mask=valid, other=0.0).to(tl.float32)
-    return result
+def _load_tile(ptrs, k, i: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr):
+    return load_tile(ptrs, k, i, C.K, C.BLOCK_K, EVICT)
+
+
+@triton.jit
+def _scales(ep, first, n0, N, i: tl.constexpr, C: tl.constexpr):
+    return chunk_scales(ep.scale, first, n0, N, i, C.K, C.SCALE_ROWS, C.BLOCK_N, C.BLOCK_K, C.CHUNK)
 
 
 @prepared
 @triton.jit
-def _gemv_kernel(
-    x_ptr,
-    norm_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    N,
-    eps,
-    K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Computes BLOCK_N values of one token's out [N]. With ACTIVATION the weight has 2N rows: gate, then up.
+def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C: tl.constexpr, PDL: tl.constexpr):
+    """Computes BLOCK_N values of one token's out [N]. With an activation the weight has 2N rows: gate, then up.
 
     The scales are one for each row or, if SCALE_ROWS, one for each block of SCALE_ROWS rows and 128 columns. Those of blocks
     multiply the sum of each chunk of products.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
-    COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    n0 = tl.program_id(0) * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
+    GATED: tl.constexpr = ep.activation is not None
+    BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
+    COUNT: tl.constexpr = C.COUNT
+    n0 = tl.program_id(0) * C.BLOCK_N
+    n = n0 + tl.arange(0, C.BLOCK_N)
     valid = n < N
     # One warp reads neighbouring chunks of one row. x is loaded in the same order, so no value moves between threads.
-    k = tl.max_contiguous(tl.arange(0, BLOCK_K), CHUNK)
+    k = tl.max_contiguous(tl.arange(0, C.BLOCK_K), C.CHUNK)
     # Rows past the end read the last row again instead of being masked. Their results are not stored.
-    gate_ptrs = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
-    up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * K
+    gate_ptrs = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * C.K + k[None, :]
+    up_ptrs = gate_ptrs + tl.cast(N, tl.int64) * C.K
     gate, up = (), ()
-    for i in tl.static_range(TILES):
-        gate += (load_tile(gate_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
-        if ACTIVATION is not None:
-            up += (load_tile(up_ptrs, k[None, :], i, K, BLOCK_K, "evict_first"),)
-    gate_scale, up_scale = None, None
+    for i in tl.static_range(C.TILES):
+        gate += (_load_tile(gate_ptrs, k[None, :], i, C, "evict_first"),)
+        if GATED:
+            up += (_load_tile(up_ptrs, k[None, :], i, C, "evict_first"),)
     gate_scales, up_scales = (), ()
-    if SCALE_ROWS is not None:
-        for i in tl.static_range(TILES):
-            gate_scales += (chunk_scales(scale_ptr, 0, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
-            if ACTIVATION is not None:
-                up_scales += (chunk_scales(scale_ptr, N, n0, N, i, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
-    elif scale_ptr is not None:
-        gate_scale = tl.load(scale_ptr + n, mask=valid, other=0.0)
-        if ACTIVATION is not None:
-            up_scale = tl.load(scale_ptr + N + n, mask=valid, other=0.0)
+    if BLOCKS:
+        for i in tl.static_range(C.TILES):
+            gate_scales += (_scales(ep, 0, n0, N, i, C),)
+            if GATED:
+                up_scales += (_scales(ep, N, n0, N, i, C),)
+    rows = load_rows(ep, n, valid, N, not BLOCKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    residual = tl.zeros((BLOCK_N,), tl.float32)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + n, mask=valid, other=0.0).to(tl.float32)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
-    gate_sums = tl.zeros((BLOCK_N, BLOCK_K // CHUNK), tl.float32)
+    residual = load_residual(ep, n, valid)
+    squares = tl.zeros((C.BLOCK_K,), tl.float32)
+    gate_sums = tl.zeros((C.BLOCK_N, C.BLOCK_K // C.CHUNK), tl.float32)
     up_sums = gate_sums
     for i in tl.static_range(COUNT):
-        x = load_tile(x_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
-        if norm_ptr is not None:
+        x = _load_tile(x_ptr + k, k, i, C, "").to(tl.float32)
+        if norm is not None:
             # The root mean square divides the finished sums, so it is not needed before the loop ends.
             squares += x * x
-            x *= load_tile(norm_ptr + k, k, i, K, BLOCK_K, "").to(tl.float32)
-        products = chunk_products(gate[i], x, CHUNK)
-        gate_sums += products if SCALE_ROWS is None else products * gate_scales[i]
-        if i + TILES < COUNT:
-            gate += (load_tile(gate_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
-            if SCALE_ROWS is not None:
-                gate_scales += (chunk_scales(scale_ptr, 0, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
-        if ACTIVATION is not None:
-            products = chunk_products(up[i], x, CHUNK)
-            up_sums += products if SCALE_ROWS is None else products * up_scales[i]
-            if i + TILES < COUNT:
-                up += (load_tile(up_ptrs, k[None, :], i + TILES, K, BLOCK_K, "evict_first"),)
-                if SCALE_ROWS is not None:
-                    up_scales += (chunk_scales(scale_ptr, N, n0, N, i + TILES, K, SCALE_ROWS, BLOCK_N, BLOCK_K, CHUNK),)
+            x *= _load_tile(norm.weight + k, k, i, C, "").to(tl.float32)
+        products = chunk_products(gate[i], x, C.CHUNK)
+        gate_sums += products * gate_scales[i] if BLOCKS else products
+        if i + C.TILES < COUNT:
+            gate += (_load_tile(gate_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
+            if BLOCKS:
+                gate_scales += (_scales(ep, 0, n0, N, i + C.TILES, C),)
+        if GATED:
+            products = chunk_products(up[i], x, C.CHUNK)
+            up_sums += products * up_scales[i] if BLOCKS else products
+            if i + C.TILES < COUNT:
+                up += (_load_tile(up_ptrs, k[None, :], i + C.TILES, C, "evict_first"),)
+                if BLOCKS:
+                    up_scales += (_scales(ep, N, n0, N, i + C.TILES, C),)
     inverse_rms = 1.0
-    if norm_ptr is not None:
-        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    result = _row_results(gate_sums, inverse_rms, gate_scale, bias_ptr, n, valid)
-    if ACTIVATION is not None:
-        result = activate(result, ACTIVATION) * _row_results(up_sums, inverse_rms, up_scale, bias_ptr, N + n, valid)
-    tl.store(out_ptr + n, (result + residual).to(out_ptr.dtype.element_ty), mask=valid)
+    if norm is not None:
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
+    result = tl.sum(gate_sums, 1) * inverse_rms
+    result = finish(result, tl.sum(up_sums, 1) * inverse_rms, rows, None, residual, ep)
+    tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 def choose_gemv_config(N: int, K: int, itemsize: int, gated: bool, num_sms: int, blocks: bool = False) -> GemvConfig:
@@ -227,27 +217,22 @@ def chunk_size(itemsize: int) -> int:
     return min(8, 16 // itemsize)
 
 
-def gemv(
-    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: GemvConfig | None = None
-) -> None:
-    """Write the output of a product of one token, x normalized first if `norm_weight` [K] is given. Unchecked, see `dispatch`.
+def gemv(product: Product, config: GemvConfig | None = None) -> None:
+    """Write the output of a product of one token. Unchecked, see `dispatch`.
 
     x is not quantized: an fp8 weight multiplies 16- or 32-bit activations.
     """
-    x, weight, out, bias, residual, activation, scale, *_ = product
-    K, N = x.shape[1], out.shape[1]
+    x, weight, out, (_, N, K) = product.x, product.weight, product.out, product.shape
     if weight.dtype == torch.float8_e4m3fn:
         require_fp8(x.device)
     if config is None:
-        facts = (weight.element_size(), activation is not None, product.scale_rows is not None)
-        config = lookup_gemv_config(x.device, N, K, *facts)
+        config = lookup_gemv_config(x.device, N, K, weight.element_size(), product.gated, product.scale_rows is not None)
     chunk = chunk_size(weight.element_size())
     block_k = chunk * WARP * config.num_warps
     if K % chunk or weight.data_ptr() % 16:
         chunk = 1  # unaligned rows: each thread loads and sums single values
+    constants = _Constants(K, product.scale_rows, config.block_n, block_k, chunk, min(config.tiles, cdiv(K, block_k)))
     _gemv_kernel[(cdiv(N, config.block_n),)](
-        x, norm_weight, weight, scale, bias, residual, out, N, eps, K=K, ACTIVATION=activation,
-        SCALE_ROWS=product.scale_rows, BLOCK_N=config.block_n, BLOCK_K=block_k, CHUNK=chunk,
-        TILES=min(config.tiles, cdiv(K, block_k)), maxnreg=config.registers,
+        x, product.norm, weight, product.epilogue, out, N, C=constants, maxnreg=config.registers,
         **launch_options(config.num_warps, 1, product.pdl),
     )  # fmt: skip

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import cdiv, launch_options, sm_count
-from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.epilogue import activate
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
@@ -221,11 +220,11 @@ def lookup_gemv_int4_config(device: torch.device, N: int, K: int, gated: bool) -
     return tuned or choose_gemv_int4_config(N, K, gated, sm_count(device))
 
 
-def gemv_int4(
-    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: GemvInt4Config | None = None
-) -> None:
-    """Write the output of a product of one token with 4-bit weights, x normalized first if `norm_weight` [K] is given."""
-    x, weight, out, bias, residual, activation, scale, *_ = product
+def gemv_int4(product: Product, config: GemvInt4Config | None = None) -> None:
+    """Write the output of a product of one token with 4-bit weights."""
+    x, weight, out, norm, ep = product.x, product.weight, product.out, product.norm, product.epilogue
+    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
+    norm_weight, eps = norm or (None, 0.0)
     K, N = x.shape[1], out.shape[1]
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")

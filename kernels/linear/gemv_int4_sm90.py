@@ -15,7 +15,6 @@ may go through the ring too, which takes less shared memory.
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -436,7 +435,7 @@ def accepts(product: Product) -> bool:
     x, weight = product.x, product.weight
     if weight.dtype != torch.int16 or x.element_size() != 2 or x.shape[0] != 1 or (x.data_ptr() | weight.data_ptr()) % 16:
         return False
-    return worthwhile(weight.shape[0], x.shape[1], product.residual is not None)
+    return worthwhile(weight.shape[0], x.shape[1], product.epilogue.residual is not None)
 
 
 def shared_bytes(config: GemvInt4Sm90Config, K: int, group: int, gated: bool) -> int:
@@ -494,11 +493,11 @@ def lookup_gemv_int4_sm90_config(device: torch.device, N: int, K: int, gated: bo
     return tuned or choose_gemv_int4_sm90_config(N, K, gated, sm_count(device))
 
 
-def gemv_int4_sm90(
-    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: GemvInt4Sm90Config | None = None
-) -> None:
-    """Write the output of a product of one token. x is normalized first if `norm_weight` [K] is given."""
-    x, weight, out, bias, residual, activation, scale, *_ = product
+def gemv_int4_sm90(product: Product, config: GemvInt4Sm90Config | None = None) -> None:
+    """Write the output of a product of one token."""
+    x, weight, out, norm, ep = product.x, product.weight, product.out, product.norm, product.epilogue
+    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
+    norm_weight, eps = norm or (None, 0.0)
     _, N, K = product.shape
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")

@@ -16,6 +16,7 @@ mantissa bits of a constant exponent is a floating-point number 128 + q (bf16) o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +27,7 @@ from minirt.device import interpreting
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import capability, cdiv, launch_options, shared_limit, sm_count
-from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
@@ -205,14 +206,6 @@ def _multiply(w, words, x0, x1, x2, x3, acc, GROUP: tl.constexpr, EXACT: tl.cons
 
 
 @triton.jit
-def _touch(ptrs):
-    """Prefetch the cache lines at `ptrs` into L2, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _group_words(ptrs, stride, chunk, groups, GROUP: tl.constexpr):
     """The scale words of a chunk's groups, a tuple. `groups`: how many there are; the last chunk may have fewer than others."""
     words = ()
@@ -222,127 +215,102 @@ def _group_words(ptrs, stride, chunk, groups, GROUP: tl.constexpr):
     return words
 
 
-@triton.jit
-def _bias(ptr, n, N, first):
-    if ptr is None:
-        return tl.zeros_like(n).to(tl.float32)[:, None]
-    else:
-        return tl.load(ptr + first + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+class _Constants(NamedTuple):
+    """What a launch compiles in. GROUP: groups have 32 · GROUP columns. UNROLL, AHEAD, EXACT: as in `Int4Config`."""
 
+    K: int
+    GROUP: int
+    DTYPE: tl.dtype
+    SPLIT: int
+    BLOCK_N: int
+    BLOCK_T: int
+    STAGES: int
+    EXACT: bool
+    UNROLL: int
+    AHEAD: int
+    ASM: bool
 
-@triton.jit
-def _add_parts(acc, at, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr):
-    """Store this part's sums. The last program of a tile to arrive returns the sum of all parts, and True."""
-    TILE: tl.constexpr = acc.shape[0] * acc.shape[1]
-    tl.store(sums_ptr + part * TILE + at, acc, cache_modifier=".cg")
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-    if last:
-        acc = tl.zeros_like(acc)
-        for i in tl.static_range(SPLIT):
-            acc += tl.load(sums_ptr + i * TILE + at, cache_modifier=".cg")
-        tl.store(counter_ptr, 0)
-    return acc, last
+    @property
+    def CHUNKS(self) -> int:
+        return cdiv(self.K, CHUNK)
+
+    @property
+    def GROUPS(self) -> int:
+        return cdiv(self.K, 32 * self.GROUP)
+
+    @property
+    def PART(self) -> int:
+        """Chunks of a part of K."""
+        return cdiv(self.CHUNKS, self.SPLIT * self.UNROLL) * self.UNROLL
 
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _gemm_int4_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    sums_ptr,
-    counters_ptr,
-    T,
-    N,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-    UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A tile [BLOCK_N, BLOCK_T] of out [T, N]. Groups have 32 · GROUP columns. With ACTIVATION, the weight has 2N rows."""
-    CHUNKS: tl.constexpr = (K + 128 - 1) // 128
-    GROUPS: tl.constexpr = (K + 32 * GROUP - 1) // (32 * GROUP)
-    PART: tl.constexpr = (CHUNKS + SPLIT * UNROLL - 1) // (SPLIT * UNROLL) * UNROLL
-    MASKED: tl.constexpr = K % (128 * UNROLL) != 0
-    columns = tl.cdiv(T, BLOCK_T)
-    part = tl.program_id(0) % SPLIT
-    tile = tl.program_id(0) // SPLIT
-    n0 = tile // columns * BLOCK_N
-    t0 = tile % columns * BLOCK_T
-    n = n0 + tl.arange(0, BLOCK_N)
-    t = t0 + tl.arange(0, BLOCK_T)
-    first = part * PART
-    last = tl.minimum(first + PART, CHUNKS)
+    x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A tile [BLOCK_N, BLOCK_T] of out [T, N]. With an activation, the weight has 2N rows."""
+    GATED: tl.constexpr = ep.activation is not None
+    MASKED: tl.constexpr = C.K % (128 * C.UNROLL) != 0
+    columns = tl.cdiv(T, C.BLOCK_T)
+    part = tl.program_id(0) % C.SPLIT
+    tile = tl.program_id(0) // C.SPLIT
+    n0 = tile // columns * C.BLOCK_N
+    t0 = tile % columns * C.BLOCK_T
+    n = n0 + tl.arange(0, C.BLOCK_N)
+    t = t0 + tl.arange(0, C.BLOCK_T)
+    first = part * C.PART
+    last = tl.minimum(first + C.PART, C.CHUNKS)
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
     row = tl.minimum(n, N - 1)
-    rows = weight_ptr + row.to(tl.int64) * (CHUNKS * 32)
-    up = tl.cast(N, tl.int64) * (CHUNKS * 32)  # an N of 1 is a constant
-    all_rows = N if ACTIVATION is None else 2 * N
-    scales = scale_ptr + row
+    rows = weight_ptr + row.to(tl.int64) * (C.CHUNKS * 32)
+    up = tl.cast(N, tl.int64) * (C.CHUNKS * 32)  # an N of 1 is a constant
+    all_rows = 2 * N if GATED else N
+    scales = ep.scale + row
     stored = (n[:, None] < N) & (t[None, :] < T)
     at = t[None, :].to(tl.int64) * N + n[:, None]
-    added, added_up = _bias(bias_ptr, n, N, 0), None
-    if ACTIVATION is not None:
-        added_up = _bias(bias_ptr, n, N, N)
+    of_rows = load_rows(ep, n[:, None], n[:, None] < N, N, False)
     if PDL:
         # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
-        for i in tl.static_range(AHEAD):
-            ahead = rows + tl.minimum(first * 32 + 64 * i, CHUNKS * 32 - 1)
-            _touch(ahead)
-            if ACTIVATION is not None:
-                _touch(ahead + up)
+        for i in tl.static_range(C.AHEAD):
+            ahead = rows + tl.minimum(first * 32 + 64 * i, C.CHUNKS * 32 - 1)
+            touch(ahead)
+            if GATED:
+                touch(ahead + up)
         tl.extra.cuda.gdc_wait()
     s = tl.arange(0, 32)
-    x_ptrs = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[:, None] * K + s[None, :]
+    x_ptrs = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[:, None] * C.K + s[None, :]
     w_ptrs = rows[:, None] + s[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    acc = tl.zeros((C.BLOCK_N, C.BLOCK_T), tl.float32)
     acc_up = acc
-    for start in tl.range(first, last, UNROLL, num_stages=STAGES):
-        for i in tl.static_range(UNROLL):
+    for start in tl.range(first, last, C.UNROLL, num_stages=C.STAGES):
+        for i in tl.static_range(C.UNROLL):
             k = (start + i) * 128
             chunk = start + i
-            if UNROLL > 1:
-                chunk = tl.minimum(chunk, CHUNKS - 1)  # past the end, x is zero
-            x0 = _columns(x_ptrs, k, K, MASKED)
-            x1 = _columns(x_ptrs, k + 32, K, MASKED)
-            x2 = _columns(x_ptrs, k + 64, K, MASKED)
-            x3 = _columns(x_ptrs, k + 96, K, MASKED)
+            if C.UNROLL > 1:
+                chunk = tl.minimum(chunk, C.CHUNKS - 1)  # past the end, x is zero
+            x0 = _columns(x_ptrs, k, C.K, MASKED)
+            x1 = _columns(x_ptrs, k + 32, C.K, MASKED)
+            x2 = _columns(x_ptrs, k + 64, C.K, MASKED)
+            x3 = _columns(x_ptrs, k + 96, C.K, MASKED)
             w = tl.load(w_ptrs + chunk * 32, eviction_policy="evict_first")
-            words = _group_words(scales, all_rows, chunk, GROUPS, GROUP)
-            acc = _multiply(w, words, x0, x1, x2, x3, acc, GROUP, EXACT, DTYPE, ASM)
-            if ACTIVATION is not None:
+            words = _group_words(scales, all_rows, chunk, C.GROUPS, C.GROUP)
+            acc = _multiply(w, words, x0, x1, x2, x3, acc, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
+            if GATED:
                 w = tl.load(w_ptrs + (chunk * 32 + up), eviction_policy="evict_first")
-                words = _group_words(scales + N, all_rows, chunk, GROUPS, GROUP)
-                acc_up = _multiply(w, words, x0, x1, x2, x3, acc_up, GROUP, EXACT, DTYPE, ASM)
+                words = _group_words(scales + N, all_rows, chunk, C.GROUPS, C.GROUP)
+                acc_up = _multiply(w, words, x0, x1, x2, x3, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
-    if ACTIVATION is not None:
-        acc = activate(acc + added, ACTIVATION) * (acc_up + added_up)
+    residual = load_residual(ep, at, stored)  # before the wait for the other parts
+    mine = True
+    if C.SPLIT > 1:
+        inside = (t - t0)[None, :] * C.BLOCK_N + (n - n0)[:, None]
+        sums_ptr += tile * (C.SPLIT * C.BLOCK_N * C.BLOCK_T)
+        acc, mine = add_parts(acc, inside, None, sums_ptr, counters_ptr + tile, part, C.SPLIT)
+    if mine:
+        acc = finish(acc, acc_up, of_rows, None, residual, ep)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
-    else:
-        if residual_ptr is not None:  # loaded before the wait for the other parts
-            added += tl.load(residual_ptr + at, mask=stored, other=0.0).to(tl.float32)
-        mine = True
-        if SPLIT > 1:
-            inside = (t - t0)[None, :] * BLOCK_N + (n - n0)[:, None]
-            sums_ptr += tile * (SPLIT * BLOCK_N * BLOCK_T)
-            acc, mine = _add_parts(acc, inside, sums_ptr, counters_ptr + tile, part, SPLIT)
-        if mine:
-            acc += added
-            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @prepared
@@ -421,11 +389,10 @@ def lookup_int4_config(device: torch.device, block_t: int, N: int, K: int, items
 
 def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
     """Write the output of a product with 4-bit weights. `dispatch` checks it before."""
-    x, weight, out, bias, residual, activation, scale, _, workspace, _, pdl = product
-    T, N, K = product.shape
-    if scale is None:
+    x, ep, workspace, (T, N, K) = product.x, product.epilogue, product.workspace, product.shape
+    if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    c = config or lookup_int4_config(x.device, token_block(T), N, K, x.element_size(), activation is not None)
+    c = config or lookup_int4_config(x.device, token_block(T), N, K, x.element_size(), product.gated)
     tiles, chunks = cdiv(N, c.block_n) * cdiv(T, c.block_t), cdiv(K, CHUNK)
     split, sums, counters = 1, None, None
     if workspace is not None and c.split > 1:
@@ -433,11 +400,13 @@ def gemm_int4(product: Product, config: Int4Config | None = None) -> None:
         split = cdiv(steps, cdiv(steps, c.split))  # no part is empty
         sums, counters = workspace.sums(tiles * split * c.block_n * c.block_t), workspace.counters(tiles)
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[x.dtype]
-    asm = x.element_size() == 2 and not interpreting()
+    constants = _Constants(
+        K, int4_group(K, ep.scale.shape[0]) // 32, dtype, split, c.block_n, c.block_t, c.num_stages, c.exact, c.unroll, c.ahead,
+        ASM=x.element_size() == 2 and not interpreting(),
+    )  # fmt: skip
     _gemm_int4_kernel[(tiles * split,)](
-        x, weight, scale, bias, residual, out, sums, counters, T, N, K=K, GROUP=int4_group(K, scale.shape[0]) // 32, DTYPE=dtype,
-        ACTIVATION=activation, SPLIT=split, BLOCK_N=c.block_n, BLOCK_T=c.block_t, STAGES=c.num_stages, EXACT=c.exact,
-        UNROLL=c.unroll, AHEAD=c.ahead, ASM=asm, maxnreg=c.registers, **launch_options(c.num_warps, c.num_stages, pdl),
+        x, product.weight, ep, product.out, sums, counters, T, N, C=constants, maxnreg=c.registers,
+        **launch_options(c.num_warps, c.num_stages, product.pdl),
     )  # fmt: skip
 
 
@@ -453,8 +422,8 @@ def unpack(words: Tensor, scale: Tensor, K: int, dtype: torch.dtype, pdl: bool =
 
 def gemm_unpacked(product: Product, launch: Callable[[Product], None]) -> None:
     """Unpack the weight, and let `launch` write the output of the 16-bit product."""
-    x, scale = product.x, product.scale
-    if scale is None:
+    x, ep = product.x, product.epilogue
+    if ep.scale is None:
         raise InputError("missing", where="scale", expected="scale words")
-    wide = unpack(product.weight, scale, x.shape[1], x.dtype, product.pdl)
-    launch(product._replace(weight=wide, scale=None))
+    wide = unpack(product.weight, ep.scale, x.shape[1], x.dtype, product.pdl)
+    launch(product._replace(weight=wide, epilogue=ep._replace(scale=None)))

@@ -482,7 +482,8 @@ def lookup_int4_sm90_config(device: torch.device, tokens: int, N: int, K: int, g
 
 def gemm_int4_sm90(product: Product, config: Int4Sm90Config | None = None) -> None:
     """Write the output of a product that `accepts` does not refuse. Without a workspace, K is not split."""
-    x, weight, out, bias, residual, activation, scale, _, workspace, _, pdl = product
+    x, weight, out, ep, workspace, pdl = product.x, product.weight, product.out, product.epilogue, product.workspace, product.pdl
+    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
     T, N, K = product.shape
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")

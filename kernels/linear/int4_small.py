@@ -15,7 +15,6 @@ takes 7 shifts and masks in bf16 and 5 in fp16; the fp32 kernel `gemv_int4` need
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -314,11 +313,11 @@ def lookup_int4_small_config(device: torch.device, N: int, K: int, gated: bool) 
     return tuned or choose_int4_small_config(N, K, gated, sm_count(device))
 
 
-def gemm_int4_small(
-    product: Product, norm_weight: Tensor | None = None, eps: float = 0.0, config: Int4SmallConfig | None = None
-) -> None:
-    """Write the output of a product of 1 to 8 tokens. With one token, x is normalized first if `norm_weight` [K] is given."""
-    x, weight, out, bias, residual, activation, scale, *_ = product
+def gemm_int4_small(product: Product, config: Int4SmallConfig | None = None) -> None:
+    """Write the output of a product of 1 to 8 tokens. With one token,"""
+    x, weight, out, norm, ep = product.x, product.weight, product.out, product.norm, product.epilogue
+    scale, bias, activation, residual = ep.scale, ep.bias, ep.activation, ep.residual
+    norm_weight, eps = norm or (None, 0.0)
     T, N, K = product.shape
     if scale is None:
         raise InputError("missing", where="scale", expected="scale words")

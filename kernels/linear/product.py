@@ -1,4 +1,8 @@
-"""`Product`: the operands of a matrix product with its epilogue, which every linear kernel takes."""
+"""`Product`: the operands of a matrix product, the norm before it and the epilogue after it. Every linear kernel takes one.
+
+`Epilogue` goes to the kernels as it is. They read its fields by name and hand it on to the functions of `epilogue`, so a new
+field of an epilogue is a field here and its computation there.
+"""
 
 from typing import NamedTuple
 
@@ -20,33 +24,54 @@ class RowMaxima(NamedTuple):
     logits_needed: Tensor
 
 
-class Product(NamedTuple):
-    """out = x · weightᵀ + bias + residual, or with an activation act(gate) · up of the product's two halves.
+class Norm(NamedTuple):
+    """RMSNorm of x before a product: `weight` [K] of x's dtype, and the epsilon under the root."""
+
+    weight: Tensor
+    eps: float
+
+
+class Epilogue(NamedTuple):
+    """What turns the sums of a product into its output, in the order of the fields. None: nothing.
 
     Attributes:
-        x: [T, K].
-        weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn with a `scale`.
-        out: [T, N]; may be `residual`.
-        bias: one for each row of the weight, or None.
-        residual: [T, N], or None.
-        activation: "silu", "gelu" or "gelu_tanh", or None.
-        scale: fp32, of an fp8 weight: one for each row, or [⌈rows / g⌉, ⌈K / 128⌉] for blocks of g rows and 128 columns.
-        x_scale: fp32, of an fp8 x: one for each token; for a weight in blocks [T, ⌈K / 128⌉].
+        scale: of a weight in FP8, fp32: one for each row, or [⌈rows / g⌉, ⌈K / 128⌉] for blocks of g rows and 128 columns. Of a
+            weight in 4 bits: scale words. Scales of rows multiply the sums, others the products or the weights.
+        x_scale: of an x in FP8, fp32: one for each token; for a weight in blocks [T, ⌈K / 128⌉].
+        bias: one for each row of the weight.
+        activation: "silu", "gelu" or "gelu_tanh": the output is act(gate) · up of the sums' two halves.
+        residual: [T, N], is added.
+        row_maxima, row_maxima_stride, logits_needed: `RowMaxima`, and the distance of its rows.
+    """
+
+    scale: Tensor | None = None
+    x_scale: Tensor | None = None
+    bias: Tensor | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
+    row_maxima: Tensor | None = None
+    row_maxima_stride: int = 0
+    logits_needed: Tensor | None = None
+
+
+class Product(NamedTuple):
+    """out = epilogue(norm(x) · weightᵀ).
+
+    Attributes:
+        x: [T, K]. In FP8 if the weight is and T > 1.
+        weight: [N, K], with an activation [2N, K], gate rows first. Of x's dtype, or float8_e4m3fn, or 4-bit words (see `int4`).
+        out: [T, N]; may be the residual.
+        norm: applied to x; only kernels of one token take it. None: no norm.
         workspace: without one, K is not split.
-        row_maxima: receives the largest value of each row in each tile, from the kernels that store them.
         pdl: whether to overlap with the kernel before it in the stream (see `minirt.kernels.pdl`).
     """
 
     x: Tensor
     weight: Tensor
     out: Tensor
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    activation: str | None = None
-    scale: Tensor | None = None
-    x_scale: Tensor | None = None
+    norm: Norm | None = None
+    epilogue: Epilogue = Epilogue()
     workspace: Workspace | None = None
-    row_maxima: RowMaxima | None = None
     pdl: bool = False
 
     @property
@@ -55,9 +80,13 @@ class Product(NamedTuple):
         return self.x.shape[0], self.out.shape[1], self.x.shape[1]
 
     @property
+    def gated(self) -> bool:
+        return self.epilogue.activation is not None
+
+    @property
     def scale_rows(self) -> int | None:
         """g, the rows of the blocks of an fp8 weight: a power of two up to 128; None: the weight has no blocks."""
-        scale = self.scale
+        scale = self.epilogue.scale
         if scale is None or scale.ndim == 1 or scale.dtype != torch.float32:  # the scales of 4-bit weights are words
             return None
         return block_rows(self.weight.shape[0], scale.shape[0])

@@ -15,7 +15,7 @@ from minirt.kernels.compile.tuning import Case, LinearShape, Tunable, bucket, re
 from minirt.kernels.launch import Workspace, capability, cdiv, fit_stages, shared_limit
 from minirt.kernels.linear import gemm_sm90, gemm_small, gemv, gemv_int4, gemv_int4_sm90, int4, int4_sm90, int4_small
 from minirt.kernels.linear.dispatch import REGIMES
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.quantize import quantize
 from minirt.kernels.reference import FP8_BLOCK
 
@@ -198,7 +198,8 @@ def _prepare(
     out, workspace = torch.empty(T, shape.N, device=device, dtype=out_dtype), Workspace(device)
     turn, pdl = itertools.count(), capability(device) >= 90
 
-    base = Product(h, weights[0][0], out, None, residual, activation, None, x_scale, workspace, pdl=pdl)
+    epilogue = Epilogue(x_scale=x_scale, activation=activation, residual=residual)
+    base = Product(h, weights[0][0], out, workspace=workspace, pdl=pdl)
     kernels: dict[type, Callable[..., None]] = {
         gemv.GemvConfig: gemv.gemv, gemm_small.GemmSmallConfig: gemm_small.gemm_small, gemm_sm90.GemmSm90Config:
         gemm_sm90.gemm_sm90, gemv_int4.GemvInt4Config: gemv_int4.gemv_int4, int4.Int4Config: int4.gemm_int4,
@@ -208,7 +209,7 @@ def _prepare(
     kernel = kernels[config_type]
 
     def run(weight: Tensor, scale: Tensor | None, config: Any) -> None:
-        kernel(base._replace(weight=weight, scale=scale), config=config)
+        kernel(base._replace(weight=weight, epilogue=epilogue._replace(scale=scale)), config=config)
 
     expected = reference.linear(x, weights[0][0], None, weights[0][1])
     expected = expected if activation is None else reference.gated(expected, activation)

@@ -19,7 +19,7 @@ from torch import Tensor
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.fp8 import expert_scale_rows
 from minirt.kernels.launch import launch_options, sm_count
-from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.epilogue import activate
 from minirt.kernels.linear.gemv import chunk_products, chunk_scales, chunk_size, load_tile
 from minirt.kernels.prepared import prepared
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from minirt.errors import InputError
 from minirt.kernels.fp8 import block_scales, expert_scale_rows
 from minirt.kernels.launch import cdiv, fit_stages, launch_options, next_power_of_2, shared_limit
-from minirt.kernels.linear.activation import activate
+from minirt.kernels.linear.epilogue import activate
 from minirt.kernels.moe.route import FEW, Routing
 from minirt.kernels.pdl import wait_for_input
 from minirt.kernels.prepared import prepared

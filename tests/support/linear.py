@@ -2,25 +2,35 @@
 
 import torch
 
-from minirt.kernels.checks import check_operands
 from minirt.kernels.linear import dispatch, gemm_sm90
 from minirt.kernels.linear import gemm as tiled
 from minirt.kernels.linear.gemm_small import gemm_small as launch_small
 from minirt.kernels.linear.gemv import gemv as launch_gemv
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Epilogue, Norm, Product
+
+
+def product(
+    x, weight, out, bias=None, residual=None, activation=None, scale=None, x_scale=None, *, norm=None, row_maxima=None, **rest
+):  # fmt: skip
+    """A `Product` from the fields of its epilogue. `norm`: (weight or None, eps)."""
+    epilogue = Epilogue(scale, x_scale, bias, activation, residual)
+    if row_maxima is not None:
+        values, needed = row_maxima
+        epilogue = epilogue._replace(row_maxima=values, row_maxima_stride=values.stride(0), logits_needed=needed)
+    norm = Norm(*norm) if norm is not None and norm[0] is not None else None
+    return Product(x, weight, out, norm, epilogue, **rest)
 
 
 def gemm(x, weight, bias=None, residual=None, out=None, *, activation=None, scale=None, x_scale=None, config=None, **options):
-    """`dispatch.gemm` or, with a `config`, the kernel of this configuration."""
-    operands = (x, weight, bias, residual, out)
-    if config is None:
-        return dispatch.gemm(*operands, activation=activation, scale=scale, x_scale=x_scale, **options)
-    check_operands(*operands, activation, scale, x_scale)
+    """The GEMM for many tokens: what `gemm_sm90` accepts on Hopper, else `gemm`; or the kernel of this configuration."""
     if out is None:
         columns = weight.shape[0] // (1 if activation is None else 2)
         out = torch.empty(x.shape[0], columns, dtype=torch.bfloat16 if scale is not None else x.dtype, device=x.device)
-    kernel = gemm_sm90.gemm_sm90 if isinstance(config, gemm_sm90.GemmSm90Config) else tiled.gemm
-    kernel(Product(x, weight, out, bias, residual, activation, scale, x_scale, **options), config)
+    made = product(x, weight, out, bias, residual, activation, scale, x_scale, **options)
+    hopper = isinstance(config, gemm_sm90.GemmSm90Config)
+    if config is None:
+        hopper = dispatch.capability(x.device) == 90 and gemm_sm90.accepts(made)
+    (gemm_sm90.gemm_sm90 if hopper else tiled.gemm)(made, config)
     return out
 
 
@@ -29,10 +39,10 @@ def gemm_gated(x, weight, activation, bias=None, out=None, **options):
 
 
 def gemm_small(x, weight, bias, residual, out, activation=None, *, config=None, **options):
-    launch_small(Product(x, weight, out, bias, residual, activation, **options), config)
+    launch_small(product(x, weight, out, bias, residual, activation, **options), config)
     return out
 
 
 def gemv(x, norm_weight, eps, weight, bias, residual, out, activation=None, *, config=None, **options):
-    launch_gemv(Product(x, weight, out, bias, residual, activation, **options), norm_weight, eps, config)
+    launch_gemv(product(x, weight, out, bias, residual, activation, norm=(norm_weight, eps), **options), config)
     return out

@@ -23,12 +23,22 @@ from minirt.kernels.attention import dispatch as attention
 from minirt.kernels.attention import rope_write as kv_write
 from minirt.kernels.linear import dispatch as linear
 from minirt.kernels.linear import gemm, gemm_sm90, gemm_small, int4
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Epilogue, Product
 from minirt.kernels.moe import dispatch as moe
 from minirt.kernels.moe import experts_sm90, route
 
 HIDDEN, INTER, PAGE = 3584, 18944, 64  # Qwen2.5-7B
 FRAMES = re.compile(rb"\x04\x11\x08\x00.\0\0\0(..\0\0)", re.DOTALL)  # stack bytes of a thread: the cubin's EIATTR_FRAME_SIZE
+
+
+def many_tokens(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, pdl: bool = False, **epilogue) -> None:
+    """A product by the kernel for many tokens: `gemm_sm90` where it accepts it, else `gemm`."""
+    if out is None:
+        rows = len(weight) // (2 if "activation" in epilogue else 1)
+        out = torch.empty(len(x), rows, dtype=torch.bfloat16 if "scale" in epilogue else x.dtype, device=x.device)
+    product = Product(x, weight, out, epilogue=Epilogue(**epilogue), pdl=pdl)
+    hopper = launch.capability(x.device) == 90 and gemm_sm90.accepts(product)
+    (gemm_sm90.gemm_sm90 if hopper else gemm.gemm)(product)
 
 
 def adds_unrounded(ptx: str) -> bool:
@@ -136,17 +146,17 @@ def every_kernel(cc: int, dtype: torch.dtype) -> None:
         three_groups(empty)
     for T, inter in ((200, 3000), (500, INTER), (8192, INTER)):  # covers every tile of the tables
         x = empty(T, HIDDEN)
-        linear.gemm(x, qkv, bias, empty(T, 4608))
-        linear.gemm(x, qkv[:4601])  # rows of outputs that TMA cannot move
-        linear.gemm(x, qkv, out=empty(T, 4608, like=torch.float32), pdl=pdl)
-        linear.gemm(x, gate_up[: 2 * inter], activation="silu", pdl=pdl)
+        many_tokens(x, qkv, empty(T, 4608), bias=bias)
+        many_tokens(x, qkv[:4601])  # rows of outputs that TMA cannot move
+        many_tokens(x, qkv, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+        many_tokens(x, gate_up[: 2 * inter], activation="silu", pdl=pdl)
         linear.linear_residual(empty(T, INTER), down, x, workspace=workspace, pdl=pdl)
         if cc >= 89:
             x, x_scale = torch.empty_like(x, dtype=eight), empty(T, like=torch.float32)
-            linear.gemm(x, qkv8, residual=empty(T, 4608), scale=scales[0], x_scale=x_scale, out=empty(T, 4608))
-            linear.gemm(x, qkv8[:4601], scale=scales[0][:4601], x_scale=x_scale)
-            linear.gemm(x, qkv8, scale=scales[0], x_scale=x_scale, out=empty(T, 4608, like=torch.float32), pdl=pdl)
-            linear.gemm(x, gate_up8[: 2 * inter], activation="silu", scale=scales[1][: 2 * inter], x_scale=x_scale, pdl=pdl)
+            many_tokens(x, qkv8, residual=empty(T, 4608), scale=scales[0], x_scale=x_scale, out=empty(T, 4608))
+            many_tokens(x, qkv8[:4601], scale=scales[0][:4601], x_scale=x_scale)
+            many_tokens(x, qkv8, scale=scales[0], x_scale=x_scale, out=empty(T, 4608, like=torch.float32), pdl=pdl)
+            many_tokens(x, gate_up8[: 2 * inter], activation="silu", scale=scales[1][: 2 * inter], x_scale=x_scale, pdl=pdl)
             linear.linear_residual(empty(T, INTER), down8, empty(T, HIDDEN), scale=scales[2], workspace=workspace, pdl=pdl)
     for Nq, Nkv, D in ((28, 4, 128), (32, 8, 64))[: 2 if cc == 90 else 1]:
         tables, lens, cos_sin = ints(2, 40), ints(2), empty(4096, D, like=torch.float32)
@@ -193,8 +203,9 @@ def in_blocks(empty: Callable[..., torch.Tensor], workspace: launch.Workspace, p
         for groups, widths in ((2, (64, 32)), (2, (64, 0)), (3, (128, 0)), (3, (64, 32))):
             config = gemm_sm90.derive_config(*widths, HIDDEN, 1, False, 132, groups=groups, blocks=True)
             x, x_scale = empty(300, HIDDEN, like=eight), empty(300, HIDDEN // 128, like=torch.float32)
-            product = Product(x, **weight(4608, HIDDEN), out=empty(300, 4608), x_scale=x_scale, pdl=True)
-            gemm_sm90.gemm_sm90(product, config)
+            own = weight(4608, HIDDEN)
+            epilogue = Epilogue(own["scale"], x_scale)
+            gemm_sm90.gemm_sm90(Product(x, own["weight"], empty(300, 4608), epilogue=epilogue, pdl=True), config)
 
 
 def four_bits(
@@ -271,13 +282,13 @@ def three_groups(empty: Callable[..., torch.Tensor]) -> None:
     x, up, down, qkv = empty(300, HIDDEN), empty(2 * INTER, HIDDEN), empty(HIDDEN, INTER), empty(4608, HIDDEN)
     for widths in ((128, 128), (128, 64), (128, 16)):
         config = gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3)
-        gemm_sm90.gemm_sm90(Product(x, up, empty(300, INTER), activation="silu", pdl=True), config)
+        gemm_sm90.gemm_sm90(Product(x, up, empty(300, INTER), epilogue=Epilogue(activation="silu"), pdl=True), config)
     for widths in ((128, 64), (128, 16), (64, 0)):
         config = gemm_sm90.derive_config(*widths, INTER, 2, True, 132, groups=3)
-        gemm_sm90.gemm_sm90(Product(empty(300, INTER), down, empty(300, HIDDEN), residual=x, pdl=True), config)
+        gemm_sm90.gemm_sm90(Product(empty(300, INTER), down, empty(300, HIDDEN), epilogue=Epilogue(residual=x), pdl=True), config)
     for widths in ((128, 64), (64, 0)):
         config = gemm_sm90.derive_config(*widths, HIDDEN, 2, False, 132, groups=3)
-        gemm_sm90.gemm_sm90(Product(x, qkv, empty(300, 4608), empty(4608), pdl=True), config)
+        gemm_sm90.gemm_sm90(Product(x, qkv, empty(300, 4608), epilogue=Epilogue(bias=empty(4608)), pdl=True), config)
 
 
 def main(cc: int, dtype: str) -> None:

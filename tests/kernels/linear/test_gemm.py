@@ -4,14 +4,14 @@ fp8 on the wrong side, and its sums left too long in the tensor cores' few bits.
 
 import pytest
 import torch
-from support.linear import gemm, gemm_gated
+from support.linear import gemm, gemm_gated, product
 
 from minirt.errors import InputError
 from minirt.kernels import reference
 from minirt.kernels.checks import ACTIVATIONS
 from minirt.kernels.launch import Workspace
+from minirt.kernels.linear import dispatch, gemm_sm90
 from minirt.kernels.linear import gemm as kernel
-from minirt.kernels.linear import gemm_sm90
 from minirt.kernels.linear.product import RowMaxima
 
 LARGE = [(4608, 3584), (3584, 18944)]
@@ -115,17 +115,26 @@ def test_configurations_fit_the_device(T):
 
 def test_no_tokens_and_wrong_arguments(make):
     x, weight = make(3, 32, dtype=torch.float32), make(6, 32, dtype=torch.float32)
-    assert gemm(x[:0], weight).shape == (0, 6)
+
+    def linear(x, weight, **rest):
+        return dispatch.norm_linear(x, None, 0.0, weight, **rest)
+
+    def gated(weight, activation):
+        return dispatch.norm_gate_up(x, None, 0.0, weight, activation)
+
+    assert linear(x[:0], weight).shape == (0, 6)
     with pytest.raises(InputError, match="weight: wrong shape"):
-        gemm(x, weight.t().contiguous())
+        linear(x, weight.t().contiguous())
     with pytest.raises(InputError, match="out: unsupported dtype"):
-        gemm(x, weight, out=make(3, 6, dtype=torch.float64))
+        linear(x, weight, out=make(3, 6, dtype=torch.float64))
     with pytest.raises(InputError, match="residual: wrong shape"):
-        gemm(x, weight, residual=x)
+        dispatch.linear_residual(x, weight, x)
     with pytest.raises(InputError, match=r"activation: unknown.*tanh"):
-        gemm_gated(x, weight, "tanh")
+        gated(weight, "tanh")
     with pytest.raises(InputError, match="weight: odd number of rows"):
-        gemm_gated(x, weight[:5], "silu")
+        gated(weight[:5], "silu")
+    with pytest.raises(InputError, match=r"epilogue\.x_scale: x is quantized later"):
+        dispatch.linear(product(x, weight, make(3, 6, dtype=torch.float32), x_scale=make(3, dtype=torch.float32)))
 
 
 def eight(tensor):
@@ -169,20 +178,6 @@ def check_eight(T, N, K, dtype, make, nan, agrees, config=None, activation="silu
 @pytest.mark.parametrize(("T", "N", "K"), [(129, 96, 576), (3, 48, 1040), (130, 71, 97), (1, 16, 16)])
 def test_fp8(T, N, K, out_dtype, make, nan, agrees):
     check_eight(T, N, K, out_dtype, make, nan, agrees)
-
-
-def test_fp8_gives_bf16_unless_told(make):
-    x, x_scale, weight, scale, _, truth = eight_bits(5, 32, 64, make, torch.float32)
-    assert gemm(x, weight, scale=scale, x_scale=x_scale).dtype == torch.bfloat16
-    assert gemm_gated(x, weight, "silu", scale=scale, x_scale=x_scale).dtype == torch.bfloat16
-    with pytest.raises(InputError, match="x_scale: missing"):
-        gemm(x, weight, scale=scale)
-    with pytest.raises(InputError, match="x_scale: wrong shape"):
-        gemm(x, weight, scale=scale, x_scale=x_scale[:4].contiguous())
-    with pytest.raises(InputError, match="weight: wrong dtype"):
-        gemm(x, weight.half(), scale=scale, x_scale=x_scale)
-    with pytest.raises(InputError, match="scale: only for float8"):
-        gemm(truth.half(), truth.half(), scale=scale)
 
 
 def each_row(out, truth):

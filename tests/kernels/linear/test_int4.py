@@ -4,6 +4,7 @@ after it was overwritten, weights rounded where sums are scaled."""
 
 import pytest
 import torch
+from support.linear import product
 
 from minirt.errors import InputError
 from minirt.kernels import reference
@@ -11,7 +12,7 @@ from minirt.kernels.launch import Workspace
 from minirt.kernels.linear import dispatch, int4
 from minirt.kernels.linear.gemv_int4 import GemvInt4Config, choose_gemv_int4_config, gemv_int4
 from minirt.kernels.linear.int4 import Int4Config, choose_int4_config
-from minirt.kernels.linear.product import Product
+from minirt.kernels.linear.product import Norm
 
 EPS = 1e-6
 # (T, N, K, group, activation, configuration): ragged N and K, groups that K does not fill, more parts of K than there are steps.
@@ -55,16 +56,16 @@ def check(T, N, K, group, activation, config, dtype, make, nan, agrees, device):
     x, bias = make(T, K, dtype=dtype), make(rows, dtype=dtype)
     residual = make(T, N, dtype=dtype) if activation is None else None
     workspace, out = Workspace(device), nan(T, N, dtype=dtype)
-    product = Product(x, words, out, bias, residual, activation, scale, workspace=workspace)
+    made = product(x, words, out, bias, residual, activation, scale, workspace=workspace)
     right = expected(x, words, scale, exact, bias, residual, activation)
-    int4.gemm_int4(product, config)
+    int4.gemm_int4(made, config)
     agrees(out, *right)
     assert not workspace.counters(1).any()
     again = nan(T, N, dtype=dtype)
-    int4.gemm_int4(product._replace(out=again), config)
+    int4.gemm_int4(made._replace(out=again), config)
     assert torch.equal(again, out)
     if residual is not None:  # in place
-        int4.gemm_int4(product._replace(out=residual), config)
+        int4.gemm_int4(made._replace(out=residual), config)
         assert torch.equal(residual, out)
 
 
@@ -107,10 +108,10 @@ def test_one_token(case, dtype, make, nan, agrees, device):
     words, scale, exact = four_bits(rows, K, group, device)
     x, norm, bias = make(1, K, dtype=dtype, scale=3.0), make(K, dtype=dtype), make(rows, dtype=dtype)
     residual, out = make(1, N, dtype=dtype) if activation is None else None, nan(1, N, dtype=dtype)
-    product = Product(x, words, out, bias, residual, activation, scale)
-    gemv_int4(product, None, 0.0, config)
+    made = product(x, words, out, bias, residual, activation, scale)
+    gemv_int4(made, config)
     agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
-    gemv_int4(product, norm, EPS, config)
+    gemv_int4(made._replace(norm=Norm(norm, EPS)), config)
     wide = x.double()
     h = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * norm.double()
     approximate, _ = expected(reference.rms_norm(x, norm, EPS), words, scale, exact, bias, residual, activation)
@@ -119,8 +120,8 @@ def test_one_token(case, dtype, make, nan, agrees, device):
     agrees(out, approximate, truth)
     if activation is None:
         alone = nan(1, 1, dtype=dtype)
-        last = Product(x, words[-1:].contiguous(), alone, bias[-1:], residual[:, -1:], None, scale[:, -1:].contiguous())
-        gemv_int4(last, norm, EPS, config)
+        last = product(x, words[-1:].contiguous(), alone, bias[-1:], residual[:, -1:], None, scale[:, -1:].contiguous())
+        gemv_int4(last._replace(norm=Norm(norm, EPS)), config)
         assert torch.equal(alone, out[:, -1:])
 
 
@@ -130,7 +131,7 @@ def test_one_token_of_small_and_large_values(magnitude, make, nan, agrees, devic
     words, scale, exact = four_bits(12, 260, 128, device)
     x, out = make(1, 260, dtype=torch.float32) * magnitude, nan(1, 12, dtype=torch.float32)
     bias = torch.zeros(12, device=device)
-    gemv_int4(Product(x, words, out, None, None, None, scale))
+    gemv_int4(product(x, words, out, None, None, None, scale))
     agrees(out, *expected(x, words, scale, exact, bias, None, None))
 
 
@@ -273,12 +274,12 @@ def test_large(case, half_dtype, make, nan, agrees, device):
     words, scale, exact = four_bits(rows, K, group, device)
     x, bias, out = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype), nan(T, N, dtype=half_dtype)
     pdl = int4.capability(device) >= 90
-    product = Product(x, words, out, bias, None, activation, scale, workspace=Workspace(device), pdl=pdl)
-    dispatch.launch(product)
+    made = product(x, words, out, bias, None, activation, scale, workspace=Workspace(device), pdl=pdl)
+    dispatch.launch(made)
     agrees(out, *expected(x, words, scale, exact, bias, None, activation))
     first = out.clone()
     for _ in range(5):
-        dispatch.launch(product)
+        dispatch.launch(made)
         assert torch.equal(out, first)
 
 
@@ -294,6 +295,6 @@ def test_every_code_on_a_gpu(itemsize, zero, half_dtype, make, nan, device):
     x = (2.0 ** torch.arange(128, device=device).remainder(7)).to(half_dtype)[None]
     for config in (Int4Config(64, 16), Int4Config(32, 16, 2), Int4Config(64, 16, exact=False)):
         out = nan(1, 128, dtype=torch.float32)
-        int4.gemm_int4(Product(x, words, out, scale=scales), config)
+        int4.gemm_int4(product(x, words, out, scale=scales), config)
         right = (torch.arange(16, device=device).repeat(8) - zero) * scale[:, 0] * x[0].float()
         assert torch.equal(out[0], right)

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from support.linear import product
 
 from minirt.kernels import reference
 from minirt.kernels.launch import Workspace
@@ -24,7 +25,6 @@ from minirt.kernels.linear.int4_sm90 import (
     token_regime,
 )
 from minirt.kernels.linear.int4_small import Int4SmallConfig, gemm_int4_small
-from minirt.kernels.linear.product import Product
 
 from .test_int4 import EPS, expected, four_bits
 
@@ -55,7 +55,7 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
     x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
     norm = make(K, dtype=half_dtype) if normed else None
     residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
-    product = Product(x, words, out, bias, residual, activation, scale)
+    made = product(x, words, out, bias, residual, activation, scale, norm=(norm, EPS))
     h, wide = x, x.double()
     if norm is not None:
         h = reference.rms_norm(x, norm, EPS)
@@ -63,10 +63,10 @@ def test_small(case, half_dtype, make, nan, agrees, device, on_hopper):
     eager, _ = expected(h, words, scale, exact, bias, residual, activation)
     truth = wide @ exact.T + bias.double()
     truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
-    gemm_int4_small(product, norm, EPS, config)
+    gemm_int4_small(made, config)
     agrees(out, eager, truth)
     if residual is not None:  # in place
-        gemm_int4_small(product._replace(out=residual), norm, EPS, config)
+        gemm_int4_small(made._replace(out=residual), config)
         assert torch.equal(residual, out)
 
 
@@ -97,7 +97,7 @@ def test_one_token(case, half_dtype, make, nan, agrees, device, on_hopper):
     x, bias = make(1, K, dtype=half_dtype, scale=3.0), make(rows, dtype=half_dtype)
     norm = make(K, dtype=half_dtype) if normed else None
     residual, out = make(1, N, dtype=half_dtype) if activation is None else None, nan(1, N, dtype=half_dtype)
-    product = Product(x, words, out, bias, residual, activation, scale)
+    made = product(x, words, out, bias, residual, activation, scale, norm=(norm, EPS))
     h, wide = x, x.double()
     if norm is not None:
         h = reference.rms_norm(x, norm, EPS)
@@ -105,10 +105,10 @@ def test_one_token(case, half_dtype, make, nan, agrees, device, on_hopper):
     eager, _ = expected(h, words, scale, exact, bias, residual, activation)
     truth = wide @ exact.T + bias.double()
     truth = reference.gated(truth, activation) if residual is None else truth + residual.double()
-    gemv_int4_sm90(product, norm, EPS, config)
+    gemv_int4_sm90(made, config)
     agrees(out, eager, truth)
     if residual is not None:  # in place
-        gemv_int4_sm90(product._replace(out=residual), norm, EPS, config)
+        gemv_int4_sm90(made._replace(out=residual), config)
         assert torch.equal(residual, out)
 
 
@@ -148,12 +148,12 @@ def test_large(case, half_dtype, make, nan, agrees, device, on_hopper):
     x, bias = make(T, K, dtype=half_dtype), make(rows, dtype=half_dtype)
     residual, out = make(T, N, dtype=half_dtype) if activation is None else None, nan(T, N, dtype=half_dtype)
     workspace = Workspace(device)
-    product = Product(x, words, out, bias, residual, activation, scale, workspace=workspace)
-    gemm_int4_sm90(product, config)
+    made = product(x, words, out, bias, residual, activation, scale, workspace=workspace)
+    gemm_int4_sm90(made, config)
     agrees(out, *expected(x, words, scale, exact, bias, residual, activation))
     assert not workspace.counters(1).any()
     if residual is not None:  # in place
-        gemm_int4_sm90(product._replace(out=residual), config)
+        gemm_int4_sm90(made._replace(out=residual), config)
         assert torch.equal(residual, out)
 
 
