@@ -10,8 +10,9 @@ integer that is negative or has more than 31 bits, an argument of another type, 
 constants, so only Triton's own path checks them. Tensors are passed as addresses, so only that path notices a CPU tensor.
 
 An argument may be a record, that is a NamedTuple of tensors, numbers, texts and None: kernels read its fields by name. Its texts
-and Nones are compile-time constants. A record of compile-time constants is one constexpr argument. Records do not nest, and TMA
-descriptors are arguments of their own, because Triton 3.6 passes neither.
+and Nones are compile-time constants, and so are all fields of a class with `compile_time`. Records do not nest, and TMA
+descriptors are arguments of their own, because Triton 3.6 passes neither. Kernels do not annotate a record of constants as a
+constexpr: Triton 3.6 would read Python's numbers from it, which it does not take for constants everywhere.
 
 No version of Triton is asked for. Instead, what Triton passes to its C function is recorded and compared with what is expected.
 If it differs, a warning says so, once, and from then on Triton launches what is not prepared yet.
@@ -23,7 +24,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -126,17 +127,29 @@ class PreparedKernel(JITFunction):
             warnings.warn(f"kernels are launched by Triton, which takes longer: {why}", RuntimeWarning, stacklevel=4)
 
 
+_CONSTANTS: set[type] = set()
+RecordType = TypeVar("RecordType", bound=type)
+
+
+def compile_time(record: RecordType) -> RecordType:
+    """Decorator of a NamedTuple whose fields are compile-time constants of kernels."""
+    _CONSTANTS.add(record)
+    return record
+
+
 def _is_record(kind: type) -> bool:
     return issubclass(kind, tuple) and kind is not Tiled
 
 
 def _for_triton(argument: Any) -> Any:
-    """What Triton takes for an argument: a descriptor, or a record whose texts are constants."""
-    if type(argument) is Tiled:
+    """What Triton takes for an argument: a descriptor, or a record in which constants are marked."""
+    kind = type(argument)
+    if kind is Tiled:
         return argument.tile.descriptor(argument.tensor)
-    if _is_record(type(argument)) and str in map(type, argument):
-        return argument._make(triton.language.constexpr(a) if type(a) is str else a for a in argument)
-    return argument
+    if not _is_record(kind):
+        return argument
+    every = kind in _CONSTANTS
+    return kind._make(triton.language.constexpr(a) if every or type(a) is str else a for a in argument)
 
 
 def prepared(kernel: Any) -> Any:
@@ -164,7 +177,7 @@ def _entry(kernel: PreparedKernel) -> Callable[..., None]:
 
     def of_types(types: tuple[type, ...]) -> Callable[..., None]:
         kinds = dict(zip(runtime, types, strict=True))
-        records = [name for name, kind in kinds.items() if _is_record(kind)]
+        records = [name for name, kind in kinds.items() if _is_record(kind) and kind not in _CONSTANTS]
         by_types[types] = _by_fields(kernel, kinds, records) if records else _launch_function(kernel, kinds)
         return by_types[types]
 
@@ -210,7 +223,7 @@ class _Arguments:
             at: place of the parameter.
             specialized: whether Triton specializes an integer.
         """
-        if kind is None or kind is str:
+        if kind is None or kind is str or kind in _CONSTANTS:
             self.key.append(name)  # like Triton, it takes 1 and True for equal
         elif kind in (Tensor, torch.nn.Parameter):
             self.lines.append(f"{name}_ptr_ = {name}.data_ptr()")

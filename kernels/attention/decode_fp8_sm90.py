@@ -52,7 +52,7 @@ from minirt.kernels.attention.work_items_sm90 import (
     turn,
 )
 from minirt.kernels.fp8 import finite_magnitude, fp8_scale, to_fp8
-from minirt.kernels.gluon_sm90 import CHANNELS, cp_async, tma_descriptor, tma_load
+from minirt.kernels.hopper.tma import CHANNELS, cp_async, tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, sm_count
 from minirt.kernels.prepared import prepared
 

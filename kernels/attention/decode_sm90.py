@@ -34,7 +34,8 @@ from minirt.kernels.attention.work_items_sm90 import (
     norm_halves,
     turn,
 )
-from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, zero_rows_from
+from minirt.kernels.hopper.tiles import zero_rows_from
+from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor
 from minirt.kernels.launch import launch_options, sm_count
 from minirt.kernels.prepared import prepared
 

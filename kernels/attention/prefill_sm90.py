@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from minirt.kernels.attention.operands import Prefill, prefill_lookup_size
 from minirt.kernels.attention.partial import parts_of
-from minirt.kernels.gluon_sm90 import CHANNELS, tma_descriptor, tma_load, zero_rows_from
+from minirt.kernels.hopper.tiles import zero_rows_from
+from minirt.kernels.hopper.tma import CHANNELS, tma_descriptor, tma_load
 from minirt.kernels.launch import sm_count
 from minirt.kernels.prepared import prepared
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from minirt.kernels.gluon_sm90 import CHANNELS, tma_load
+from minirt.kernels.hopper.tma import CHANNELS, tma_load
 
 BLOCK_N = gl.constexpr(64)  # tokens of a block: the M side of a product
 PROGRAMS = 2  # programs that share an SM

@@ -1,7 +1,8 @@
-"""The epilogue of Triton's linear kernels: what turns fp32 sums into outputs, and the sum of the parts of a split K.
+"""The epilogue of the linear kernels: what turns fp32 sums into outputs, and the sum of the parts of a split K.
 
-Gluon kernels for Hopper have the same in `gemm_sm90`. `ep` is a `Product`'s `Epilogue`. Sums may lie either way, [rows of the
-weight, tokens] or [tokens, rows]: what is loaded broadcasts with the index tensors `n` and `t` that it is loaded with.
+Triton and Gluon kernels call the same functions, as these contain nothing that depends on a layout. `ep` is a `Product`'s
+`Epilogue`. Sums may lie either way, [rows of the weight, tokens] or [tokens, rows]: what is loaded broadcasts with the index
+tensors `n` and `t` that it is loaded with. What must not be loaded at a place is masked, or has a place that may be.
 """
 
 import triton
@@ -24,11 +25,11 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load(ptr, at, inside):
-    """Values in fp32; None without a pointer."""
+    """(values in fp32,), or () without a pointer: a Triton function cannot return None."""
     if ptr is None:
-        return None
+        return ()
     else:
-        return tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
+        return (tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32),)
 
 
 @triton.jit
@@ -37,12 +38,10 @@ def load_rows(ep, n, inside, N, SCALED: tl.constexpr = True):
 
     Loaded before the products, nothing waits for it after them. SCALED: whether `ep.scale` is one for each row.
     """
-    scale = _load(ep.scale if SCALED else None, n, inside)
-    bias = _load(ep.bias, n, inside)
-    if ep.activation is not None:
-        return scale, bias, _load(ep.scale if SCALED else None, N + n, inside), _load(ep.bias, N + n, inside)
-    else:
-        return scale, bias, None, None
+    GATED: tl.constexpr = ep.activation is not None
+    scale, bias = _load(ep.scale if SCALED else None, n, inside), _load(ep.bias, n, inside)
+    up_scale = _load(ep.scale if SCALED and GATED else None, N + n, inside)
+    return scale, bias, up_scale, _load(ep.bias if GATED else None, N + n, inside)
 
 
 @triton.jit
@@ -58,59 +57,77 @@ def load_residual(ep, at, inside):
 
 @triton.jit
 def _half(acc, scale, bias, x_scale):
-    if scale is not None:
-        if x_scale is not None:
-            scale *= x_scale
-        acc *= scale
-    if bias is not None:
-        acc += bias
+    if len(scale) > 0:
+        acc *= scale[0] * x_scale[0] if len(x_scale) > 0 else scale[0]
+    if len(bias) > 0:
+        acc += bias[0]
     return acc
 
 
 @triton.jit
 def finish(acc, acc_up, rows, x_scale, residual, ep):
     """The output in fp32, from the sums (of gate and of up) and what the functions above loaded."""
-    scale, bias, up_scale, up_bias = rows
-    acc = _half(acc, scale, bias, x_scale)
+    acc = _half(acc, rows[0], rows[1], x_scale)
     if ep.activation is not None:
-        acc = activate(acc, ep.activation) * _half(acc_up, up_scale, up_bias, x_scale)
-    if residual is not None:
-        acc += residual
+        acc = activate(acc, ep.activation) * _half(acc_up, rows[2], rows[3], x_scale)
+    if len(residual) > 0:
+        acc += residual[0]
     return acc
 
 
 @triton.jit
-def store_row_maxima(acc, n, t, N, T, ep, tile):
-    """Store the largest value of each column of acc [n, t] with its row, as `filters.pack` does. NaN counts as the largest."""
-    x = tl.where(n[:, None] < N, acc, float("-inf"))
-    top = tl.max(x, 0)
-    row = tl.min(tl.where(x == top[None, :], n[:, None], tl.where(x < top[None, :], MAX_INT, -1)), 0)
+def store_packed_maxima(top, row, t, T, ep, tile):
+    """Store row maxima of a tile with the weight rows that they are of, as `filters.pack` does. row -1: NaN, the largest."""
     packed = pack(tl.where(row < 0, MAX_INT, sortable(top)), tl.maximum(row, 0))
     tl.store(ep.row_maxima + tile + t.to(tl.int64) * ep.row_maxima_stride, packed, mask=t < T)
 
 
 @triton.jit
-def add_parts(acc, at, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr):
-    """Store this part's sums. The last program of a tile to arrive returns the sum of all parts, and True.
+def store_row_maxima(acc, n, t, N, T, ep, tile):
+    """Store the largest value of each column of acc [n, t] with its row. NaN counts as the largest."""
+    x = tl.where(n[:, None] < N, acc, float("-inf"))
+    top = tl.max(x, 0)
+    row = tl.min(tl.where(x == top[None, :], n[:, None], tl.where(x < top[None, :], MAX_INT, -1)), 0)
+    store_packed_maxima(top, row, t, T, ep, tile)
+
+
+@triton.jit
+def store_part(acc, at, inside, sums_ptr, part):
+    """Store the sums of one part of a split K where the other parts' programs find them.
 
     Args:
-        at: place of each value in the tile. inside: mask, or None.
-        sums_ptr, counter_ptr: of this tile, in the workspace.
+        at: place of each sum in the tile. inside: which are stored; None: all.
+        sums_ptr: of this tile, in the workspace.
     """
-    TILE: tl.constexpr = acc.shape[0] * acc.shape[1]
-    # Stores and loads bypass L1, because programs on different SMs exchange the sums through L2.
-    tl.store(sums_ptr + part * TILE + at, acc, mask=inside, cache_modifier=".cg")
+    # Past L1, because programs on different SMs exchange the sums through L2.
+    tl.store(sums_ptr + part * (acc.shape[0] * acc.shape[1]) + at, acc, mask=inside, cache_modifier=".cg")
+
+
+@triton.jit
+def load_part(acc, at, inside, sums_ptr, part):
+    """What `store_part` stored for sums of acc's shape."""
+    return tl.load(sums_ptr + part * (acc.shape[0] * acc.shape[1]) + at, mask=inside, cache_modifier=".cg")
+
+
+@triton.jit
+def arrive_last(counter_ptr, SPLIT: tl.constexpr):
+    """Whether this is the last of SPLIT programs to arrive here, after what it stored. Leaves the counter at zero."""
     tl.debug_barrier()  # every thread's stores come before the one thread's release
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
     if last:
-        acc = tl.zeros_like(acc)
-        for i in tl.static_range(SPLIT):
-            part_at = sums_ptr + i * TILE + at
-            if inside is None:
-                acc += tl.load(part_at, cache_modifier=".cg")
-            else:
-                acc += tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
         tl.store(counter_ptr, 0)
+    return last
+
+
+@triton.jit
+def add_parts(acc, at, inside, sums_ptr, counter_ptr, part, SPLIT: tl.constexpr):
+    """Store a part's sums. The last program of a tile to arrive returns the sum of all parts, in their order, and True."""
+    store_part(acc, at, inside, sums_ptr, part)
+    last = arrive_last(counter_ptr, SPLIT)
+    if last:
+        acc = load_part(acc, at, inside, sums_ptr, 0)
+        for i in tl.static_range(1, SPLIT):
+            acc += load_part(acc, at, inside, sums_ptr, i)
     return acc, last
 
 

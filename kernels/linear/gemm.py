@@ -21,7 +21,7 @@ from minirt.kernels.launch import capability, cdiv, fit_stages, next_power_of_2,
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows, load_tokens
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
-from minirt.kernels.prepared import prepared, tiled
+from minirt.kernels.prepared import compile_time, prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
 
 CASES = [
@@ -64,6 +64,7 @@ class GemmConfig:
     num_sms: int = 1
 
 
+@compile_time
 class _Constants(NamedTuple):
     """What a launch compiles in. PROMOTE: steps in K after which sums are added in fp32; 0: never."""
 
@@ -79,7 +80,7 @@ class _Constants(NamedTuple):
 
 
 @triton.jit
-def _load(ptrs, start, k, C: tl.constexpr):
+def _load(ptrs, start, k, C):
     """Load `ptrs` + start. Masks by k (which broadcasts to `ptrs`) only if BLOCK_K does not divide K."""
     if C.K % C.BLOCK_K == 0:
         return tl.load(ptrs + start)
@@ -89,7 +90,7 @@ def _load(ptrs, start, k, C: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    x, weight, ep, first_t, first_n, first_k, last_k, T, N, C: tl.constexpr, BLOCK_N: tl.constexpr
+    x, weight, ep, first_t, first_n, first_k, last_k, T, N, C, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """x · weightᵀ of a tile from `first_k` to `last_k`; with an activation, of gate and of up.
 
@@ -127,7 +128,7 @@ def _accumulate(
 
 @triton.jit
 def _compute_tile(
-    x, weight, ep, residual, out, first_t, first_n, T, N, C: tl.constexpr, BLOCK_N: tl.constexpr
+    x, weight, ep, residual, out, first_t, first_n, T, N, C, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     if C.PROMOTE == 0:
         acc, acc_up = _accumulate(x, weight, ep, first_t, first_n, 0, C.K, T, N, C, BLOCK_N)
@@ -145,9 +146,9 @@ def _compute_tile(
     rows = load_rows(ep, n, n < N, N, C.SCALE_ROWS is None)
     tokens = load_tokens(ep, t, t < T, C.SCALE_ROWS is None)
     if C.TMA_OUT:
-        added = None
+        added = ()
         if residual is not None:
-            added = residual.load([first_t, first_n]).to(tl.float32)
+            added = (residual.load([first_t, first_n]).to(tl.float32),)
         out.store([first_t, first_n], finish(acc, acc_up, rows, tokens, added, ep).to(out.dtype))
     else:
         at = t.to(tl.int64) * N + n
@@ -159,7 +160,7 @@ def _compute_tile(
 @prepared
 @triton.jit(do_not_specialize=["T", "whole"])
 def _gemm_kernel(
-    x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C: tl.constexpr
+    x, weight, residual, out, rest_weight, rest_residual, rest_out, ep, T, N, whole, C
 ):  # fmt: skip
     """Write out [T, N]. x and weight are descriptors with TMA, else pointers; residual and out are descriptors with TMA_OUT.
 

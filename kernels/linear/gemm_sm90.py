@@ -38,42 +38,47 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.gluon_sm90 import cta_barrier, tma_load, tma_store, tma_tile
+from minirt.kernels.hopper.ring import barriers, release, ring_barriers, wait_empty, wait_full
+from minirt.kernels.hopper.tiles import halves, places
+from minirt.kernels.hopper.tma import tma_load, tma_store, tma_tile
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
+from minirt.kernels.linear.epilogue import (
+    arrive_last,
+    finish,
+    load_part,
+    load_rows,
+    load_tokens,
+    store_packed_maxima,
+    store_part,
+)
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
-from minirt.kernels.prepared import Tile, Tiled, prepared
-from minirt.kernels.sampling.filters import MAX_INT, pack, sortable
+from minirt.kernels.prepared import Tile, Tiled, compile_time, prepared
 
 
-@gluon.jit
-def activate(x, ACTIVATION: gl.constexpr):
-    """SiLU, or GELU in its erf or tanh form, of an fp32 tensor."""
-    if ACTIVATION == "silu":
-        return x / (1.0 + gl.exp(-x))
-    elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
-    else:
-        return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+@compile_time
+class _Constants(NamedTuple):
+    """What a launch compiles in.
 
+    Args:
+        COLUMNS: output columns of a tile; FIRST: of its first pair of strips.
+        MORE: weight rows of the second pair; 0: there is none.
+        SHIFT: see `_first`.
+        PROMOTE: steps in K after which the sums are set aside, divided by SCALE; 0: never.
+    """
 
-@gluon.jit
-def _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, inside):
-    if scale_ptr is not None:
-        acc *= gl.load(x_scale_ptr + t, mask=t < T, other=0.0)[:, None]
-        acc *= gl.load(scale_ptr + n, mask=inside, other=0.0)[None, :]
-    if bias_ptr is not None:
-        acc += gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)[None, :]
-    return acc
-
-
-@gluon.jit
-def halves(x):
-    """The left and the right half of the columns. No data moves between threads."""
-    HALF: gl.constexpr = x.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, x.type.layout.instr_shape[2]])
-    left, right = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
-    return gl.convert_layout(left, LAYOUT, assert_trivial=True), gl.convert_layout(right, LAYOUT, assert_trivial=True)
+    K: int
+    GATED: bool
+    SCALE_ROWS: int | None
+    COLUMNS: int
+    FIRST: int
+    MORE: int
+    STAGES: int
+    SHIFT: bool
+    PROMOTE: int
+    SCALE: float
+    SPLIT: int
+    GROUPS: int
 
 
 @gluon.jit
@@ -98,43 +103,38 @@ def _store(out, value, t, n, staging, PIECE: gl.constexpr, GROUP: gl.constexpr, 
 
 
 @gluon.jit
-def _finish_pair(
-    acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ACTIVATION: gl.constexpr,
-    RESIDUAL: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Scale, activate (or add the residual), and store a pair of strips. The group's two buffers hold the residual."""
-    STRIP: gl.constexpr = acc.shape[1] // 2
-    left, right = halves(acc)
-    HALF: gl.constexpr = left.type.layout
-    t = first_t + gl.arange(0, 64, gl.SliceLayout(1, HALF))
-    n = first_n + gl.arange(0, STRIP, gl.SliceLayout(0, HALF))
-    left = _scaled(left, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
-    if ACTIVATION is not None:
-        right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + N, T, n < N)
-        _store(out, activate(left, ACTIVATION) * right, first_t, first_n, staging, 0, GROUP, GROUPS)
-    else:
-        PIECES: gl.constexpr = STRIP // out.block_type.shape[1]
-        right = _scaled(right, x_scale_ptr, scale_ptr, bias_ptr, t, n + STRIP, T, n + STRIP < N)
-        if RESIDUAL:
-            left += staging.index(2 * GROUP).load(HALF).to(gl.float32)
-        _store(out, left, first_t, first_n, staging, 0, GROUP, GROUPS)
-        if RESIDUAL:
-            right += staging.index(2 * GROUP + 1).load(HALF).to(gl.float32)
-        _store(out, right, first_t, first_n + STRIP, staging, PIECES, GROUP, GROUPS)
+def _finish_strip(acc, acc_up, ep, added, t, n, T, N, C):
+    """`epilogue.finish` for rows t … t + 63 and the columns from n on. `added`: (residual,) or ()."""
+    t += gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))[:, None]
+    n += gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))[None, :]
+    rows = load_rows(ep, n, n < N, N, C.SCALE_ROWS is None)
+    return finish(acc, acc_up, rows, load_tokens(ep, t, t < T, C.SCALE_ROWS is None), added, ep)
 
 
 @gluon.jit
-def finish_tile(
-    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
-    ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr, MORE: gl.constexpr, FIRST: gl.constexpr, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
-    _finish_pair(acc, out, staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, ACTIVATION, RESIDUAL, GROUP, GROUPS)
-    if MORE != 0:
-        _finish_pair(
-            more, more_out, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n + FIRST, T, N, ACTIVATION, RESIDUAL, GROUP,
-            GROUPS,
-        )  # fmt: skip
+def _finish_pair(acc, out, staging, ep, t, n, T, N, C, GROUP: gl.constexpr):
+    """Finish and store a pair of strips. The group's two buffers hold the residual."""
+    left, right = halves(acc)
+    if C.GATED:
+        _store(out, _finish_strip(left, right, ep, (), t, n, T, N, C), t, n, staging, 0, GROUP, C.GROUPS)
+    else:
+        STRIP: gl.constexpr = left.shape[1]
+        added, more_added = (), ()
+        if ep.residual is not None:
+            added = (staging.index(2 * GROUP).load(left.type.layout).to(gl.float32),)
+        _store(out, _finish_strip(left, left, ep, added, t, n, T, N, C), t, n, staging, 0, GROUP, C.GROUPS)
+        if ep.residual is not None:
+            more_added = (staging.index(2 * GROUP + 1).load(left.type.layout).to(gl.float32),)
+        right = _finish_strip(right, right, ep, more_added, t, n + STRIP, T, N, C)
+        _store(out, right, t, n + STRIP, staging, STRIP // out.block_type.shape[1], GROUP, C.GROUPS)
+
+
+@gluon.jit
+def _finish_tile(acc, more, ends, ep, t, n, T, N, C, GROUP: gl.constexpr):
+    _, _, _, out, more_out, staging, more_staging = ends
+    _finish_pair(acc, out, staging, ep, t, n, T, N, C, GROUP)
+    if C.MORE != 0:
+        _finish_pair(more, more_out, more_staging, ep, t, n + C.FIRST, T, N, C, GROUP)
 
 
 @gluon.jit
@@ -145,18 +145,16 @@ def _better(top, column, other_top, other_column):
 
 
 @gluon.jit
-def _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS: gl.constexpr):
+def _row_maxima(acc, ep, t, n, T, N, C, ROWS: gl.constexpr):
     """The largest value of each of 64 rows and its column, in the layout ROWS. Halves the columns to save registers."""
     if acc.shape[1] > 64:
         left, right = halves(acc)
-        top, column = _row_maxima(left, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS)
-        first_n += left.shape[1]
-        other_top, other_column = _row_maxima(right, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, ROWS)
+        top, column = _row_maxima(left, ep, t, n, T, N, C, ROWS)
+        other_top, other_column = _row_maxima(right, ep, t, n + left.shape[1], T, N, C, ROWS)
         return _better(top, column, other_top, other_column)
     else:
-        t = first_t + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-        n = first_n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        x = _scaled(acc, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, n < N)
+        x = _finish_strip(acc, acc, ep, (), t, n, T, N, C)
+        n += gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         x = gl.where((n < N)[None, :], x, float("-inf"))
         top = gl.max(x, 1)
         column = gl.min(gl.where(x == top[:, None], n[None, :], gl.where(x < top[:, None], 2147483647, -1)), 1)
@@ -164,39 +162,34 @@ def _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, first_n, T, N, R
 
 
 @gluon.jit
-def store_row_maxima(
-    acc, more, row_maxima_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, first_t, n, T, N,
-    MORE: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Store the largest value of each row of a tile with its column, packed by `filters.pack`."""
+def _store_row_maxima(acc, more, ep, t, n, T, N, C):
+    """Store the largest value of each row of a tile with its column."""
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    top, column = _row_maxima(acc, x_scale_ptr, scale_ptr, bias_ptr, first_t, n, T, N, ROWS)
-    if MORE != 0:
-        more_top, more_column = _row_maxima(more, x_scale_ptr, scale_ptr, bias_ptr, first_t, n + acc.shape[1], T, N, ROWS)
+    top, column = _row_maxima(acc, ep, t, n, T, N, C, ROWS)
+    if C.MORE != 0:
+        more_top, more_column = _row_maxima(more, ep, t, n + acc.shape[1], T, N, C, ROWS)
         top, column = _better(top, column, more_top, more_column)
-    packed = pack(gl.where(column < 0, MAX_INT, sortable(top)), gl.maximum(column, 0))
-    t = first_t + gl.arange(0, 64, ROWS)
-    gl.store(row_maxima_ptr + t.to(gl.int64) * stride + n // COLUMNS, packed, mask=t < T)
+    store_packed_maxima(top, column, t + gl.arange(0, 64, ROWS), T, ep, n // C.COLUMNS)
 
 
 @gluon.jit
-def _first(tile, T, tiles_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr):
+def _first(tile, T, tiles_n, C):
     """The first row and the first column of a tile, in the order of `place_tile`.
 
     With SHIFT, a tile of the last rows starts early enough to be full, because TMA is slow with rows past the end. Some rows are
     then computed twice, with the same result.
     """
-    t, n = place_tile(tile, T, tiles_n, ROWS, COLUMNS)
-    if SHIFT:
-        t = min(t, max(T - ROWS, 0))
+    t, n = place_tile(tile, T, tiles_n, 64 * C.GROUPS, C.COLUMNS)
+    if C.SHIFT:
+        t = min(t, max(T - 64 * C.GROUPS, 0))
     return t, n
 
 
 @gluon.jit
-def _group_row(t, T, SHIFT: gl.constexpr, GROUP: gl.constexpr):
+def _group_row(t, T, C, GROUP: gl.constexpr):
     """The first row of a group of warps in the tile that starts at row t. With SHIFT, all 64 rows exist if T is 64 or more."""
     row = t + 64 * GROUP
-    if SHIFT:
+    if C.SHIFT:
         row = min(row, max(T - 64, 0))
     return row
 
@@ -211,67 +204,67 @@ def _group_rows(x_tiles, stage, GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT: gl.constexpr, GROUPS: gl.constexpr):
+def _fetch_rows(x, t, k, T, bar, x_tiles, stage, C):
     """Fetch a tile's rows of x: all at once, or 64 rows for each group of warps."""
     if x.block_type.shape[0] == 128:
         tma_load(x, [t, k], bar, x_tiles.index(stage))
     else:
-        tma_load(x, [t, k], bar, _group_rows(x_tiles, stage, 0, GROUPS))
-        for group in gl.static_range(1, GROUPS):
-            tma_load(x, [_group_row(t, T, SHIFT, group), k], bar, _group_rows(x_tiles, stage, group, GROUPS))
+        tma_load(x, [t, k], bar, _group_rows(x_tiles, stage, 0, C.GROUPS))
+        for group in gl.static_range(1, C.GROUPS):
+            tma_load(x, [_group_row(t, T, C, group), k], bar, _group_rows(x_tiles, stage, group, C.GROUPS))
 
 
 @gluon.jit
-def _fetch_pair(weight, n, k, N, bar, tiles, ACTIVATION: gl.constexpr):
+def _fetch_pair(weight, n, k, N, bar, tiles, GATED: gl.constexpr):
     """Fetch two strips of the weight from row n on: two neighbours, or one of gate and one of up."""
     STRIP: gl.constexpr = tiles.shape[0] // 2
     tma_load(weight, [n, k], bar, tiles.slice(0, STRIP))
-    tma_load(weight, [n + (N if ACTIVATION is not None else STRIP), k], bar, tiles.slice(STRIP, STRIP))
+    tma_load(weight, [n + (N if GATED else STRIP), k], bar, tiles.slice(STRIP, STRIP))
 
 
 @gluon.jit
-def _fetch_tiles(
-    x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n,
-    K: gl.constexpr, ACTIVATION: gl.constexpr, MORE: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
-    SPLIT: gl.constexpr, PDL: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    STAGES: gl.constexpr = w_tiles.shape[0]
+def _fetch_weights(weight, more_weight, ring, stage, n, k, N, C):
+    """Announce a step's bytes, those of x included, and fetch its strips of the weight."""
+    x_tiles, w_tiles, more_tiles, full, _ = ring
+    BYTES: gl.constexpr = (
+        (64 * C.GROUPS + w_tiles.shape[1] + C.MORE) * w_tiles.shape[2] * x_tiles.dtype.primitive_bitwidth // 8
+    )
+    bar = full.index(stage)
+    mbarrier.expect(bar, BYTES)
+    _fetch_pair(weight, n, k, N, bar, w_tiles.index(stage), C.GATED)
+    if C.MORE != 0:
+        _fetch_pair(more_weight, n + C.FIRST, k, N, bar, more_tiles.index(stage), C.GATED)
+
+
+@gluon.jit
+def _fetch_tiles(x, weight, more_weight, ring, sizes, C, PDL: gl.constexpr):
+    """Task of the fetching warp."""
+    x_tiles, w_tiles, _, full, empty = ring
+    T, N, tiles, tiles_n = sizes
     BLOCK_K: gl.constexpr = w_tiles.shape[2]
-    WIDTH: gl.constexpr = w_tiles.shape[1]
-    FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
-    BYTES: gl.constexpr = (64 * GROUPS + WIDTH + MORE) * BLOCK_K * x.dtype.primitive_bitwidth // 8
-    PART: gl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    PART: gl.constexpr = (C.K + C.SPLIT * BLOCK_K - 1) // (C.SPLIT * BLOCK_K) * BLOCK_K
     step = 0
     ahead = 0
     if PDL:
         # The kernel before may still write x, but never weights. So fetch as many weight tiles as fit before the wait.
-        t, n = _first(gl.program_id(0) // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
-        first = gl.program_id(0) % SPLIT * PART
-        ahead += min(STAGES, (min(first + PART, K) - first + BLOCK_K - 1) // BLOCK_K)
+        t, n = _first(gl.program_id(0) // C.SPLIT, T, tiles_n, C)
+        first = gl.program_id(0) % C.SPLIT * PART
+        ahead += min(C.STAGES, (min(first + PART, C.K) - first + BLOCK_K - 1) // BLOCK_K)
         for i in range(ahead):
-            bar = full.index(i)
-            mbarrier.expect(bar, BYTES)
-            _fetch_pair(weight, n, first + i * BLOCK_K, N, bar, w_tiles.index(i), ACTIVATION)
-            if MORE != 0:
-                _fetch_pair(more_weight, n + FIRST, first + i * BLOCK_K, N, bar, more_tiles.index(i), ACTIVATION)
+            _fetch_weights(weight, more_weight, ring, i, n, first + i * BLOCK_K, N, C)
         gdc_wait()
         for i in range(ahead):
-            _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles, i, SHIFT, GROUPS)
+            _fetch_rows(x, t, first + i * BLOCK_K, T, full.index(i), x_tiles, i, C)
         step += ahead
-    for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
-        t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
-        first = part % SPLIT * PART
+    for part in range(gl.program_id(0), tiles * C.SPLIT, gl.num_programs(0)):
+        t, n = _first(part // C.SPLIT, T, tiles_n, C)
+        first = part % C.SPLIT * PART
         # Not `ahead = 0` at the loop's end: Triton 3.6 drops it, and every tile would skip steps, which then never arrive.
         skipped = gl.where(part == gl.program_id(0), ahead, 0)
-        for k in range(first + skipped * BLOCK_K, min(first + PART, K), BLOCK_K):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, BYTES)
-            _fetch_rows(x, t, k, T, bar, x_tiles, stage, SHIFT, GROUPS)
-            _fetch_pair(weight, n, k, N, bar, w_tiles.index(stage), ACTIVATION)
-            if MORE != 0:
-                _fetch_pair(more_weight, n + FIRST, k, N, bar, more_tiles.index(stage), ACTIVATION)
+        for k in range(first + skipped * BLOCK_K, min(first + PART, C.K), BLOCK_K):
+            stage = wait_empty(empty, step)
+            _fetch_weights(weight, more_weight, ring, stage, n, k, N, C)
+            _fetch_rows(x, t, k, T, full.index(stage), x_tiles, stage, C)
             step += 1
     if PDL:
         # Not earlier: the next kernel's programs would crowd onto the first idle SMs. They start beside the remaining products.
@@ -279,36 +272,32 @@ def _fetch_tiles(
 
 
 @gluon.jit
-def _add_products(
-    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE: gl.constexpr, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
+def _add_products(ring, acc, more, step, first, last, C, GROUP: gl.constexpr):
     """Add the products of steps `first` … `last` - 1 of a tile, for 64 of its rows. Releases each stage after it is read."""
-    STAGES: gl.constexpr = w_tiles.shape[0]
+    x_tiles, w_tiles, more_tiles, full, empty = ring
     for i in range(first, last):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
-        x = _group_rows(x_tiles, stage, GROUP, GROUPS)
+        stage = wait_full(full, step)
+        x = _group_rows(x_tiles, stage, GROUP, C.GROUPS)
         acc = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), acc, use_acc=i > first, is_async=True)
-        if MORE != 0:
+        if C.MORE != 0:
             more = warpgroup_mma(x, more_tiles.index(stage).permute((1, 0)), more, use_acc=i > first, is_async=True)
             acc, more = warpgroup_mma_wait(2, deps=[acc, more])
         else:
             acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=i > first)  # the stage of the step before
+        release(empty, step + C.STAGES - 1, i > first)  # the step before
         step += 1
-    if MORE != 0:
+    if C.MORE != 0:
         acc, more = warpgroup_mma_wait(0, deps=[acc, more])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    release(empty, step + C.STAGES - 1)
     return acc, more, step
 
 
 @gluon.jit
-def _strip_scale(scale_ptr, first, n, N, K: gl.constexpr, SCALE_ROWS: gl.constexpr):
-    """The first of the scales of a strip: of weight row first + n, or of the last row if n is past N."""
-    return scale_ptr + (first + min(n, N - 1)) // SCALE_ROWS * ((K + 127) // 128)
+def _strip_scales(ep, first, n, N, C):
+    """Pointer to the scales of a strip: of weight row first + n, or of the last row if n is past N."""
+    return ep.scale + (first + min(n, N - 1)) // C.SCALE_ROWS * ((C.K + 127) // 128)
 
 
 @gluon.jit
@@ -320,38 +309,32 @@ def _factors(x_scale, left, right, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _add_blocks(
-    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, steps, x_scale_ptr, scale_ptr, t, n, T, N,
-    K: gl.constexpr, ACTIVATION: gl.constexpr, SCALE_ROWS: gl.constexpr, MORE: gl.constexpr, FIRST: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
+def _add_blocks(ring, ep, acc, more, step, first, steps, t, n, T, N, C, GROUP: gl.constexpr):
     """`_add_products` with scales of blocks, for steps `first` … `first` + `steps` - 1 of a tile. Adds to fp32 sums."""
-    STAGES: gl.constexpr = w_tiles.shape[0]
+    x_tiles, w_tiles, more_tiles, full, empty = ring
     WIDE: gl.constexpr = acc.type.layout
     row = t + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    x_scales = x_scale_ptr + gl.minimum(row, T - 1) * ((K + 127) // 128) + first
+    x_scales = ep.x_scale + gl.minimum(row, T - 1) * ((C.K + 127) // 128) + first
     # The right strip of a pair: the neighbour or, with an activation, the strip of up.
-    GATED: gl.constexpr = ACTIVATION is not None
-    left_scales = _strip_scale(scale_ptr, 0, n, N, K, SCALE_ROWS) + first
-    SECOND: gl.constexpr = 0 if GATED else acc.shape[1] // 2
-    second = N if GATED else 0
-    right_scales = _strip_scale(scale_ptr, second, n + SECOND, N, K, SCALE_ROWS) + first
-    if MORE != 0:
+    left_scales = _strip_scales(ep, 0, n, N, C) + first
+    SECOND: gl.constexpr = 0 if C.GATED else acc.shape[1] // 2
+    second = N if C.GATED else 0
+    right_scales = _strip_scales(ep, second, n + SECOND, N, C) + first
+    if C.MORE != 0:
         NARROW: gl.constexpr = more.type.layout
-        FOURTH: gl.constexpr = FIRST if GATED else FIRST + MORE // 2
-        third_scales = _strip_scale(scale_ptr, 0, n + FIRST, N, K, SCALE_ROWS) + first
-        fourth_scales = _strip_scale(scale_ptr, second, n + FOURTH, N, K, SCALE_ROWS) + first
+        FOURTH: gl.constexpr = C.FIRST if C.GATED else C.FIRST + C.MORE // 2
+        third_scales = _strip_scales(ep, 0, n + C.FIRST, N, C) + first
+        fourth_scales = _strip_scales(ep, second, n + FOURTH, N, C) + first
     for i in range(steps):
         # Loaded before the tiles are awaited. Of 32 steps, one finds them in L2, the others in L1.
         x_scale, left, right = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
-        if MORE != 0:
+        if C.MORE != 0:
             third, fourth = gl.load(third_scales + i), gl.load(fourth_scales + i)
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
-        x = _group_rows(x_tiles, stage, GROUP, GROUPS)
+        stage = wait_full(full, step)
+        x = _group_rows(x_tiles, stage, GROUP, C.GROUPS)
         products = gl.zeros(acc.shape, gl.float32, WIDE)
         products = warpgroup_mma(x, w_tiles.index(stage).permute((1, 0)), products, use_acc=False, is_async=True)
-        if MORE != 0:
+        if C.MORE != 0:
             more_products = gl.zeros(more.shape, gl.float32, NARROW)
             more_products = warpgroup_mma(
                 x, more_tiles.index(stage).permute((1, 0)), more_products, use_acc=False, is_async=True
@@ -359,212 +342,165 @@ def _add_blocks(
             products, more_products = warpgroup_mma_wait(0, deps=[products, more_products])
         else:
             products = warpgroup_mma_wait(0, deps=[products])
-        mbarrier.arrive(empty.index(stage))
+        release(empty, step)
         acc += products * _factors(x_scale, left, right, acc.shape[1], WIDE)
-        if MORE != 0:
+        if C.MORE != 0:
             more += more_products * _factors(x_scale, third, fourth, more.shape[1], NARROW)
         step += 1
     return acc, more, step
 
 
 @gluon.jit
-def _offsets(acc):
-    """Offsets in memory for sums acc [64, columns], such that a warp's stores are contiguous."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    t = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    return (t // 8 % 2 * 256 + t // 16 * 64 + t % 8 * 8) + (n // 8 * 512 + n % 8)
-
-
-@gluon.jit
-def _add_other_part(acc, more, sums_ptr, counters_ptr, tile, part, MORE: gl.constexpr, GROUP: gl.constexpr):
+def _add_other_part(acc, more, workspace, tile, part, C, GROUP: gl.constexpr):
     """Store the sums for the other part's program. If that program has already stored its sums, return the total, and True."""
+    sums_ptr, counters_ptr = workspace
     WIDTH: gl.constexpr = acc.shape[1]
-    SIZE: gl.constexpr = 64 * (WIDTH + MORE)
-    sums_ptr += (2 * tile + GROUP) * 2 * SIZE
-    at = _offsets(acc)
-    # Stores and loads bypass L1, because the two programs exchange the sums through L2.
-    gl.store(sums_ptr + part * SIZE + at, acc, cache_modifier=".cg")
-    if MORE != 0:
-        more_at = 64 * WIDTH + _offsets(more)
-        gl.store(sums_ptr + part * SIZE + more_at, more, cache_modifier=".cg")
-    cta_barrier()  # every thread's stores come before the one thread's release
-    last = gl.atomic_add(counters_ptr + 2 * tile + GROUP, 1, sem="acq_rel", scope="gpu") == 1
+    sums_ptr += (2 * tile + GROUP) * 2 * 64 * (WIDTH + C.MORE)
+    more_ptr = sums_ptr + 2 * 64 * WIDTH
+    store_part(acc, places(acc), None, sums_ptr, part)
+    if C.MORE != 0:
+        store_part(more, places(more), None, more_ptr, part)
+    last = arrive_last(counters_ptr + 2 * tile + GROUP, 2)
     if last:
-        acc += gl.load(sums_ptr + (1 - part) * SIZE + at, cache_modifier=".cg")
-        if MORE != 0:
-            more += gl.load(sums_ptr + (1 - part) * SIZE + more_at, cache_modifier=".cg")
-        gl.store(counters_ptr + 2 * tile + GROUP, 0)
+        acc += load_part(acc, places(acc), None, sums_ptr, 1 - part)
+        if C.MORE != 0:
+            more += load_part(more, places(more), None, more_ptr, 1 - part)
     return acc, more, last
 
 
 @gluon.jit
-def _multiply_tiles(
-    ring, epilogue, pointers, sizes, K: gl.constexpr, ACTIVATION: gl.constexpr, SCALE_ROWS: gl.constexpr, MORE: gl.constexpr,
-    COLUMNS: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
-    PDL: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Task of one group of four warps: 64 rows of each of the program's tiles. Arguments as in `_gemm_sm90_kernel`."""
-    x_tiles, w_tiles, more_tiles, full, empty = ring
-    residual, more_residual, residual_full, out, more_out, staging, more_staging = epilogue
-    x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr = pointers
-    if SCALE_ROWS is not None:  # the sums are scaled already
-        x_scale_ptr, scale_ptr = None, None
-    stride, T, N, tiles, tiles_n = sizes
+def _fetch_residual(ends, t, n, WIDTH: gl.constexpr, MORE: gl.constexpr, GROUP: gl.constexpr):
+    """Fetch a group's rows of the residual into the buffers through which it stores them later."""
+    residual, more_residual, residual_full, _, _, staging, more_staging = ends
+    arrived = residual_full.index(GROUP)
+    tma.store_wait(0)
+    mbarrier.expect(arrived, 64 * (WIDTH + MORE) * 2)
+    tma_load(residual, [t, n], arrived, staging.index(2 * GROUP))
+    tma_load(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
+    if MORE != 0:
+        tma_load(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
+        tma_load(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
+
+
+@gluon.jit
+def _multiply_tiles(ring, ends, ep, workspace, sizes, C, PDL: gl.constexpr, GROUP: gl.constexpr):
+    """Task of one group of four warps: 64 rows of each of the program's tiles."""
+    x_tiles, w_tiles, _, _, _ = ring
+    T, N, tiles, tiles_n = sizes
     WIDTH: gl.constexpr = w_tiles.shape[1]
-    FIRST: gl.constexpr = WIDTH // (2 if ACTIVATION is not None else 1)  # columns of the first pair
-    STEPS: gl.constexpr = (K + x_tiles.shape[2] - 1) // x_tiles.shape[2]
-    PART: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT
-    CHUNK: gl.constexpr = PROMOTE if PROMOTE != 0 else PART
+    STEPS: gl.constexpr = (C.K + x_tiles.shape[2] - 1) // x_tiles.shape[2]
+    PART: gl.constexpr = (STEPS + C.SPLIT - 1) // C.SPLIT
+    CHUNK: gl.constexpr = C.PROMOTE if C.PROMOTE != 0 else PART
     DEPTH: gl.constexpr = 256 // x_tiles.dtype.primitive_bitwidth
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE != 0 else WIDTH, DEPTH])
-    ASIDE: gl.constexpr = gl.float32 if SCALE == 1 else gl.float16
-    RESIDUAL: gl.constexpr = residual is not None
-    arrived = residual_full.index(GROUP)
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.MORE if C.MORE != 0 else WIDTH, DEPTH])
+    ASIDE: gl.constexpr = gl.float32 if C.SCALE == 1 else gl.float16
+    RESIDUAL: gl.constexpr = ep.residual is not None
+    arrived = ends[2].index(GROUP)
     step = 0
     phase = 0
     if PDL:
         gdc_wait()  # these warps read the residual and write the output; the loading warp's wait does not cover them
     needed = 1
-    if row_maxima_ptr is not None:
-        needed = gl.load(needed_ptr)
-    for part in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
-        t, n = _first(part // SPLIT, T, tiles_n, 64 * GROUPS, COLUMNS, SHIFT)
-        t = _group_row(t, T, SHIFT, GROUP)
-        steps = STEPS if SPLIT == 1 else min(STEPS - part % SPLIT * PART, PART)
+    if ep.row_maxima is not None:
+        needed = gl.load(ep.logits_needed)
+    for part in range(gl.program_id(0), tiles * C.SPLIT, gl.num_programs(0)):
+        t, n = _first(part // C.SPLIT, T, tiles_n, C)
+        t = _group_row(t, T, C, GROUP)
+        steps = STEPS if C.SPLIT == 1 else min(STEPS - part % C.SPLIT * PART, PART)
         if RESIDUAL:
-            tma.store_wait(0)
-            mbarrier.expect(arrived, 64 * (WIDTH + MORE) * 2)
-            tma_load(residual, [t, n], arrived, staging.index(2 * GROUP))
-            tma_load(residual, [t, n + WIDTH // 2], arrived, staging.index(2 * GROUP + 1))
-            if MORE != 0:
-                tma_load(more_residual, [t, n + WIDTH], arrived, more_staging.index(2 * GROUP))
-                tma_load(more_residual, [t, n + WIDTH + MORE // 2], arrived, more_staging.index(2 * GROUP + 1))
+            _fetch_residual(ends, t, n, WIDTH, C.MORE, GROUP)
         acc = gl.zeros([64, WIDTH], gl.float32, WIDE)
-        more = gl.zeros([64, MORE], gl.float32, NARROW) if MORE != 0 else 0
-        if SCALE_ROWS is not None:
-            acc, more, step = _add_blocks(
-                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, part % SPLIT * PART, steps, pointers[0], pointers[1],
-                t, n, T, N, K, ACTIVATION, SCALE_ROWS, MORE, FIRST, GROUP, GROUPS,
-            )  # fmt: skip
+        more = gl.zeros([64, C.MORE], gl.float32, NARROW) if C.MORE != 0 else 0
+        if C.SCALE_ROWS is not None:
+            acc, more, step = _add_blocks(ring, ep, acc, more, step, part % C.SPLIT * PART, steps, t, n, T, N, C, GROUP)
         elif CHUNK < PART:
             aside = gl.zeros([64, WIDTH], ASIDE, WIDE)
             more_aside = aside
-            if MORE != 0:
-                more_aside = gl.zeros([64, MORE], ASIDE, NARROW)
+            if C.MORE != 0:
+                more_aside = gl.zeros([64, C.MORE], ASIDE, NARROW)
             for first in range(0, steps, CHUNK):
                 last = min(first + CHUNK, steps)
-                acc, more, step = _add_products(
-                    x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, first, last, MORE, GROUP, GROUPS
-                )
+                acc, more, step = _add_products(ring, acc, more, step, first, last, C, GROUP)
                 if first > 0:
-                    acc += aside.to(gl.float32) * SCALE
-                    if MORE != 0:
-                        more += more_aside.to(gl.float32) * SCALE
+                    acc += aside.to(gl.float32) * C.SCALE
+                    if C.MORE != 0:
+                        more += more_aside.to(gl.float32) * C.SCALE
                 if last < steps:
-                    aside = (acc * (1 / SCALE)).to(ASIDE)
-                    if MORE != 0:
-                        more_aside = (more * (1 / SCALE)).to(ASIDE)
+                    aside = (acc * (1 / C.SCALE)).to(ASIDE)
+                    if C.MORE != 0:
+                        more_aside = (more * (1 / C.SCALE)).to(ASIDE)
         else:
-            acc, more, step = _add_products(
-                x_tiles, w_tiles, more_tiles, full, empty, acc, more, step, 0, steps, MORE, GROUP, GROUPS
-            )
+            acc, more, step = _add_products(ring, acc, more, step, 0, steps, C, GROUP)
         if RESIDUAL:
             mbarrier.wait(arrived, phase)
             phase ^= 1
         else:
             tma.store_wait(0)
-        if SPLIT == 2:
-            acc, more, last = _add_other_part(
-                acc, more, sums_ptr, counters_ptr, part // SPLIT, part % SPLIT, MORE, GROUP
-            )
+        if C.SPLIT == 2:
+            acc, more, last = _add_other_part(acc, more, workspace, part // C.SPLIT, part % C.SPLIT, C, GROUP)
             if last:
-                finish_tile(
-                    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
-                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
-                )  # fmt: skip
+                _finish_tile(acc, more, ends, ep, t, n, T, N, C, GROUP)
         else:
-            if row_maxima_ptr is not None:
-                store_row_maxima(acc, more, row_maxima_ptr, stride, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N, MORE, COLUMNS)
+            if ep.row_maxima is not None:
+                _store_row_maxima(acc, more, ep, t, n, T, N, C)
             if needed != 0:
-                finish_tile(
-                    acc, more, out, more_out, staging, more_staging, x_scale_ptr, scale_ptr, bias_ptr, t, n, T, N,
-                    ACTIVATION, RESIDUAL, MORE, FIRST, GROUP, GROUPS,
-                )  # fmt: skip
+                _finish_tile(acc, more, ends, ep, t, n, T, N, C, GROUP)
     tma.store_wait(0)
 
 
 @prepared
 @gluon.jit(do_not_specialize=["T", "tiles"])
 def _gemm_sm90_kernel(
-    x, weight, more_weight, residual, more_residual, out, more_out, x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr,
-    row_maxima_ptr, needed_ptr, stride, T, N, tiles, tiles_n, K: gl.constexpr, ACTIVATION: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, SHIFT: gl.constexpr, PROMOTE: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
-    GROUPS: gl.constexpr, PDL: gl.constexpr,
+    x, weight, more_weight, residual, more_residual, out, more_out, ep, sums_ptr, counters_ptr, T, N, tiles, tiles_n,
+    C, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] with ACTIVATION). Each pair of strips has its own descriptors.
+    """Write out [T, N] from x [T, K] and weight [N, K] ([2N, K] if gated). Each pair of strips has its own descriptors.
 
     With SCALE_ROWS, the scales are those of blocks: [⌈rows / SCALE_ROWS⌉, ⌈K / 128⌉], and of x [T, ⌈K / 128⌉].
 
     With PDL, the kernel reads only weights, and writes nothing, before all earlier kernels of the stream have ended: each program
     waits for the kernel before, which itself ended only after its own wait. So no memory is reused too early.
     """
-    STRIP: gl.constexpr = weight.block_type.shape[0]
     BLOCK_K: gl.constexpr = weight.block_type.shape[1]
-    MORE: gl.constexpr = more_weight.block_type.shape[0] if more_weight is not None else 0
-    COLUMNS: gl.constexpr = (STRIP + MORE) * (1 if ACTIVATION is not None else 2)
-    BUFFERS: gl.constexpr = GROUPS * (1 if residual is None and out.dtype.primitive_bitwidth == 16 else 2)
-    TILES: gl.constexpr = STAGES if GROUPS == 2 else GROUPS * STAGES
-    x_tiles = gl.allocate_shared_memory(x.dtype, [TILES, 128 if GROUPS == 2 else 64, BLOCK_K], x.layout)
-    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
+    BUFFERS: gl.constexpr = C.GROUPS * (1 if residual is None and out.dtype.primitive_bitwidth == 16 else 2)
+    TILES: gl.constexpr = C.STAGES if C.GROUPS == 2 else C.GROUPS * C.STAGES
+    x_tiles = gl.allocate_shared_memory(x.dtype, [TILES, 128 if C.GROUPS == 2 else 64, BLOCK_K], x.layout)
+    w_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, 2 * weight.block_type.shape[0], BLOCK_K], weight.layout)
     staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + out.block_type.shape, out.layout)  # noqa: RUF005, which Triton does not read
     more_tiles = w_tiles  # unused without a second pair
     more_staging = staging
-    if MORE != 0:
-        more_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * MORE, BLOCK_K], more_weight.layout)
+    if C.MORE != 0:
+        more_tiles = gl.allocate_shared_memory(x.dtype, [C.STAGES, C.MORE, BLOCK_K], more_weight.layout)
         more_staging = gl.allocate_shared_memory(out.dtype, [BUFFERS] + more_out.block_type.shape, more_out.layout)  # noqa: RUF005
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    residual_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(residual_full.index(i), count=1)
+    full, empty = ring_barriers(C.STAGES, C.GROUPS)
+    residual_full = barriers(C.GROUPS, 1)
     fence_async_shared()
     ring = (x_tiles, w_tiles, more_tiles, full, empty)
-    epilogue = (residual, more_residual, residual_full, out, more_out, staging, more_staging)
-    pointers = (x_scale_ptr, scale_ptr, bias_ptr, sums_ptr, counters_ptr, row_maxima_ptr, needed_ptr)
-    sizes = (stride, T, N, tiles, tiles_n)
-    if GROUPS == 2:
+    ends = (residual, more_residual, residual_full, out, more_out, staging, more_staging)
+    workspace = (sums_ptr, counters_ptr)
+    sizes = (T, N, tiles, tiles_n)
+    if C.GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
-                 SCALE, SPLIT, PDL, GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
-                 SCALE, SPLIT, PDL, GROUPS, 1)),
-                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
-                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 0)),
+                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 1)),
+                (_fetch_tiles, (x, weight, more_weight, ring, sizes, C, PDL)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
-                 SCALE, SPLIT, PDL, GROUPS, 0)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
-                 SCALE, SPLIT, PDL, GROUPS, 1)),
-                (_multiply_tiles, (ring, epilogue, pointers, sizes, K, ACTIVATION, SCALE_ROWS, 2 * MORE, COLUMNS, SHIFT, PROMOTE,
-                 SCALE, SPLIT, PDL, GROUPS, 2)),
-                (_fetch_tiles, (x, weight, more_weight, x_tiles, w_tiles, more_tiles, full, empty, T, N, tiles, tiles_n, K,
-                 ACTIVATION, 2 * MORE, COLUMNS, SHIFT, SPLIT, PDL, GROUPS)),
+                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 0)),
+                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 1)),
+                (_multiply_tiles, (ring, ends, ep, workspace, sizes, C, PDL, 2)),
+                (_fetch_tiles, (x, weight, more_weight, ring, sizes, C, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 32],
-        )  # fmt: skip
+        )
 
 
 _ROWS = 128  # rows of a tile with two groups of warps, 64 for each
@@ -799,9 +735,9 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
 
     Without a workspace, K is not split. Row maxima are stored only for products without a residual and an activation.
     """
-    x, weight, out, ep, workspace, pdl = product.x, product.weight, product.out, product.epilogue, product.workspace, product.pdl
-    scale, x_scale, bias, activation, residual, row_maxima, stride, needed = ep
-    (T, N, K), gated, scale_rows = product.shape, product.gated, product.scale_rows
+    x, weight, out, ep, workspace = product.x, product.weight, product.out, product.epilogue, product.workspace
+    (T, N, K) = product.shape
+    residual, row_maxima, gated, scale_rows = ep.residual, ep.row_maxima, product.gated, product.scale_rows
     facts = (K, x.element_size(), gated, residual is not None, out.element_size())
     if config is None:
         splits = workspace is not None and row_maxima is None
@@ -824,9 +760,11 @@ def gemm_sm90(product: Product, config: GemmSm90Config | None = None) -> None:
     parts = ((weight, weights[0]), (weight, weights[1]), (residual, ends[0]), (residual, ends[1]), (out, ends[0]), (out, ends[1]))
     operands = [None if tensor is None or tile is None else Tiled(tensor, tile) for tensor, tile in parts]
     in_place = residual is not None and residual.data_ptr() == out.data_ptr()  # then no row may be computed twice: see `_first`
+    constants = _Constants(
+        K, gated, scale_rows, columns, c.width // (2 if gated else 1), c.more, c.num_stages, not in_place, c.promote, sums_scale,
+        c.split, c.groups,
+    )  # fmt: skip
     _gemm_sm90_kernel[(min(tiles * c.split, c.programs),)](
-        Tiled(x, rows if T > _ROWS else few_rows), *operands, x_scale, scale, bias, sums, counters, row_maxima, needed,
-        stride, T, N, tiles, tiles_n, K=K, ACTIVATION=activation,
-        SCALE_ROWS=scale_rows, STAGES=c.num_stages, SHIFT=not in_place, PROMOTE=c.promote, SCALE=sums_scale,
-        SPLIT=c.split, GROUPS=c.groups, **launch_options(4, 1, pdl),
+        Tiled(x, rows if T > _ROWS else few_rows), *operands, ep, sums, counters, T, N, tiles, tiles_n, C=constants,
+        **launch_options(4, 1, product.pdl),
     )  # fmt: skip

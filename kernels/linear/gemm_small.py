@@ -42,7 +42,7 @@ from minirt.kernels.linear.epilogue import (
     touch,
 )
 from minirt.kernels.linear.product import Product
-from minirt.kernels.prepared import prepared, tiled
+from minirt.kernels.prepared import compile_time, prepared, tiled
 from minirt.kernels.reference import FP8_BLOCK
 
 MAX_TOKENS = 128
@@ -80,6 +80,7 @@ class GemmSmallConfig:
 TUNABLE = Tunable("gemm_small", GemmSmallConfig, (__file__,))
 
 
+@compile_time
 class _Constants(NamedTuple):
     K: int
     SCALE_ROWS: int | None
@@ -89,14 +90,9 @@ class _Constants(NamedTuple):
     BLOCK_T: int
     TMA: bool
 
-    @property
-    def PART(self) -> int:
-        """Columns of a part of K."""
-        return cdiv(self.K, self.SPLIT * self.BLOCK_K) * self.BLOCK_K
-
 
 @triton.jit
-def _load(ptrs, k, C: tl.constexpr, EVICT: tl.constexpr):
+def _load(ptrs, k, C, EVICT: tl.constexpr):
     """Load `ptrs`. Masks by k (which broadcasts to `ptrs`) only if BLOCK_K does not divide K."""
     if C.K % C.BLOCK_K == 0:
         return tl.load(ptrs, eviction_policy=EVICT)
@@ -115,14 +111,14 @@ def _product(w, x, acc):
 
 
 @triton.jit
-def _block_scales(ep, first, n0, block, N, C: tl.constexpr):
+def _block_scales(ep, first, n0, block, N, C):
     return block_scales(ep.scale, first, n0, block, N, C.K, C.SCALE_ROWS, C.BLOCK_N, 1)
 
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _gemm_small_kernel(
-    x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C: tl.constexpr, PDL: tl.constexpr
+    x, weight, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr
 ):  # fmt: skip
     """out [T, N] of T ≤ BLOCK_T tokens: acc [BLOCK_N, BLOCK_T] += weight [BLOCK_N, BLOCK_K] · xᵀ [BLOCK_K, BLOCK_T].
 
@@ -131,14 +127,15 @@ def _gemm_small_kernel(
     """
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
+    PART: tl.constexpr = ((C.K + C.SPLIT * C.BLOCK_K - 1) // (C.SPLIT * C.BLOCK_K)) * C.BLOCK_K
     tile = tl.program_id(0) // C.SPLIT
     part = tl.program_id(0) % C.SPLIT
     n0 = tile * C.BLOCK_N
     n = n0 + tl.arange(0, C.BLOCK_N)
     t = tl.arange(0, C.BLOCK_T)
     k = tl.arange(0, C.BLOCK_K)
-    first = part * C.PART
-    last = tl.minimum(first + C.PART, C.K)
+    first = part * PART
+    last = tl.minimum(first + PART, C.K)
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
     rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * C.K
     up = tl.cast(N, tl.int64) * C.K  # an N of 1 is a constant

@@ -20,7 +20,7 @@ from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import cdiv, launch_options, require_fp8, sm_count
 from minirt.kernels.linear.epilogue import finish, load_residual, load_rows
 from minirt.kernels.linear.product import Product
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 
 WARP = 32
 
@@ -82,6 +82,7 @@ def chunk_scales(
         return tl.load(ptrs, mask=k < K, other=0.0)
 
 
+@compile_time
 class _Constants(NamedTuple):
     K: int
     SCALE_ROWS: int | None
@@ -90,24 +91,20 @@ class _Constants(NamedTuple):
     CHUNK: int
     TILES: int
 
-    @property
-    def COUNT(self) -> int:
-        return cdiv(self.K, self.BLOCK_K)
-
 
 @triton.jit
-def _load_tile(ptrs, k, i: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr):
+def _load_tile(ptrs, k, i: tl.constexpr, C, EVICT: tl.constexpr):
     return load_tile(ptrs, k, i, C.K, C.BLOCK_K, EVICT)
 
 
 @triton.jit
-def _scales(ep, first, n0, N, i: tl.constexpr, C: tl.constexpr):
+def _scales(ep, first, n0, N, i: tl.constexpr, C):
     return chunk_scales(ep.scale, first, n0, N, i, C.K, C.SCALE_ROWS, C.BLOCK_N, C.BLOCK_K, C.CHUNK)
 
 
 @prepared
 @triton.jit
-def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C: tl.constexpr, PDL: tl.constexpr):
+def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C, PDL: tl.constexpr):
     """Computes BLOCK_N values of one token's out [N]. With an activation the weight has 2N rows: gate, then up.
 
     The scales are one for each row or, if SCALE_ROWS, one for each block of SCALE_ROWS rows and 128 columns. Those of blocks
@@ -117,7 +114,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C: tl.constexpr, PDL: 
         tl.extra.cuda.gdc_launch_dependents()  # waiting programs take only the resources that ending ones free
     GATED: tl.constexpr = ep.activation is not None
     BLOCKS: tl.constexpr = C.SCALE_ROWS is not None
-    COUNT: tl.constexpr = C.COUNT
+    COUNT: tl.constexpr = (C.K + C.BLOCK_K - 1) // C.BLOCK_K
     n0 = tl.program_id(0) * C.BLOCK_N
     n = n0 + tl.arange(0, C.BLOCK_N)
     valid = n < N
@@ -167,7 +164,7 @@ def _gemv_kernel(x_ptr, norm, weight_ptr, ep, out_ptr, N, C: tl.constexpr, PDL: 
     if norm is not None:
         inverse_rms = tl.rsqrt(tl.sum(squares, 0) / C.K + norm.eps)
     result = tl.sum(gate_sums, 1) * inverse_rms
-    result = finish(result, tl.sum(up_sums, 1) * inverse_rms, rows, None, residual, ep)
+    result = finish(result, tl.sum(up_sums, 1) * inverse_rms, rows, (), residual, ep)
     tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), mask=valid)
 
 

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import cdiv, launch_options, next_power_of_2, sm_count
-from minirt.kernels.linear.gemm_sm90 import activate
+from minirt.kernels.linear.epilogue import activate
 from minirt.kernels.linear.int4_small import first_chunk, multiply, times
 from minirt.kernels.linear.product import Product
 from minirt.kernels.prepared import prepared

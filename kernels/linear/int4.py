@@ -29,7 +29,7 @@ from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.launch import capability, cdiv, launch_options, shared_limit, sm_count
 from minirt.kernels.linear.epilogue import add_parts, finish, load_residual, load_rows, touch
 from minirt.kernels.linear.product import Product
-from minirt.kernels.prepared import prepared
+from minirt.kernels.prepared import compile_time, prepared
 from minirt.kernels.reference import INT4_CHUNK, int4_group
 
 CHUNK = INT4_CHUNK  # columns that a row's 32 words hold
@@ -215,6 +215,7 @@ def _group_words(ptrs, stride, chunk, groups, GROUP: tl.constexpr):
     return words
 
 
+@compile_time
 class _Constants(NamedTuple):
     """What a launch compiles in. GROUP: groups have 32 · GROUP columns. UNROLL, AHEAD, EXACT: as in `Int4Config`."""
 
@@ -230,27 +231,17 @@ class _Constants(NamedTuple):
     AHEAD: int
     ASM: bool
 
-    @property
-    def CHUNKS(self) -> int:
-        return cdiv(self.K, CHUNK)
-
-    @property
-    def GROUPS(self) -> int:
-        return cdiv(self.K, 32 * self.GROUP)
-
-    @property
-    def PART(self) -> int:
-        """Chunks of a part of K."""
-        return cdiv(self.CHUNKS, self.SPLIT * self.UNROLL) * self.UNROLL
-
 
 @prepared
 @triton.jit(do_not_specialize=["T"])
 def _gemm_int4_kernel(
-    x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C: tl.constexpr, PDL: tl.constexpr
+    x_ptr, weight_ptr, ep, out_ptr, sums_ptr, counters_ptr, T, N, C, PDL: tl.constexpr
 ):  # fmt: skip
     """A tile [BLOCK_N, BLOCK_T] of out [T, N]. With an activation, the weight has 2N rows."""
     GATED: tl.constexpr = ep.activation is not None
+    CHUNKS: tl.constexpr = (C.K + 128 - 1) // 128
+    GROUPS: tl.constexpr = (C.K + 32 * C.GROUP - 1) // (32 * C.GROUP)
+    PART: tl.constexpr = (CHUNKS + C.SPLIT * C.UNROLL - 1) // (C.SPLIT * C.UNROLL) * C.UNROLL
     MASKED: tl.constexpr = C.K % (128 * C.UNROLL) != 0
     columns = tl.cdiv(T, C.BLOCK_T)
     part = tl.program_id(0) % C.SPLIT
@@ -259,12 +250,12 @@ def _gemm_int4_kernel(
     t0 = tile % columns * C.BLOCK_T
     n = n0 + tl.arange(0, C.BLOCK_N)
     t = t0 + tl.arange(0, C.BLOCK_T)
-    first = part * C.PART
-    last = tl.minimum(first + C.PART, C.CHUNKS)
+    first = part * PART
+    last = tl.minimum(first + PART, CHUNKS)
     # Rows and tokens past the end repeat the last one instead of being masked; they are not stored.
     row = tl.minimum(n, N - 1)
-    rows = weight_ptr + row.to(tl.int64) * (C.CHUNKS * 32)
-    up = tl.cast(N, tl.int64) * (C.CHUNKS * 32)  # an N of 1 is a constant
+    rows = weight_ptr + row.to(tl.int64) * (CHUNKS * 32)
+    up = tl.cast(N, tl.int64) * (CHUNKS * 32)  # an N of 1 is a constant
     all_rows = 2 * N if GATED else N
     scales = ep.scale + row
     stored = (n[:, None] < N) & (t[None, :] < T)
@@ -273,7 +264,7 @@ def _gemm_int4_kernel(
     if PDL:
         # While the kernel that computes x still runs, prefetch the weights' first cache lines (and translate their addresses).
         for i in tl.static_range(C.AHEAD):
-            ahead = rows + tl.minimum(first * 32 + 64 * i, C.CHUNKS * 32 - 1)
+            ahead = rows + tl.minimum(first * 32 + 64 * i, CHUNKS * 32 - 1)
             touch(ahead)
             if GATED:
                 touch(ahead + up)
@@ -288,17 +279,17 @@ def _gemm_int4_kernel(
             k = (start + i) * 128
             chunk = start + i
             if C.UNROLL > 1:
-                chunk = tl.minimum(chunk, C.CHUNKS - 1)  # past the end, x is zero
+                chunk = tl.minimum(chunk, CHUNKS - 1)  # past the end, x is zero
             x0 = _columns(x_ptrs, k, C.K, MASKED)
             x1 = _columns(x_ptrs, k + 32, C.K, MASKED)
             x2 = _columns(x_ptrs, k + 64, C.K, MASKED)
             x3 = _columns(x_ptrs, k + 96, C.K, MASKED)
             w = tl.load(w_ptrs + chunk * 32, eviction_policy="evict_first")
-            words = _group_words(scales, all_rows, chunk, C.GROUPS, C.GROUP)
+            words = _group_words(scales, all_rows, chunk, GROUPS, C.GROUP)
             acc = _multiply(w, words, x0, x1, x2, x3, acc, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
             if GATED:
                 w = tl.load(w_ptrs + (chunk * 32 + up), eviction_policy="evict_first")
-                words = _group_words(scales + N, all_rows, chunk, C.GROUPS, C.GROUP)
+                words = _group_words(scales + N, all_rows, chunk, GROUPS, C.GROUP)
                 acc_up = _multiply(w, words, x0, x1, x2, x3, acc_up, C.GROUP, C.EXACT, C.DTYPE, C.ASM)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not earlier: waiting programs would take space from reading ones
@@ -309,7 +300,7 @@ def _gemm_int4_kernel(
         sums_ptr += tile * (C.SPLIT * C.BLOCK_N * C.BLOCK_T)
         acc, mine = add_parts(acc, inside, None, sums_ptr, counters_ptr + tile, part, C.SPLIT)
     if mine:
-        acc = finish(acc, acc_up, of_rows, None, residual, ep)
+        acc = finish(acc, acc_up, of_rows, (), residual, ep)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 

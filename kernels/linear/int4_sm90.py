@@ -30,9 +30,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.errors import InputError
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
-from minirt.kernels.gluon_sm90 import cta_barrier, tma_load, tma_tile
+from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
+from minirt.kernels.hopper.tiles import places
+from minirt.kernels.hopper.tma import tma_load, tma_tile
 from minirt.kernels.launch import cdiv, launch_options, sm_count
-from minirt.kernels.linear.gemm_sm90 import activate
+from minirt.kernels.linear.epilogue import activate, add_parts
 from minirt.kernels.linear.int4_small import unpack
 from minirt.kernels.linear.product import Product
 from minirt.kernels.linear.tile_order import place_tile
@@ -173,8 +175,7 @@ def _fetch(
     for i in range(ahead):
         _fetch_x(x, t, first + i, full.index(i), x_tiles, i)
     for i in range(ahead, last - first):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        stage = wait_empty(empty, i)
         mbarrier.expect(full.index(stage), BYTES)
         _fetch_words(weight, n, N, first + i, full.index(stage), w_tiles.index(stage), GATED)
         _fetch_x(x, t, first + i, full.index(stage), x_tiles, stage)
@@ -236,25 +237,6 @@ def _factor(words):
 
 
 @gluon.jit
-def _add_parts(acc, sums_ptr, counter_ptr, part, SPLIT: gl.constexpr):
-    """Store this part's sums. The last program to arrive returns the sum of all parts, and True."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
-    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    t = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    at = (row // 8 % 2 * 256 + row // 16 * 64 + row % 8 * 8) + (t // 8 * 512 + t % 8)  # a warp's stores are contiguous
-    gl.store(sums_ptr + part * SIZE + at, acc, cache_modifier=".cg")
-    cta_barrier()  # every thread's stores come before the one thread's release
-    last = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-    if last:
-        acc = gl.zeros(acc.shape, gl.float32, LAYOUT)
-        for i in gl.static_range(SPLIT):
-            acc += gl.load(sums_ptr + i * SIZE + at, cache_modifier=".cg")
-        gl.store(counter_ptr, 0)
-    return acc, last
-
-
-@gluon.jit
 def _bias(ptr, n, N, first, acc):
     if ptr is not None:
         acc += gl.load(ptr + first + gl.minimum(n, N - 1)).to(gl.float32)[:, None]
@@ -278,7 +260,6 @@ def _multiply(
     """Task of one group of four warps: 64 of the tile's weight rows."""
     x_tiles, w_tiles, full, empty = ring
     scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr = pointers
-    STAGES: gl.constexpr = w_tiles.shape[0]
     BLOCK_T: gl.constexpr = x_tiles.shape[1]
     GATED: gl.constexpr = ACTIVATION is not None
     GROUPS: gl.constexpr = (K + 32 * QUANTUM - 1) // (32 * QUANTUM)
@@ -305,8 +286,7 @@ def _multiply(
             inside = inside & (own_part <= 0)
         acc = gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)
     for i in range(last - first):
-        stage = i % STAGES
-        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        stage = wait_full(full, i)
         own = w_tiles.index(stage).slice(64 * GROUP, 64)
         if GATED:
             STORED: gl.constexpr = (
@@ -331,7 +311,7 @@ def _multiply(
             if QUANTUM == 4:
                 part = warpgroup_mma(b, right_x, part, is_async=True)
                 part, a, b = warpgroup_mma_wait(0, deps=[part, a, b])
-                mbarrier.arrive(empty.index(stage))
+                release(empty, i)
                 acc += part * scale[:, None]
             else:
                 part, a = warpgroup_mma_wait(0, deps=[part, a])
@@ -339,7 +319,7 @@ def _multiply(
                 part = warpgroup_mma(b, right_x, part, use_acc=False, is_async=True)
                 scale = gl.convert_layout(_factor(words[1]), gl.SliceLayout(1, WIDE), assert_trivial=True)
                 part, b = warpgroup_mma_wait(0, deps=[part, b])
-                mbarrier.arrive(empty.index(stage))
+                release(empty, i)
                 acc += part * scale[:, None]
         else:
             parts = ()
@@ -351,13 +331,14 @@ def _multiply(
             acc = warpgroup_mma(a, left_x, acc, is_async=True)
             acc = warpgroup_mma(b, right_x, acc, is_async=True)
             acc, a, b = warpgroup_mma_wait(0, deps=[acc, a, b])
-            mbarrier.arrive(empty.index(stage))
+            release(empty, i)
         words = following
     mine = True
     if SPLIT > 1:  # noqa: SIM102 (SPLIT is a constant)
         if own_part >= 0:
             pair = shared * 2 + GROUP
-            acc, mine = _add_parts(acc, sums_ptr + pair * (SPLIT * 64 * BLOCK_T), counters_ptr + pair, own_part, SPLIT)
+            own_sums = sums_ptr + pair * (SPLIT * 64 * BLOCK_T)
+            acc, mine = add_parts(acc, places(acc), None, own_sums, counters_ptr + pair, own_part, SPLIT)
     if mine:
         if GATED:
             result, up = _of_pairs(acc)
@@ -380,11 +361,7 @@ def _gemm_int4_sm90_kernel(
     """A tile of out [T, N]. Groups have 32 · QUANTUM columns. With ACTIVATION, the weight has 2N rows: gate, then up."""
     x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, x.block_type.shape[0], 64], x.layout)
     w_tiles = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 32], weight.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = ring_barriers(STAGES, 2)
     fence_async_shared()
     ring = (x_tiles, w_tiles, full, empty)
     pointers = (scale_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr)

@@ -35,9 +35,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minirt.kernels.compile.tuning import Tunable, bucket, cached_lookup
 from minirt.kernels.fp8 import expert_scale_rows
-from minirt.kernels.gluon_sm90 import tma_descriptor, tma_load
+from minirt.kernels.hopper.ring import release, ring_barriers, wait_empty, wait_full
+from minirt.kernels.hopper.tiles import halves
+from minirt.kernels.hopper.tma import tma_descriptor, tma_load
 from minirt.kernels.launch import cdiv, launch_options, shared_limit, sm_count
-from minirt.kernels.linear.gemm_sm90 import activate, halves
+from minirt.kernels.linear.epilogue import activate
 from minirt.kernels.moe.route import Routing
 from minirt.kernels.prepared import prepared
 
@@ -144,8 +146,7 @@ def _fetch_tiles(
         high = end - t > BLOCK_T
         skipped = gl.where(item == first_item, ahead, 0)
         for k in range(skipped * BLOCK_K, K, BLOCK_K):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            stage = wait_empty(empty, step)
             bar = full.index(stage)
             _expect(bar, high, BYTES, MORE * ROW)
             _fetch_rows(x, more_x, t, k, bar, ring, stage, high, MORE)
@@ -162,8 +163,7 @@ def _add_products(ring, left, right, more_left, more_right, step, first, last, M
     STAGES: gl.constexpr = w_tiles.shape[0]
     STRIP: gl.constexpr = w_tiles.shape[1] // 2
     for i in range(first, last):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        stage = wait_full(full, step)
         x = x_tiles.index(stage).permute((1, 0))
         w_left = w_tiles.index(stage).slice(64 * GROUP, 64)
         w_right = w_tiles.index(stage).slice(STRIP + 64 * GROUP, 64)
@@ -176,13 +176,13 @@ def _add_products(ring, left, right, more_left, more_right, step, first, last, M
             left, right, more_left, more_right = warpgroup_mma_wait(4, deps=[left, right, more_left, more_right])
         else:
             left, right = warpgroup_mma_wait(2, deps=[left, right])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=i > first)  # the stage of the step before
+        release(empty, step + STAGES - 1, i > first)  # the step before
         step += 1
     if MORE != 0:
         left, right, more_left, more_right = warpgroup_mma_wait(0, deps=[left, right, more_left, more_right])
     else:
         left, right = warpgroup_mma_wait(0, deps=[left, right])
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    release(empty, step + STAGES - 1)
     return left, right, more_left, more_right, step
 
 
@@ -215,7 +215,6 @@ def _sum_blocks(
 ):  # fmt: skip
     """`_sum_products` of weights with scales of blocks. The sums are scaled."""
     x_tiles, w_tiles, full, empty = ring[0], ring[2], ring[3], ring[4]
-    STAGES: gl.constexpr = w_tiles.shape[0]
     STRIP: gl.constexpr = w_tiles.shape[1] // 2
     BLOCKS: gl.constexpr = (K + 127) // 128
     place = first + gl.arange(0, left.shape[1], gl.SliceLayout(0, left.type.layout))
@@ -230,8 +229,7 @@ def _sum_blocks(
     for i in range(BLOCKS):
         # Loaded before the tiles are awaited. Of 32 steps, one finds the scales of a token in L2, the others in L1.
         x_scale, left_scale, right_scale = gl.load(x_scales + i), gl.load(left_scales + i), gl.load(right_scales + i)
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        stage = wait_full(full, step)
         x = x_tiles.index(stage).permute((1, 0))
         w_left = w_tiles.index(stage).slice(64 * GROUP, 64)
         w_right = w_tiles.index(stage).slice(STRIP + 64 * GROUP, 64)
@@ -240,7 +238,7 @@ def _sum_blocks(
         left_products = warpgroup_mma_wait(1, deps=[left_products])
         left += left_products * (x_scale * left_scale)[None, :]
         right_products = warpgroup_mma_wait(0, deps=[right_products])
-        mbarrier.arrive(empty.index(stage))
+        release(empty, step)
         right += right_products * (x_scale * right_scale)[None, :]
         step += 1
     return left, right, step
@@ -377,11 +375,7 @@ def _experts_sm90_kernel(
     if MORE != 0:
         more_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, MORE, BLOCK_K], more_x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, 2 * STRIP, BLOCK_K], weight.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=STRIP // 64)
+    full, empty = ring_barriers(STAGES, STRIP // 64)
     fence_async_shared()
     ring = (x_tiles, more_tiles, w_tiles, full, empty)
     lists = (tiles_ptr, used_ptr, order_ptr)

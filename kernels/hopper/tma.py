@@ -1,9 +1,8 @@
-"""Shared code of the Gluon kernels for Hopper: functions that Triton renamed, TMA descriptors, and masking of tiles."""
+"""Copies between global and shared memory: the functions under names that Triton 3.6 to 3.9 have, and TMA descriptors."""
 
 import functools
 
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -31,19 +30,3 @@ def tma_tile(rows: int, columns: int, itemsize: int) -> Tile:
 def tma_descriptor(tensor: Tensor, rows: int, columns: int) -> Tiled:
     """A matrix that a kernel gets as a TMA descriptor, for tiles of rows × columns."""
     return Tiled(tensor, tma_tile(rows, columns, tensor.element_size()))
-
-
-@gluon.jit
-def zero_rows_from(tile, limit, STEP: gl.constexpr):
-    """Zero the rows of a tile of V from row `limit` on, STEP rows at a time.
-
-    A page may hold NaN there, and a probability of zero times NaN is NaN.
-    """
-    ROWS: gl.constexpr = tile.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // tile.shape[1], tile.shape[1] // 8], [4, 1], [1, 0])
-    row = gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))[:, None]
-    for i in gl.static_range(0, ROWS, STEP):
-        if i + STEP > limit:
-            part = tile.slice(i, STEP)
-            x = part.load(LAYOUT)
-            part.store(gl.where(i + row < limit, x, gl.zeros_like(x)))
