@@ -23,7 +23,7 @@ import functools
 import warnings
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -152,10 +152,26 @@ def _for_triton(argument: Any) -> Any:
     return kind._make(triton.language.constexpr(a) if every or type(a) is str else a for a in argument)
 
 
+class _Interpreted:
+    """An interpreted kernel. The interpreter makes tensors of a tuple's numbers, so records of constants become other objects."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def plain(argument: Any) -> Any:
+            return SimpleNamespace(**argument._asdict()) if type(argument) in _CONSTANTS else argument
+
+        def launch(*arguments: Any, **keywords: Any) -> None:
+            self._kernel[grid](*map(plain, arguments), **{name: plain(value) for name, value in keywords.items()})
+
+        return launch
+
+
 def prepared(kernel: Any) -> Any:
-    """Decorator of a kernel that the host launches, above `triton.jit` or `gluon.jit`. Interpreted kernels stay as they are."""
+    """Decorator of a kernel that the host launches, above `triton.jit` or `gluon.jit`."""
     if not isinstance(kernel, JITFunction):
-        return kernel
+        return _Interpreted(kernel)
     own = _class(type(kernel))  # type: ignore[arg-type]  # mypy takes types for unhashable
     return own(
         kernel.fn, do_not_specialize=kernel.do_not_specialize,
