@@ -111,7 +111,7 @@ class GrammarTokenizer:
         try:
             import llguidance
         except ImportError as error:
-            what, hint = "structured output needs llguidance, which is not installed", "pip install 'minirt[structured]'"
+            what, hint = "structured output needs llguidance, which is not installed", "pip install llguidance"
             raise UnsupportedError(what, where="structured_outputs", hint=hint) from error
         self._library, self.vocab = llguidance, vocab
         self.known_ids = tokenizer.ids()

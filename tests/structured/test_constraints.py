@@ -426,7 +426,7 @@ def test_a_matcher_is_ready_or_another_thread_compiles_it(monkeypatch):
 
 def test_without_llguidance(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UnsupportedError, match=r"needs llguidance.*pip install 'minirt\[structured\]'"):
+    with pytest.raises(UnsupportedError, match=r"needs llguidance.*pip install llguidance"):
         constraints().compile(StructuredOutputsParams(regex="a"))
 
 
