@@ -74,8 +74,9 @@ def _step(batch: int, context: int) -> str:
 
 
 def _bars(
-    axes: "Axes", labels: list[str], own: list[float], peers: list[float], names: tuple[str, str], least: list[float] | None = None
-) -> None:
+    axes: "Axes", labels: list[str], own: list[float], peers: list[float], names: tuple[str, str],
+    least: list[float] | None = None,
+) -> None:  # fmt: skip
     """Draw two bars for each label, and above them how many times as fast the first one is."""
     where = range(len(labels))
     axes.bar([i - 0.2 for i in where], own, 0.4, label=names[0], color="C1")

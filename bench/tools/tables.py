@@ -28,7 +28,6 @@ from minirt.bench.tools.results import (
     VLLM_STEPS,
     Records,
     Result,
-    Run,
     format_of,
     latest,
     run_of,

@@ -189,7 +189,8 @@ def test_the_comparison_with_vllm_says_how_it_was_made():
     points = set()
     for run in record["runs"]:
         assert set(run["versions"]) == {"torch", "triton"}
-        assert re.fullmatch(r"[0-9a-f]{7,40}" if run["engine"] == "minirt" else r"\d+\.\d+\.\d+", run.get("commit") or run["version"])
+        build = {"minirt": ("commit", "[0-9a-f]{7,40}"), "vLLM": ("version", r"\d+\.\d+\.\d+")}[run["engine"]]
+        assert re.fullmatch(build[1], run[build[0]])
     for form in results.FORMATS:
         own, theirs = (results.run_of(record, engine, form) for engine in ("minirt", "vLLM"))
         assert set(own.values) == set(theirs.values)
