@@ -72,7 +72,7 @@ def mark(record: Result) -> str:
 def unchecked(records: Iterable[Result]) -> str:
     """The note for `mark`, or an empty text."""
     reasons = dict.fromkeys(record["correctness"]["why"] for record in records if mark(record))
-    texts = (why.removeprefix("not checked").removeprefix(" here: ").strip().strip("()") for why in reasons)
+    texts = (why.removeprefix("not checked here: ").replace("not checked (--skip-check)", "`--skip-check`") for why in reasons)
     return f"† Not checked in the run that timed it: {'; '.join(texts)}." if reasons else ""
 
 
@@ -215,7 +215,7 @@ def engines_table(records: Records) -> str:
     versions = " and ".join(f"torch {run.versions['torch']} with Triton {run.versions['triton']}" for run in (first, other))
     return (
         f"{_engines_table(record, tuple(points))}\n\n{ties(record)}\n\n{_origin_of(record)}\n\n{_protocol_of(record)}\n\n"
-        f"minirt on the same card, with {versions}:\n\n{shown}"
+        f"minirt with two versions of PyTorch on the same card ({versions}):\n\n{shown}"
     )
 
 

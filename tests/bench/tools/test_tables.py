@@ -154,7 +154,7 @@ def test_what_was_not_checked_is_marked_where_it_is_shown():
     assert [row[0] for row in rows(tables.others_table(steps))] == [
         "M, batch 1, context 128", "M, batch 256, context 128", "M, batch 1, context 8000†"
     ]  # fmt: skip
-    assert tables.unchecked(records.values()) == "† Not checked in the run that timed it: --skip-check."
+    assert tables.unchecked(records.values()) == "† Not checked in the run that timed it: `--skip-check`."
     assert tables.unchecked([records["a"], STEPS["a"]]) == ""
 
 
