@@ -73,8 +73,8 @@ def examples(text: str) -> list[Example]:
             reason = None if failing else _reason(fence, why)
             found += _commands(fence, "error" if failing else "console", reason)
         elif kind == "sh" and why:
-            reason = _reason(fence, why)
-            found += [Example(fence.line + i, "console", line, None, reason) for i, line in enumerate(fence.text.splitlines(), 1)]
+            reason, lines = _reason(fence, why), enumerate(fence.text.splitlines(), fence.line + 1)
+            found += [Example(number, "console", line, None, reason) for number, line in lines if line.strip()]
         elif fence.info not in SHOWN:
             raise ValueError(f"line {fence.line}: unknown info string {fence.info!r}")
         elif fence.info == "text" and previous is not None and previous.info == "python" and _follows(text, previous, fence):
