@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minirt.bench.compare.picture import draw, save
-from minirt.bench.tools.results import VLLM_PROMPTS, VLLM_STEPS, Records, format_of, run_of
+from minirt.bench.tools.results import VLLM_PROMPTS, VLLM_STEPS, Records, format_of, mark, run_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,12 +20,13 @@ def speed(records: Records, target: Path, note: str) -> None:
     axes = figure.subplots(2, 2)
     names = ("minirt", "vLLM 0.24.0, measured separately")
     for column, kind in enumerate(("bf16", "fp8")):
-        found = [row for name in (f"h200-decode-{kind}", f"h200-decode-{kind}-8000") for row in records[name]["results"]]
-        steps = {(row["batch_size"], row["context_len"]): row for row in found}
+        decoded = [records[name] for name in (f"h200-decode-{kind}", f"h200-decode-{kind}-8000")]
+        steps = {(row["batch_size"], row["context_len"]): row for own in decoded for row in own["results"]}
+        marks = {(row["batch_size"], row["context_len"]): mark(own) for own in decoded for row in own["results"]}
         own = [steps[key]["step_s"]["median"] * 1e3 for key in VLLM_STEPS]
         least = [t * steps[key]["share_of_limit"] for t, key in zip(own, VLLM_STEPS, strict=True)]
         peers = [peers[column] for peers in VLLM_STEPS.values()]
-        _bars(axes[0][column], [_step(*key) for key in VLLM_STEPS], own, peers, names, least)
+        _bars(axes[0][column], [_step(*key) + marks[key] for key in VLLM_STEPS], own, peers, names, least)
         axes[0][column].set_title(_STEP_TITLE.format(kind), fontsize=9)
         prompts = {row["input_len"]: row for row in records[f"h200-prefill-{kind}"]["results"]}
         each = [1e3 / n for n in VLLM_PROMPTS]  # ms of a prompt → µs of a token
@@ -34,11 +35,14 @@ def speed(records: Records, target: Path, note: str) -> None:
         least = [max(reading, t * prompts[n]["share_of_matmul_ceiling"]) for t, n in zip(own, VLLM_PROMPTS, strict=True)]
         peers = [peers[column] for peers in VLLM_PROMPTS.values()]
         own, peers, least = ([t * e for t, e in zip(ms, each, strict=True)] for ms in (own, peers, least))
-        _bars(axes[1][column], [f"{n:,} tokens" for n in VLLM_PROMPTS], own, peers, names, least)
+        unchecked = mark(records[f"h200-prefill-{kind}"])
+        _bars(axes[1][column], [f"{n:,} tokens{unchecked}" for n in VLLM_PROMPTS], own, peers, names, least)
         axes[1][column].set_title(_PROMPT_TITLE.format(kind), fontsize=9)
     first = next(iter(records.values()))
     days = " to ".join(sorted({record["date"].partition(" ")[0] for record in records.values()}))
-    figure.suptitle(f"{first['model']} shapes, random weights · {first['device']} · {days} · {_RATIO_TITLE}", fontsize=9)
+    title = f"{first['model']} shapes, random weights · {first['device']} · {days} · {_RATIO_TITLE}"
+    title += "\n†: not checked in the run that timed it" * any(map(mark, records.values()))
+    figure.suptitle(title, fontsize=9)
     save(figure, target, note)
 
 
@@ -65,6 +69,7 @@ def engines(records: Records, target: Path, note: str) -> None:
             _bars(axes[row][column], labels, mine, peers, names)
             axes[row][column].set_title((_STEP_TITLE, _PROMPT_TITLE)[row].format(form), fontsize=9)
     title = f"{record['model']} shapes, random weights · one {record['device']} for both · {record['date']} · {_RATIO_TITLE}"
+    title += f"\n{record['correctness']['why']}" * bool(mark(record))
     figure.suptitle(title, fontsize=9)
     save(figure, target, note)
 

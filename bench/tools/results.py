@@ -24,6 +24,12 @@ VLLM_MIXTURE_PROMPTS = {512: (23.4, 12.8), 2048: (78.6, 92.5)}
 
 FORMATS = ("bf16", "fp8")
 
+
+def mark(record: Result) -> str:
+    """What marks a figure whose result was not checked in the run that timed it."""
+    return "" if record.get("correctness", {"checked": True})["checked"] else "†"
+
+
 BESIDE_VLLM = "h100-80gb-hbm3-beside-vllm"  # minirt and vLLM on one card, one after the other
 
 

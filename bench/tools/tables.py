@@ -30,6 +30,7 @@ from minirt.bench.tools.results import (
     Result,
     format_of,
     latest,
+    mark,
     run_of,
     stack_of,
     stored,
@@ -62,11 +63,6 @@ def percent(share: float | None) -> str:
 def signed(value: float, digits: int) -> str:
     text = f"{value:+.{digits}f}"
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
-
-
-def mark(record: Result) -> str:
-    """What marks a row or column whose result was not checked in the run that timed it. `unchecked` says why."""
-    return "" if record.get("correctness", {"checked": True})["checked"] else "†"
 
 
 def unchecked(records: Iterable[Result]) -> str:

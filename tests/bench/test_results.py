@@ -197,7 +197,7 @@ def test_the_comparison_with_vllm_says_how_it_was_made():
         points.add(frozenset(own.values))
     assert len(points) == 1
     assert "/" not in re.sub(r"\(time of.*?\) / 128", "", json.dumps(record))
-    assert record["correctness"] == {"checked": False, "why": "no check is stored with these runs"}
+    assert record["correctness"] == {"checked": False, "why": "no correctness check is stored with these runs"}
     assert record["read_ceiling"] is record["matmul_ceiling"] is None
 
 

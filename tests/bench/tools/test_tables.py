@@ -4,7 +4,7 @@ quotient upside down, a missing value that is shown as one, and a form that comp
 import pytest
 
 from minirt.bench.kernels import benchmark as kernels
-from minirt.bench.tools import pictures, tables
+from minirt.bench.tools import pictures, results, tables
 from minirt.bench.tools.tables import origin
 
 
@@ -80,7 +80,9 @@ def beside(prompt=(0.1965, 0.1981)):
         run("minirt", "bf16", 0.9, None, torch="9", commit="c"),
     ]  # fmt: skip
     protocol = {"order": "O", "clock": "C"}
-    return {"a": {"model": "M", "device": "NVIDIA X 1", "date": "2026-01-02", "protocol": protocol, "runs": runs}}
+    correctness = {"checked": False, "why": "no check"}
+    own = {"model": "M", "device": "NVIDIA X 1", "date": "2026-01-02", "protocol": protocol, "correctness": correctness}
+    return {"a": own | {"runs": runs}}
 
 
 def test_both_engines_in_the_readme():
@@ -138,6 +140,19 @@ def test_the_picture_of_both_engines(monkeypatch, tmp_path):
     title = drawn[0].get_suptitle()
     assert "NVIDIA X 1" in title
     assert "2026-01-02" in title
+    assert title.endswith("\nno check")
+
+
+def test_the_picture_marks_what_was_not_checked(monkeypatch, tmp_path):
+    """Catches bars of `--skip-check` that look like those of a checked run."""
+    drawn = []
+    monkeypatch.setattr(pictures, "save", lambda figure, target, note: drawn.append(figure))
+    pictures.speed(results.stored(tables.PICTURES["speed-h200"].sources), tmp_path, "")
+    steps, _, prompts, _ = drawn[0].axes
+    labels = [text.get_text() for text in steps.get_xticklabels()]
+    assert [label for label in labels if label.endswith("†")] == ["batch 1\ncontext 8,000†"]
+    assert all(text.get_text().endswith("†") for text in prompts.get_xticklabels())
+    assert drawn[0].get_suptitle().endswith("†: not checked in the run that timed it")
 
 
 def test_what_was_not_checked_is_marked_where_it_is_shown():
