@@ -18,6 +18,7 @@ from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
 MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 
@@ -35,7 +36,10 @@ class Tokenizer:
         check(content, self._backend, path)
         self.response_template: Any = config.get("response_template")  # see `minirt.text.response_template`
         steps = decoder_steps(self._backend, path)
-        self._byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        self.is_byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        # Whether a token's text depends on its neighbours, or that of a byte token on its run. Fuse and Strip keep characters.
+        after_bytes = steps[steps.index("ByteFallback") + 1 :][:1] if self._byte_fallback else []
+        self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
         self._chat_template = ChatTemplate(folder, config)
         texts = _special_tokens(folder / "special_tokens_map.json", older) | _special_tokens(config_path, config)
         self._special = {name: text for name, text in texts.items() if text}
@@ -57,7 +61,8 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._bound = TokenBound.of(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
-        self._decoded: dict[bool, dict[int, bytes]] = {False: {}, True: {}}
+        self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
+        self._inner: dict[int, str] = {}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
@@ -148,17 +153,34 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for: those of a text, or of a part of a character. Unknown ids have none."""
+        """The bytes that a token stands for inside a text: those of a text, or of a part of a character. Unknown ids have none."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
+        if self.is_byte_level:
             alphabet = byte_alphabet()
             in_alphabet = alphabet.keys() >= set(token)  # false for some added tokens, which are literal text
             return bytes(alphabet[c] for c in token) if in_alphabet else token.encode()
-        if self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("▁", " ").encode()
+        return bytes.fromhex(token[3:5]) if self.is_part(token_id) else self.inner_text(token_id).encode()
+
+    def is_part(self, token_id: int) -> bool:
+        """Whether a token stands for bytes that may be part of a character."""
+        if self.is_byte_level:
+            return True
+        token = self._backend.id_to_token(token_id) if self._byte_fallback else None
+        byte = None if token is None else _BYTE_TOKEN.fullmatch(token)
+        if byte is None:
+            return False
+        value = int(byte[1], 16)
+        return self.inner_text(token_id) == (chr(value) if value < 0x80 else "\ufffd")  # else a step before has changed it
+
+    def inner_text(self, token_id: int) -> str:
+        """The text of a token inside a text, where its leading space counts. Not for parts of characters."""
+        if (text := self._inner.get(token_id)) is None:
+            first = self.decode([token_id], skip_special_tokens=False)
+            text = self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]
+            self._inner[token_id] = text
+        return text
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
@@ -172,7 +194,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> frozenset[str]:
         """The texts of the special tokens, which `skip_special_tokens` leaves out."""
-        return frozenset(self._special_texts)
+        return self._special_texts
 
     @property
     def tool_template(self) -> str | None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minirt.errors import ConfigError, InputError, TokenizerError
-from minirt.text.detokenizer import IncrementalDecoder
+from minirt.text.detokenizer import incremental_decoder
 from minirt.text.tokenizer import Tokenizer, eos_token_ids
 
 BOS, EOS = "<s>", "</s>"
@@ -195,7 +195,7 @@ def test_what_is_no_text_and_no_id_is_an_input_error(tokenizers: dict[str, Token
         with pytest.raises(InputError):
             tokenizer.decode([token])
         with pytest.raises(InputError):
-            IncrementalDecoder(tokenizer).push(token)
+            incremental_decoder(tokenizer).push(token)
 
 
 def test_no_tokenizer_and_foreign_tokenizers(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_messages_are_checked(messages: Any, tokenizers: dict[str, Tokenizer]) -
 
 
 def pieces_of(tokenizer: Tokenizer, ids: Iterable[int], skip: bool = True) -> list[str]:
-    decoder = IncrementalDecoder(tokenizer, skip)
+    decoder = incremental_decoder(tokenizer, skip)
     return [*(decoder.push(i) for i in ids), decoder.flush()]
 
 
@@ -389,7 +389,7 @@ def test_run_of_byte_tokens_is_one_decision_and_one_space_goes(tokenizers: dict[
 def test_work_per_token_does_not_grow(name: str, tokenizers: dict[str, Tokenizer], monkeypatch: Any) -> None:
     """Counts the ids passed to the library's decode: a few per token, amortized, even in a run of byte tokens."""
     tokenizer = tokenizers[name]
-    decoder, backend = IncrementalDecoder(tokenizer), Mock(wraps=tokenizer._backend)
+    decoder, backend = incremental_decoder(tokenizer), Mock(wraps=tokenizer._backend)
     monkeypatch.setattr(decoder, "_backend", backend)
     ids = [3 + 0xF0] * 1000 + random.Random(1).choices(range(tokenizer.vocab_size), k=1000)
     text = "".join(map(decoder.push, ids)) + decoder.flush()
