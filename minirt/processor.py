@@ -120,7 +120,10 @@ class Processor:
         """The stop strings that are special tokens, by their ids."""
         if not sampling.stop or self._tokenizer is None:
             return {}
-        return stop_tokens(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
+        try:
+            return stop_tokens(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
+        except InputError as error:
+            raise error if sampling.sources["stop"] == "user" else error.at(f"stop, from {sampling.sources['stop']}") from None
 
     def prepare(
         self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None

@@ -47,16 +47,17 @@ class IncrementalDecoder:
 
     def _piece(self, token_id: int) -> str | bytes:
         """The entry of `_cache` for a token. A token that is left out, and one that does not exist, have no bytes."""
-        piece = self._cache.get(token_id) if type(token_id) is int else None
-        if piece is None:
-            token, piece = self._backend.id_to_token(token_id), b""
-            if token is None:
-                return piece  # not kept: there are 2**32 of them
-            if token not in self._skipped:
-                is_part = self._tokenizer.is_part(token_id)
-                piece = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
-            self._cache[int(token_id)] = piece
-        return piece
+        if type(token_id) is int and (piece := self._cache.get(token_id)) is not None:
+            return piece
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""  # not kept: there are 2**32 of them
+        found: str | bytes = b""
+        if token not in self._skipped:
+            is_part = self._tokenizer.is_part(token_id)
+            found = self._tokenizer.token_bytes(token_id) if is_part else self._tokenizer.inner_text(token_id)
+        self._cache[int(token_id)] = found
+        return found
 
     def _last(self, prompt: Sequence[int], first: int = 0) -> Iterator[tuple[int, str | bytes]]:
         """The tokens of a prompt with text, and their pieces, from the last to the one at `first`."""
@@ -82,7 +83,7 @@ class _ByteLevelDecoder(IncrementalDecoder):
     def enter(self, prompt: Sequence[int]) -> None:
         last = b""
         for _, piece in self._last(prompt):
-            last = piece + last  # type: ignore[operator]
+            last = piece + last  # type: ignore[assignment, operator]
             if len(last) >= 3:  # a character that is not complete has no more bytes
                 break
         self._utf8.decode(last)

@@ -19,6 +19,7 @@ from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BEFORE = ("\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
 MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
 MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 
@@ -130,13 +131,33 @@ class Tokenizer:
         """
         return self.encode_plain(self.render_chat(messages, **options), max_tokens)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a part of a text, as they are in its middle: without the space that some tokenizers put before a text.
+
+        The text is encoded after another one, if its tokens do not merge with those before. Where none fits, as with a part of a
+        word that no token stands for, it is encoded as a whole text.
+        """
+        whole = self._encode(text, False)
+        if self._keeps_start(whole, text):
+            return whole
+        for before in _BEFORE:
+            start, both = self._encode(before, False), self._encode(before + text, False)
+            if both[: len(start)] == start and self._keeps_start(both[len(start) :], text):
+                return both[len(start) :]
+        return whole
+
+    def _keeps_start(self, ids: Sequence[int], text: str) -> bool:
+        """Whether ids have the same white space at the beginning, inside a text, as `text`."""
+        found = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return found[: len(found) - len(found.lstrip())] == text[: len(text) - len(text.lstrip())]
+
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The token ids of a word without special tokens: as it is, and after a space. Only those that differ.
+        """The token ids of a word inside a text without special tokens: within a word, and after a space. Only those that differ.
 
         None if the word has no tokens, as if a normalizer removes it.
         """
         word = word.lstrip() or word
-        plain, spaced = (tuple(self._encode(prefix + word, False)) for prefix in ("", " "))
+        plain, spaced = (tuple(self.encode_inside(prefix + word)) for prefix in ("", " "))
         return list(dict.fromkeys((plain, spaced))) if plain else []
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
@@ -153,7 +174,7 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for inside a text: those of a text, or of a part of a character. Unknown ids have none."""
+        """The bytes that a token stands for inside a text, possibly of a part of a character. Unknown ids have none."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
