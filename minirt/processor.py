@@ -16,7 +16,7 @@ from minirt.errors import InputError, TokenizerError, inside, shortened
 from minirt.outputs import Completion, CompletionStream, Piece, Samples
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
-from minirt.text.detokenizer import incremental_decoder
+from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder
 from minirt.text.stop_strings import StopStrings, stop_tokens
 from minirt.text.tokenizer import Tokenizer
 
@@ -165,9 +165,7 @@ class Processor:
         sampling, decoder = request.sampling, None
         tokens: Any = request.prompt_token_ids
         if self._tokenizer is not None and sampling.detokenize:
-            grammar = sampling.structured_outputs  # which has the space at the beginning of its text
-            keep_space = grammar is not None and grammar.reasoning_end is None
-            decoder = incremental_decoder(self._tokenizer, sampling.skip_special_tokens, tokens, keep_space)
+            decoder = decoder_after(self._tokenizer, sampling, tokens)
         completion = Completion(tokens, [], "", None, sampling, logprobs=None if sampling.logprobs is None else [])
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output, self._stop_tokens(sampling))
         return CompletionStream(completion, decoder, stops, self._peak_memory, prompt, sample)
@@ -222,6 +220,13 @@ class Processor:
                 found = f'"{shortened(word)}"'
                 raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=found)
         return tuple(ids for spellings in spelled for ids in spellings)
+
+
+def decoder_after(tokenizer: Tokenizer, sampling: EffectiveSampling, prompt: Sequence[int]) -> IncrementalDecoder:
+    """The decoder of the tokens that follow a prompt. A grammar's text has all that the grammar accepted."""
+    grammar = sampling.structured_outputs
+    keep_space = grammar is not None and grammar.reasoning_end is None
+    return incremental_decoder(tokenizer, sampling.skip_special_tokens, prompt, keep_space)
 
 
 @dataclass

@@ -91,7 +91,8 @@ def test_a_newline_in_bytes_stops_at_once(llama):
     newline = llama.text().token_id("<0x0A>")
     assert run(prepared(llama, "a"), [newline] * 6) == [("\n", None)] * 5 + [("\n", "length")]
     assert run(prepared(llama, "a", stop="\n"), [newline] * 6) == [("", "stop")]
-    assert run(prepared(llama, "a", stop="\n\n", include_stop_str_in_output=True), [newline] * 6) == [("", None), ("\n\n", "stop")]
+    two = prepared(llama, "a", stop="\n\n", include_stop_str_in_output=True)
+    assert run(two, [newline] * 6) == [("", None), ("\n\n", "stop")]
     wide = [llama.text().token_id(f"<0x{byte:02X}>") for byte in "龘龘".encode()]
     assert run(prepared(llama, "a", stop="龘"), wide) == [("", None), ("", None), ("", "stop")]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from minirt.engine.request import TokenLogprobs
 from minirt.outputs import Completion
-from minirt.processor import Call
+from minirt.processor import Call, decoder_after
 from minirt.sampling_params import MAX_LOGPROBS
 from minirt.server.answers import Format, collect, finite, stream, token_text, top_of, usage_of
 from minirt.server.chat import row_by_id
@@ -25,7 +25,7 @@ from minirt.server.protocol import (
     sampling_params,
     structured_outputs,
 )
-from minirt.text.detokenizer import incremental_decoder, prompt_text
+from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder, prompt_text
 from minirt.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -160,7 +160,7 @@ class _Answer:
         prompt = self._prompts[self._call.streams[index].prompt]
         if isinstance(prompt, str):
             return prompt
-        skips = self.request.skip_special_tokens is not False
+        skips = self._call.streams[index].completion.sampling.skip_special_tokens
         return "" if self.tokenizer is None else prompt_text(self.tokenizer, prompt, skips)
 
     def first_sample(self, index: int) -> Completion:
@@ -190,8 +190,12 @@ class _Answer:
         """Where the tokens of a choice begin in its text: those of the prompt, too, if it is echoed with its scores."""
         first = self.first_sample(index)
         scored = self.request.echo and first.prompt_logprobs is not None
-        skips = self.request.skip_special_tokens is not False
-        return _Offsets(self.tokenizer, skips, [] if scored else first.prompt_token_ids, 0 if scored else len(self.echoed(index)))
+        decoder = None
+        if self.tokenizer is not None and scored:
+            decoder = incremental_decoder(self.tokenizer, first.sampling.skip_special_tokens)
+        elif self.tokenizer is not None:
+            decoder = decoder_after(self.tokenizer, first.sampling, first.prompt_token_ids)
+        return _Offsets(decoder, 0 if scored else len(self.echoed(index)))
 
     def logprobs(self, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None], offsets: "_Offsets") -> dict[str, Any]:
         """OpenAI's form: parallel lists."""
@@ -241,13 +245,12 @@ class _Offsets:
     """Where tokens begin in the text of a choice. A token that completes no character begins where the character does.
 
     Args:
-        prompt: the tokens before them.
+        decoder: of the tokens; None: there is no text.
         start: where the text of the first token begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, prompt: Sequence[int], start: int) -> None:
-        self._decoder = None if tokenizer is None else incremental_decoder(tokenizer, skip_special_tokens, prompt)
-        self._end = start
+    def __init__(self, decoder: IncrementalDecoder | None, start: int) -> None:
+        self._decoder, self._end = decoder, start
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """The offsets of the next tokens."""
