@@ -155,3 +155,14 @@ def test_a_long_prompt_costs_no_more_than_a_short_one(made, tmp_path):
     assert len(prompt) > 100_000
     assert len(backend.method_calls) < 40
     assert decoder.push(tokenizer.token_id("▁there") or tokenizer.encode(" there")[0])[0] == " "
+
+
+def test_tokens_without_text_at_the_beginning_cost_no_more_than_others(tmp_path):
+    """All of them were decoded again with each, until one had text: the square of their number."""
+    made = llama_like()
+    made.decoder = decoders.Sequence([decoders.Replace("é", ""), *[made.decoder]])
+    tokenizer = load(made, tmp_path)
+    nothing, a = tokenizer.token_id("é"), tokenizer.token_id("▁a")
+    tokenizer._backend = backend = Mock(wraps=tokenizer._backend)
+    assert "".join(pieces_after(tokenizer, [], [nothing] * 500 + [a, nothing, a])) == "a a" == made.decode([nothing, a, a])
+    assert sum(len(call.args[0]) for call in backend.decode.call_args_list) < 1200
