@@ -16,8 +16,8 @@ from minirt.errors import InputError, TokenizerError, inside, shortened
 from minirt.outputs import Completion, CompletionStream, Piece, Samples
 from minirt.sampling_params import EffectiveSampling, SamplingParams
 from minirt.sampling_params import resolve as resolve_sampling
-from minirt.text.detokenizer import IncrementalDecoder
-from minirt.text.stop_strings import StopStrings
+from minirt.text.detokenizer import IncrementalDecoder, incremental_decoder
+from minirt.text.stop_strings import StopStrings, stop_tokens
 from minirt.text.tokenizer import Tokenizer
 
 
@@ -111,7 +111,19 @@ class Processor:
 
     def effective_sampling(self, params: SamplingParams | None) -> EffectiveSampling:
         """The values that a request will run with, and where each comes from."""
-        return resolve_sampling(_one(params), self._generation_config)
+        sampling = resolve_sampling(_one(params), self._generation_config)
+        if tokens := self._stop_tokens(sampling):
+            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens))))
+        return sampling
+
+    def _stop_tokens(self, sampling: EffectiveSampling) -> dict[int, str]:
+        """The stop strings that are special tokens, by their ids."""
+        if not sampling.stop or self._tokenizer is None:
+            return {}
+        try:
+            return stop_tokens(self._tokenizer, sampling.stop, sampling.skip_special_tokens)
+        except InputError as error:
+            raise error if sampling.sources["stop"] == "user" else error.at(f"stop, from {sampling.sources['stop']}") from None
 
     def prepare(
         self, prompts: Any, params: Any, priority: Any = 0, *, single: bool, cache_salt: str | None = None
@@ -151,11 +163,11 @@ class Processor:
 
     def _stream(self, request: Request, prompt: int, sample: int) -> CompletionStream:
         sampling, decoder = request.sampling, None
-        if self._tokenizer is not None and sampling.detokenize:
-            decoder = IncrementalDecoder(self._tokenizer, sampling.skip_special_tokens)
         tokens: Any = request.prompt_token_ids
+        if self._tokenizer is not None and sampling.detokenize:
+            decoder = decoder_after(self._tokenizer, sampling, tokens)
         completion = Completion(tokens, [], "", None, sampling, logprobs=None if sampling.logprobs is None else [])
-        stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output, self._stop_tokens(sampling))
         return CompletionStream(completion, decoder, stops, self._peak_memory, prompt, sample)
 
     def text(self) -> Tokenizer:
@@ -208,6 +220,13 @@ class Processor:
                 found = f'"{shortened(word)}"'
                 raise InputError("the tokenizer has no tokens for a text", where="bad_words", expected="texts", found=found)
         return tuple(ids for spellings in spelled for ids in spellings)
+
+
+def decoder_after(tokenizer: Tokenizer, sampling: EffectiveSampling, prompt: Sequence[int]) -> IncrementalDecoder:
+    """The decoder of the tokens that follow a prompt. A grammar's text has all that the grammar accepted."""
+    grammar = sampling.structured_outputs
+    keep_space = grammar is not None and grammar.reasoning_end is None
+    return incremental_decoder(tokenizer, sampling.skip_special_tokens, prompt, keep_space)
 
 
 @dataclass

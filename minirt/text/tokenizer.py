@@ -18,6 +18,8 @@ from minirt.text.tokenizer_file import TokenBound, byte_alphabet, check, decoder
 # Files of tokenizer formats that minirt does not read. A folder with one of them but no tokenizer.json is an error.
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BEFORE = ("\n", ".", "a", "0", "(", "文")  # texts before a part of a text, of different kinds
 MAX_TOKENIZER_FILE = 128 << 20  # bytes; the largest known are about 35 MB
 MAX_SMALL_FILE = 16 << 20  # tokenizer_config.json and special_tokens_map.json
 
@@ -35,7 +37,10 @@ class Tokenizer:
         check(content, self._backend, path)
         self.response_template: Any = config.get("response_template")  # see `minirt.text.response_template`
         steps = decoder_steps(self._backend, path)
-        self._byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        self.is_byte_level, self._byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        # Whether a token's text depends on its neighbours, or that of a byte token on its run. Fuse and Strip keep characters.
+        after_bytes = steps[steps.index("ByteFallback") + 1 :][:1] if self._byte_fallback else []
+        self.has_neighbours = "BPEDecoder" in steps or after_bytes not in ([], ["Fuse"])
         self._chat_template = ChatTemplate(folder, config)
         texts = _special_tokens(folder / "special_tokens_map.json", older) | _special_tokens(config_path, config)
         self._special = {name: text for name, text in texts.items() if text}
@@ -57,7 +62,8 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._bound = TokenBound.of(content, vocabulary)
         # What `IncrementalDecoder` has found out about tokens, with and without special ones.
-        self._decoded: dict[bool, dict[int, bytes]] = {False: {}, True: {}}
+        self._decoded: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
+        self._inner: dict[int, str] = {}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
@@ -125,13 +131,33 @@ class Tokenizer:
         """
         return self.encode_plain(self.render_chat(messages, **options), max_tokens)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a part of a text, as they are in its middle: without the space that some tokenizers put before a text.
+
+        The text is encoded after another one, if its tokens do not merge with those before. Where none fits, as with a part of a
+        word that no token stands for, it is encoded as a whole text.
+        """
+        whole = self._encode(text, False)
+        if self._keeps_start(whole, text):
+            return whole
+        for before in _BEFORE:
+            start, both = self._encode(before, False), self._encode(before + text, False)
+            if both[: len(start)] == start and self._keeps_start(both[len(start) :], text):
+                return both[len(start) :]
+        return whole
+
+    def _keeps_start(self, ids: Sequence[int], text: str) -> bool:
+        """Whether ids have the same white space at the beginning, inside a text, as `text`."""
+        found = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return found[: len(found) - len(found.lstrip())] == text[: len(text) - len(text.lstrip())]
+
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The token ids of a word without special tokens: as it is, and after a space. Only those that differ.
+        """The token ids of a word inside a text without special tokens: within a word, and after a space. Only those that differ.
 
         None if the word has no tokens, as if a normalizer removes it.
         """
         word = word.lstrip() or word
-        plain, spaced = (tuple(self._encode(prefix + word, False)) for prefix in ("", " "))
+        plain, spaced = (tuple(self.encode_inside(prefix + word)) for prefix in ("", " "))
         return list(dict.fromkeys((plain, spaced))) if plain else []
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
@@ -148,17 +174,34 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for: those of a text, or of a part of a character. Unknown ids have none."""
+        """The bytes that a token stands for inside a text, possibly of a part of a character. Unknown ids have none."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
+        if self.is_byte_level:
             alphabet = byte_alphabet()
             in_alphabet = alphabet.keys() >= set(token)  # false for some added tokens, which are literal text
             return bytes(alphabet[c] for c in token) if in_alphabet else token.encode()
-        if self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("▁", " ").encode()
+        return bytes.fromhex(token[3:5]) if self.is_part(token_id) else self.inner_text(token_id).encode()
+
+    def is_part(self, token_id: int) -> bool:
+        """Whether a token stands for bytes that may be part of a character."""
+        if self.is_byte_level:
+            return True
+        token = self._backend.id_to_token(token_id) if self._byte_fallback else None
+        byte = None if token is None else _BYTE_TOKEN.fullmatch(token)
+        if byte is None:
+            return False
+        value = int(byte[1], 16)
+        return self.inner_text(token_id) == (chr(value) if value < 0x80 else "\ufffd")  # else a step before has changed it
+
+    def inner_text(self, token_id: int) -> str:
+        """The text of a token inside a text, where its leading space counts. Not for parts of characters."""
+        if (text := self._inner.get(token_id)) is None:
+            first = self.decode([token_id], skip_special_tokens=False)
+            text = self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]
+            self._inner[token_id] = text
+        return text
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Render `messages` as text; see `ChatTemplate.render`."""
@@ -172,7 +215,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> frozenset[str]:
         """The texts of the special tokens, which `skip_special_tokens` leaves out."""
-        return frozenset(self._special_texts)
+        return self._special_texts
 
     @property
     def tool_template(self) -> str | None:
