@@ -33,10 +33,11 @@ class ChatTemplate:
         """`tokenizer_config`: the content of tokenizer_config.json."""
         stated = list(filter(None, _stated(folder, tokenizer_config)))
         named = stated[0] if stated else {}
-        for other in stated[1:]:
-            if {name: own.source.strip() for name, own in other.items()} != {name: own.source.strip() for name, own in named.items()}:
-                path, first = next(iter(other.values())).path, next(iter(named.values())).path
-                what = f"{path}: its chat template is ignored, since {first.name} has another one, which takes precedence"
+        sources = [{name: own.source.strip() for name, own in templates.items()} for templates in stated]
+        for other, texts in zip(stated[1:], sources[1:], strict=True):
+            if texts != sources[0]:
+                path, used = (next(iter(templates.values())).path for templates in (other, named))
+                what = f"{path}: its chat template is ignored, since {used.name} has another one, which takes precedence"
                 warnings.warn(printable(what), stacklevel=2)
         self._file = folder / "tokenizer_config.json"
         self._plain = named.get("default")
@@ -121,6 +122,7 @@ class _Template:
     def __init__(self, source: str, path: Path) -> None:
         self.source, self.path, self._renderer = source, path, Renderer(source)
         self._form: MessageForm | None = None
+        self._stopped = False  # whether it was stopped while its form was looked for
 
     def form(self, special_tokens: Mapping[str, str]) -> MessageForm:
         """The form of messages that it takes. The first call renders some conversations to find it."""
@@ -128,13 +130,15 @@ class _Template:
             try:
                 self._form = message_form(Probe(self._renderer, special_tokens), self.source)
             except RenderingError as error:
-                self._warn("which messages it takes", error)
-                self._form = MessageForm()
+                self._warn("which form of messages it takes", error)
+                self._form, self._stopped = MessageForm(), True
         return self._form
 
     def end_of_turn(self, special_tokens: Mapping[str, str], tokens: Collection[str]) -> str | None:
         """See `ChatTemplate.end_of_turn`."""
         form = self.form(special_tokens)
+        if self._stopped:
+            return None
         try:
             return end_of_turn(Probe(self._renderer, special_tokens), form, tokens)
         except RenderingError as error:
@@ -142,7 +146,7 @@ class _Template:
             return None
 
     def _warn(self, what: str, error: RenderingError) -> None:
-        text = f"{self.path}: it was not found out {what}, since the chat template failed on a short conversation: {error}"
+        text = f"{self.path}: it is not known {what}, since the chat template was stopped at a short conversation: {error}"
         warnings.warn(printable(shortened(text, 1000)), stacklevel=2)
 
     def render(self, names: Mapping[str, Any]) -> str:

@@ -5,10 +5,9 @@ walks through them as objects. A template is a program, so only its output says 
 """
 
 import itertools
-import os
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,9 +46,10 @@ class Probe:
         """
         if time.monotonic() > self._deadline:
             raise RenderingError(f"the conversations that find its form take more than {MAX_SECONDS} s", stopped=True)
-        names = {"messages": checked_messages(list(messages), form), "tools": [_TOOL] if tools else None, "documents": None}
+        names: dict[str, Any] = {"messages": checked_messages(list(messages), form), "tools": [_TOOL] if tools else None}
+        names |= {"documents": None, "add_generation_prompt": False} | dict(self._variables)
         try:
-            return self._renderer.render(names | {"add_generation_prompt": False} | self._variables)
+            return self._renderer.render(names)
         except RenderingError as error:
             if error.stopped:
                 raise
@@ -133,14 +133,20 @@ def end_of_turn(probe: Probe, form: MessageForm, tokens: Collection[str]) -> str
     earlier = probe.render([*chat, _message("user", _USER)], form)
     if not tokens or _ANSWER not in last or _ANSWER not in earlier:
         return None
-    before, _, after = last.rpartition(_ANSWER)
-    common = os.path.commonprefix([after, earlier.rpartition(_ANSWER)[2]])
     one = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
-    first = one.search(last)  # it opens a turn: templates that go on after the answer write it there, too
-    end, place = None, 0
-    while match := one.match(common, place + len(common[place:]) - len(common[place:].lstrip())):
-        if first is not None and match[0] == first[0] and first.start() < last.find(_USER):
+    before, _, after = last.rpartition(_ANSWER)
+    openers = set(_leading(one, last))  # some templates write those of the next turn, too
+    ends = []
+    for token, other in zip(_leading(one, after), _leading(one, earlier.rpartition(_ANSWER)[2]), strict=False):
+        if token != other or token in openers:
             break
-        end, place = match[0], match.end()
+        ends.append(token)
     _, reasons, between = before.rpartition(_REASONING)
-    return None if end is not None and reasons and end in between else end
+    return ends[-1] if ends and not (reasons and ends[-1] in between) else None
+
+
+def _leading(one: re.Pattern[str], text: str) -> Iterator[str]:
+    """The tokens with which a text begins, without white space between them. `one` matches a token."""
+    while match := one.match(text := text.lstrip()):
+        yield match[0]
+        text = text[match.end() :]

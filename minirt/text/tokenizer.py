@@ -178,8 +178,7 @@ class Tokenizer:
     @functools.cached_property
     def end_of_turn_id(self) -> int | None:
         """The token that the chat template writes at the end of each answer; None if there is no such token."""
-        tokens = self._backend.added_tokens() - {self._special.get("bos_token")}
-        text = self._chat_template.end_of_turn(self._special, tokens)
+        text = self._chat_template.end_of_turn(self._special, self._backend.added_tokens())
         return None if text is None else self.token_id(text)
 
     @property
@@ -231,7 +230,7 @@ def _check_added_ends(config: Mapping[str, Any], adds: Mapping[str, bool], path:
 
 
 def _check_added_tokens(added: Any, backend: Backend, path: Path, name: str) -> None:
-    """Warn of tokens in `added` (id → token), which is called `name` in `path`, that tokenizer.json lacks or has with other ids."""
+    """Warn of tokens in `added` (id → token; `name` in `path`) that tokenizer.json lacks or has with other ids."""
     tokens = added.items() if isinstance(added, dict) else ()
     texts = {key: token.get("content") for key, token in tokens if isinstance(token, dict)}
     other = [text for key, text in texts.items() if isinstance(text, str) and str(backend.token_to_id(text)) != key]
