@@ -2,7 +2,7 @@
 
 A template is a program that comes with the model. Jinja's sandbox protects Python's internals, but does not prevent endless
 loops, exponential texts or `'a' * 10**9`, and a thread that runs such an operation cannot be stopped. The process is reused, so
-only the first conversation waits for its start (about 0.1 s).
+only the first rendering waits for its start (about 0.1 s).
 """
 
 import contextlib

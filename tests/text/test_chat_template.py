@@ -261,7 +261,8 @@ def test_templates_in_files_as_in_transformers(place: str, stated: str, tmp_path
 def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
     """Catches a layout of named templates that transformers writes and minirt does not read."""
     other = AutoTokenizer.from_pretrained(add_tokenizer(tmp_path, None))
-    other.chat_template = {"default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | length }} {{ messages[0].content }}"}
+    content = "{{ messages[0].content }}"
+    other.chat_template = {"default": f"plain {content}", "tool_use": "{{ tools | length }} " + content}
     other.save_pretrained(tmp_path / "saved")
     own = Tokenizer.load(tmp_path / "saved") or pytest.fail("no tokenizer")
     for tools in (None, TOOLS):

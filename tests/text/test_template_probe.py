@@ -18,10 +18,10 @@ from minirt.text import template_probe
 from minirt.text.chat_template import ChatTemplate
 from minirt.text.rendering import Renderer
 
-ARGUMENTS = '{"city":  "Ōslo \\"x\\"", "n": [1, null, 2.50]}'  # two spaces and 2.50: a text that was read and written is another one
+ARGUMENTS = '{"city":  "Ōslo \\"x\\"", "n": [1, null, 2.50]}'  # parsed and written again, it is another text
 ID = "call_0123456789abcdef01234567"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-TOOLS = [{"type": "function", "function": {"name": "rain", "description": "", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [{"type": "function", "function": {"name": "rain", "description": "", "parameters": {"type": "object"}}}]
 
 
 def chat() -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "DeepSeek-R1: joins texts": (loop("<assistant>{{ m.content or '' }}" + TEXT_CALLS), {"text": True}),
     "writes objects in Python's form": (
-        loop("{% for c in m.tool_calls or [] %}{\"parameters\": {{ c.function.arguments }}}{% endfor %}<assistant>{{ m.content }}"),
+        loop("{% for c in m.tool_calls or [] %}{\"a\": {{ c.function.arguments }}}{% endfor %}<assistant>{{ m.content }}"),
         {"text": True},
     ),
     "DeepSeek-V2.5: a call has no content": (
@@ -113,7 +113,8 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Command A: thinking": (loop(THINKS + CALLS), {"reasoning": "thinking"}),
     "reasoning_content": (loop("{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}" + CALLS), {}),
     "a call without its arguments": (
-        loop("{% if m.tool_calls and m.content is none %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}"),
+        loop("{% if m.tool_calls and m.content is none %}<call>{{ m.tool_calls[0].function.name }}"
+             "{% else %}{{ m.content }}{% endif %}"),
         {"null": True},
     ),
     "only the first call, without results": (
@@ -234,14 +235,16 @@ ENDS: dict[str, tuple[str, str | None]] = {
     "Command A: always the header of an answer": (
         "{{ bos_token }}{% for m in messages %}<|START|>{{ m.role }}{{ m.content }}<|END|>{% endfor %}<|START|>bot", "<|END|>",
     ),
-    "OpenChat: roles are texts": ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|end_of_turn|>{% endfor %}", "<|end_of_turn|>"),
+    "OpenChat: roles are texts": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end_of_turn|>{% endfor %}", "<|end_of_turn|>",
+    ),
     "gpt-oss: earlier answers end otherwise": (
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
         "{{ '<|return|>' if loop.last else '<|end|>' }}{% endfor %}", None,
     ),
     "the reasoning ends with the same token": (
-        "{% for m in messages %}<|begin|>{{ m.role }}{% if m.reasoning_content %}{{ m.reasoning_content }}<|end|><|begin|>{% endif %}"
-        "{{ m.content }}<|end|>{% endfor %}", None,
+        "{% for m in messages %}<|begin|>{{ m.role }}{% if m.reasoning_content %}{{ m.reasoning_content }}<|end|><|begin|>"
+        "{% endif %}{{ m.content }}<|end|>{% endfor %}", None,
     ),
     "GLM: the next turn ends an answer": ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}", None),
     "no token": ("{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}", None),

@@ -184,7 +184,9 @@ def test_special_tokens_as_objects_and_null(tmp_path: Path) -> None:
         load(save(byte_level(), tmp_path, pad_token="<gone>"))
 
 
-OLDER: list[dict[str, Any]] = [{"bos_token": BOS, "eos_token": BOS}, {"bos_token": None, "eos_token": EOS}, {"eos_token": EOS}, {}]
+OLDER: list[dict[str, Any]] = [
+    {"bos_token": BOS, "eos_token": BOS}, {"bos_token": None, "eos_token": EOS}, {"eos_token": EOS}, {},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("older", OLDER, ids=range(len(OLDER)))

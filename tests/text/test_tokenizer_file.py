@@ -124,7 +124,8 @@ def test_added_tokens_of_the_other_file(tmp_path: Path) -> None:
         load(older.parent)
 
 
-FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"]
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+FILES += ["chat_template.jinja", "chat_template.json"]
 
 
 @pytest.mark.parametrize("kind", ["dangling", "loop", "fifo", "device", "folder", "sparse"])
