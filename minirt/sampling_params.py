@@ -81,7 +81,7 @@ _NOT_SUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "sequence_bias", "watermarking_config"), ()),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "suppress_tokens"), ()),
     **dict.fromkeys(("begin_suppress_tokens", "exponential_decay_length_penalty", "dola_layers", "top_h"), ()),
-    **dict.fromkeys(("max_length", "max_time"), ()),
+    **dict.fromkeys(("max_length", "max_time", "token_healing"), ()),
 }
 
 

@@ -464,6 +464,18 @@ def test_end_of_sequence_ids(copy):
         assert listed.generate("hello", params(30)).token_ids == tokens
 
 
+def test_a_turn_ends_with_the_tokenizers_end(copy):
+    """Catches an answer that runs on to max_tokens, because generation_config.json names another end than the tokenizer."""
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 0}))
+    with pytest.warns(UserWarning, match=r"eos_token_id is \[0\]; 2 \('</s>'\), the tokenizer's eos_token, ends a text, too"):
+        loaded = load(copy)
+    with loaded as generator:
+        assert generator.eos_token_ids == (0, 2)
+        done = generator.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=6, logit_bias={2: 100}))
+        assert (done.finish_reason, len(done.token_ids)) == ("stop", 1)
+
+
 def test_chat_is_the_rendered_prompt(generator):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     text = "<s>[system]be brief\n[user]hello\n[assistant]"

@@ -264,8 +264,9 @@ def load(options: LoadOptions, progress: ProgressCallback | None = None) -> Load
                 check_weights=options.check_weights, progress=progress and partial(progress, "weights"),
             )
     generation_config = files.generation_config if files else None
-    eos = eos_token_ids(generation_config, files.config if files else {}, tokenizer)
-    return LoadedModel(model, tokenizer, generation_config, tuple(eos), report.bytes_read, report.unused)
+    ends = eos_token_ids(generation_config, files.config if files else {}, tokenizer)
+    ends = tuple(token for token in ends if token < config.vocab_size)  # the files' ids are checked, the tokenizer's may be above
+    return LoadedModel(model, tokenizer, generation_config, ends, report.bytes_read, report.unused)
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig) -> None:
