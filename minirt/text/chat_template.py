@@ -10,7 +10,7 @@ from typing import Any
 
 from minirt.errors import InputError, TokenizerError, shortened
 from minirt.files import present, read_text
-from minirt.text.messages import checked_messages
+from minirt.text.messages import checked_messages, without_texts
 from minirt.text.rendering import Renderer, RenderingError
 
 MAX_TEMPLATE = 1 << 20  # bytes; the largest known are about 50 kB
@@ -78,7 +78,7 @@ class ChatTemplate:
             raise InputError(what, where="chat_template_kwargs", found=min(taken))
         names |= variables
         try:
-            text = (self._tool_renderer if tools else self._renderer).render(names)
+            text = self._rendered(self._tool_renderer if tools else self._renderer, names)
         except RenderingError as error:
             damaged = str(error).startswith("TemplateSyntaxError")
             hint = "check the messages and the order of their roles; the template may be damaged"
@@ -89,6 +89,17 @@ class ChatTemplate:
         if not text:
             raise TokenizerError("the chat template rendered nothing", where=self._file, hint="check the roles")
         return text
+
+    @staticmethod
+    def _rendered(renderer: Renderer, names: dict[str, Any]) -> str:
+        """The template's text. Arguments that are no JSON objects are texts, unless the template fails with them."""
+        try:
+            return renderer.render(names)
+        except RenderingError:
+            objects = without_texts(names["messages"])
+            if objects == names["messages"]:
+                raise
+            return renderer.render(names | {"messages": objects})
 
     @staticmethod
     def _up_to(mark: str, text: str) -> str:

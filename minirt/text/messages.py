@@ -1,7 +1,7 @@
 """The messages of a conversation: what is accepted, and the form in which chat templates get them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from minirt.errors import InputError, shortened
@@ -17,7 +17,8 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     """A conversation as chat templates read it, from messages in OpenAI's form.
 
     The content of a message is a text. A list of parts of type "text" is joined with newlines. The arguments of tool calls, which
-    are JSON texts, become objects. Reasoning is in `reasoning_content`, whatever its name was. Null values are left out.
+    are JSON texts, become objects. Those that are no JSON objects stay texts: an answer may have been cut off, or its call may be
+    wrong. Reasoning is in `reasoning_content`, whatever its name was. Null values are left out.
 
     Raises:
         InputError: names the message and the field that is wrong.
@@ -42,7 +43,8 @@ def _message(message: object, where: str) -> dict[str, Any]:
             _text(value, f"{where}.{key}")
     if "role" not in given:
         raise InputError("has no role", where=where, found=shortened(repr(message), 80))
-    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, "tool_calls" in given)}
+    may_be_missing = "tool_calls" in given or given["role"] == "assistant"  # an answer may be reasoning alone
+    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, may_be_missing)}
     own |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
     if reasoning := [given[key] for key in _REASONING if key in given]:
         own["reasoning_content"] = reasoning[0]
@@ -77,17 +79,36 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
         found = shortened(call["type"], 40)
         raise InputError("a tool call of another type", where=f"{where}.type", expected="function", found=found)
     name, arguments = _text(function.get("name"), f"{where}.function.name"), function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            found = shortened(repr(arguments), 80)
-            raise InputError("not JSON", where=f"{where}.function.arguments", found=found) from error
-    if not isinstance(arguments, dict):
+    if arguments is None:
+        arguments = {}
+    elif isinstance(arguments, str):
+        arguments = _object(arguments)
+    elif not isinstance(arguments, dict):
         found = shortened(repr(arguments), 80)
         raise InputError("not a JSON object", where=f"{where}.function.arguments", found=found)
     own = {"id": _text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
     return own | {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _object(text: str) -> dict[str, Any] | str:
+    """The JSON object that a text is; the text if it is none."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def without_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of `checked_messages` for a template that needs objects as arguments: a text becomes {"arguments": text}."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            return call
+        return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}}
+
+    return [own | {"tool_calls": list(map(changed, own["tool_calls"]))} if "tool_calls" in own else own for own in messages]
 
 
 def _each(values: object, where: str, read: Callable[[object, str], Any]) -> list[Any]:

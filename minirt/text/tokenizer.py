@@ -39,6 +39,7 @@ class Tokenizer:
         self._chat_template = ChatTemplate(folder, config)
         texts = _special_tokens(folder / "special_tokens_map.json", older) | _special_tokens(config_path, config)
         self._special = {name: text for name, text in texts.items() if text}
+        self._config = config
         _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path)
         ids = {name: self.token_id(text) for name, text in self._special.items()}
         self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
@@ -73,6 +74,11 @@ class Tokenizer:
             hint = "convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             raise TokenizerError("is missing, and other formats are not supported", where=path, found=found, hint=hint)
         return None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them."""
+        return self._config | self._special | {"chat_template": self._chat_template.source}
 
     @property
     def has_chat_template(self) -> bool:
