@@ -69,13 +69,16 @@ class Prepared:
     tokenizer: Tokenizer
 
 
-def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, str | None]) -> dict[str, Any]:
+def template_variables(
+    front: Front, given: Mapping[str, Any] | None, hints: Mapping[str, str | None], renamed: Mapping[str, str] = {}
+) -> dict[str, Any]:
     """The variables of the chat template that a request sets. Those that the template does not use are noted in the log.
 
     Args:
         given: `chat_template_kwargs`.
         hints: variables that have fields of their own in requests: reasoning_effort and verbosity. Clients send them to any
             model, so the template need not use them. A reasoning_effort of "none" then turns off enable_thinking.
+        renamed: names of hints → the names of their fields, for the log.
     """
     tokenizer, variables = front.check_ready()[0].text(), dict(given or {})
     check_texts("chat_template_kwargs", list(variables), MAX_VARIABLES)
@@ -88,7 +91,7 @@ def template_variables(front: Front, given: Mapping[str, Any] | None, hints: Map
         elif (name, hint) == ("reasoning_effort", "none") and tokenizer.template_uses("enable_thinking"):
             variables.setdefault("enable_thinking", False)
         else:
-            front.note_unknown([name], "fields that the chat template does not use")
+            front.note_unknown([renamed.get(name, name)], "fields that the chat template does not use")
     return variables
 
 

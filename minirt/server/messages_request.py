@@ -285,7 +285,8 @@ def _variables(front: Front, request: CountTokensRequest, ignored: dict[str, Non
     tokenizer, config = front.check_ready()[0].text(), request.output_config or {}
     _note(config, {"format", "effort"}, "output_config", ignored)
     effort = None if config.get("effort") is None else _text(config, "effort", "output_config")
-    variables = template_variables(front, request.chat_template_kwargs, {"reasoning_effort": effort})
+    name, hints = {"reasoning_effort": "output_config.effort"}, {"reasoning_effort": effort}
+    variables = template_variables(front, request.chat_template_kwargs, hints, name)
     switch = _switch(request.thinking or {}, ignored)
     if switch is not None and tokenizer.template_uses("enable_thinking"):
         variables["enable_thinking"] = switch

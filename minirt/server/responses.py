@@ -146,11 +146,12 @@ def _tool_choice(choice: Any, tools: Sequence[Tool]) -> Any:
 
 def _variables(front: Front, request: ResponsesRequest) -> dict[str, Any]:
     """The variables of the chat template."""
-    effort, verbosity = (request.reasoning or {}).get("effort"), (request.text or {}).get("verbosity")
-    for name, hint in (("reasoning.effort", effort), ("text.verbosity", verbosity)):
+    hints = {"reasoning_effort": (request.reasoning or {}).get("effort"), "verbosity": (request.text or {}).get("verbosity")}
+    fields = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
+    for name, hint in hints.items():
         if not isinstance(hint, str | None):
-            raise bad_field(name, "not a text", found=type(hint).__name__)
-    return template_variables(front, request.chat_template_kwargs, {"reasoning_effort": effort, "verbosity": verbosity})
+            raise bad_field(fields[name], "not a text", found=type(hint).__name__)
+    return template_variables(front, request.chat_template_kwargs, hints, fields)
 
 
 def _grammar(request: ResponsesRequest) -> Any:

@@ -292,6 +292,116 @@ def test_calls_that_are_forced(folders):
     run(folders["opens"], scenario)
 
 
+def test_forced_calls_that_are_cut_off_have_no_content(folders):
+    """Wherever: the text before the first call is the grammar's, not the model's."""
+
+    async def scenario(chats):
+        arguments = '{"city": "Zürich", "days": 3}'
+        listed = f'[ {{"name": "weather", "arguments": {arguments}}}, {{"name": "now", "arguments": {{}}}}]'
+        named = {"type": "function", "function": {"name": "weather"}}
+        for choice, text in (("required", listed), (named, arguments)):
+            for end in (*range(1, 20), *range(20, len(text), 7)):
+                fields = {"tools": TOOLS, "tool_choice": choice, "reason": "length"}
+                found = whole((await chats.complete(text[:end], **fields)).choices[0])
+                assert (found[0], found[3]) == ("", "length"), text[:end]
+                assert all(own[1] in text[:end] for own in found[2])
+                assert joined(await chats.complete(text[:end], streams=True, **fields)) == found
+        found = whole((await chats.complete("[", tools=TOOLS, tool_choice="required", reason="length")).choices[0])
+        assert found == ("", "", [], "length")
+
+    run(folders["hermes"], scenario)
+
+
+# Answers as models write them, some of them wrong.
+WRITTEN = [
+    ("hermes", f"Well: {CALL}{NOW_CALL}", None), ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', None),
+    ("hermes", "<tool_call>{'name': 'now', 'arguments': {'a': 1}}</tool_call>", None),
+    ("hermes", '[{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}]', "required"),
+    ("hermes", '{"city": "Zürich", "days": 3}', {"type": "function", "function": {"name": "weather"}}),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
+     "</function>\n</tool_call>", None),
+    ("llama3_json", '{"name": "now", "parameters": "none"}', None), ("thinks", f"<think>\nHm.</think>\nSo {CALL}", None),
+    ("declared", '((a b))c CALL{"name": "now", "arguments": {"x": 1}}END', None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "text", "choice"), WRITTEN)
+def test_every_answer_goes_back(folders, model, text, choice):
+    """What the server has sent, it accepts in the next turn, wherever the answer was cut off, in each of the APIs.
+
+    Catches conversations that end for ever with a call whose arguments are no JSON, with reasoning and no content, or with an
+    answer of nothing.
+    """
+
+    async def scenario(chats):
+        async def asked(path, **fields):
+            body = {"model": "fake", "messages": USER, "max_tokens": 99, "tools": TOOLS, "seed": 1} | fields
+            body = {name: value for name, value in body.items() if value is not None}
+            reader, _ = await chats.ask(message(body, path))
+            status, _, content = await answer(reader)
+            assert status == 200, content
+            return json.loads(content)
+
+        names = {"type": "tool", "name": "weather"} if isinstance(choice, dict) else choice and {"type": "any"}
+        flat = choice and ("required" if choice == "required" else {"type": "function", "name": "weather"})
+        tools = [own["function"] for own in TOOLS]
+        plain = [{"name": own["name"], "input_schema": own.get("parameters", {"type": "object"})} for own in tools]
+        typed = {"tools": [{"type": "function"} | own for own in tools], "messages": None, "max_tokens": None}
+        for end in (0, *range(1, len(text), 3), len(text)):
+            reason = "length" if 0 < end < len(text) else "stop"
+
+            async def chat(history, choice=None):
+                return await chats.answered(asked("/v1/chat/completions", **history, tool_choice=choice), text[:end], reason=reason)
+
+            own = (await chat({}, choice))["choices"][0]["message"]
+            results = [{"role": "tool", "tool_call_id": c["id"], "content": "wrong"} for c in own.get("tool_calls", ())]
+            await chat({"messages": [*USER, own, *results, *USER]})
+
+            async def respond(items, choice=None):
+                return await chats.answered(asked("/v1/responses", **typed, input=items, tool_choice=choice), text[:end], reason=reason)
+
+            items = (await respond(USER, flat))["output"]
+            calls = [own["call_id"] for own in items if own["type"] == "function_call"]
+            outputs = [{"type": "function_call_output", "call_id": own, "output": "wrong"} for own in calls]
+            await respond([*USER, *items, *outputs, *USER])
+
+            async def say(history, choice=None):
+                call = asked("/v1/messages", messages=history, tools=plain, tool_choice=choice)
+                return await chats.answered(call, text[:end], reason=reason)
+
+            blocks = (await say(USER, names))["content"]
+            assert all(isinstance(own["input"], dict) for own in blocks if own["type"] == "tool_use")
+            uses = [{"type": "tool_result", "tool_use_id": own["id"], "content": "wrong"} for own in blocks if "input" in own]
+            user = [{"role": "user", "content": [*uses, {"type": "text", "text": "Again."}]}]
+            await say([*USER, {"role": "assistant", "content": blocks}, *user])
+
+    run(folders[model], scenario)
+
+
+def test_null_arguments_are_none(folders):
+    """As other servers and frameworks store a call without arguments."""
+
+    async def scenario(chats):
+        call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": None}}
+        history = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "noon"}]
+        await chats.complete("It is noon.", messages=history, tools=TOOLS)
+        items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "x", "name": "now", "arguments": None}]
+        blocks = [{"type": "tool_use", "id": "x", "name": "now", "input": None}]
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "noon"}]}
+        for path, body in (
+            ("/v1/responses", {"input": [*items, {"type": "function_call_output", "call_id": "x", "output": "noon"}]}),
+            ("/v1/messages", {"messages": [*USER, {"role": "assistant", "content": blocks}, result], "max_tokens": 9}),
+        ):
+
+            async def asked(path=path, body=body):
+                reader, _ = await chats.ask(message(body, path))
+                return (await answer(reader))[0]
+
+            assert await chats.answered(asked(), "It is noon.") == 200
+
+    run(folders["hermes"], scenario)
+
+
 def test_structured_output_is_content(folders):
     """Else JSON after a prompt that opens a block would be reasoning, and JSON with a name a call of Llama's format."""
 
