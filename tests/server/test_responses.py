@@ -351,6 +351,7 @@ def test_efforts(folders, history, capfd):
 
     run(history, uses)
     run(folders["opens"], has_a_switch)
+    capfd.readouterr()
     for name in ("thinks", "plain"):
         run(folders[name], has_none)
         assert capfd.readouterr().err.count("ignored: reasoning.effort") == 1
