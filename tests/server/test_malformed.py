@@ -68,8 +68,9 @@ def response_cases():
         "truncation": ("auto", 5), "context_management": ([{}],), "moderation": ({"model": "m"},), "top_logprobs": (1, -1),
         "messages": (USER,), "max_tokens": (5,), "max_completion_tokens": (5,), "response_format": ({"type": "text"},),
         "reasoning_effort": ("high",), "chat_template_kwargs": (5, {"messages": []}, nested(100)), "model": (5,),
-        "max_tool_calls": ("a", 1.5), "chat_template": ("{{ 1 }}",), "seed": (2**64, -(2**63) - 1), "verbosity": ("low",), "stop": ("", 5), "user": (5,),
+        "max_tool_calls": ("a", 1.5), "chat_template": ("{{ 1 }}",), "seed": (2**64, -(2**63) - 1), "stop": ("", 5), "user": (5,),
         "logit_bias": ({"a": 1}, {str(i): 1 for i in range(5000)}), "structured_outputs": (5, {"nothing": 1}),
+        "verbosity": ("low",),
         "input": (None, 5, [], {}, True, [5], ["a"], [None], [{}], [{"type": "message"}], nested(3), "word " * 600),
     }.items():  # fmt: skip
         for wrong in wrongs:
@@ -191,7 +192,8 @@ def cases():
             yield *completions(**{name: wrong}), name
     for name, wrongs in {
         "temperature": (-0.1, -1e300), "top_p": (0, 1.01, -1), "min_p": (-0.1, 1.5), "top_k": (-2, -(2**53), 2**60),
-        "n": (0, -1, 129, 10**6, 2**70), "max_tokens": (0, -2, 2**60), "seed": (-(2**63) - 1, 2**64, 2**200), "min_tokens": (-1, 2),
+        "n": (0, -1, 129, 10**6, 2**70), "max_tokens": (0, -2, 2**60), "seed": (-(2**63) - 1, 2**64, 2**200),
+        "min_tokens": (-1, 2),
         "presence_penalty": (-2.1, 3), "frequency_penalty": (9,), "repetition_penalty": (0, -1, 1e-320, 1e308),
         "logprobs": (-1, 21, 10**6),
         "truncate_prompt_tokens": (0, -2), "best_of": (2, -1), "priority": (2**60,),

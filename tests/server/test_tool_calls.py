@@ -8,7 +8,7 @@ import json
 
 import openai
 import pytest
-from support.chats import Model
+from support.chats import TEMPLATES, Model
 from support.server import answer, message
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
@@ -342,38 +342,31 @@ def test_every_answer_goes_back(folders, model, text, choice):
             assert status == 200, content
             return json.loads(content)
 
-        names = {"type": "tool", "name": "weather"} if isinstance(choice, dict) else choice and {"type": "any"}
-        flat = choice and ("required" if choice == "required" else {"type": "function", "name": "weather"})
-        tools = [own["function"] for own in TOOLS]
-        plain = [{"name": own["name"], "input_schema": own.get("parameters", {"type": "object"})} for own in tools]
-        typed = {"tools": [{"type": "function"} | own for own in tools], "messages": None, "max_tokens": None}
-        for end in (0, *range(1, len(text), 3), len(text)):
+        async def turn(path, end, **fields):
             reason = "length" if 0 < end < len(text) else "stop"
+            return await chats.answered(asked(path, **fields), text[:end], reason=reason)
 
-            async def chat(history, choice=None):
-                return await chats.answered(asked("/v1/chat/completions", **history, tool_choice=choice), text[:end], reason=reason)
-
-            own = (await chat({}, choice))["choices"][0]["message"]
-            results = [{"role": "tool", "tool_call_id": c["id"], "content": "wrong"} for c in own.get("tool_calls", ())]
-            await chat({"messages": [*USER, own, *results, *USER]})
-
-            async def respond(items, choice=None):
-                return await chats.answered(asked("/v1/responses", **typed, input=items, tool_choice=choice), text[:end], reason=reason)
-
-            items = (await respond(USER, flat))["output"]
+        named = isinstance(choice, dict)
+        flat = {"type": "function", "name": "weather"} if named else choice
+        kind = {"type": "tool", "name": "weather"} if named else choice and {"type": "any"}
+        own_tools = [own["function"] for own in TOOLS]
+        typed = {"tools": [{"type": "function"} | own for own in own_tools], "messages": None, "max_tokens": None}
+        plain = {"tools": [{"name": own["name"], "input_schema": own.get("parameters", {"type": "object"})} for own in own_tools]}
+        for end in (0, *range(1, len(text), 3), len(text)):
+            found = await turn("/v1/chat/completions", end, tool_choice=choice)
+            own = found["choices"][0]["message"]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "wrong"} for call in own.get("tool_calls", ())]
+            await turn("/v1/chat/completions", end, messages=[*USER, own, *results, *USER])
+            items = (await turn("/v1/responses", end, input=USER, tool_choice=flat, **typed))["output"]
             calls = [own["call_id"] for own in items if own["type"] == "function_call"]
-            outputs = [{"type": "function_call_output", "call_id": own, "output": "wrong"} for own in calls]
-            await respond([*USER, *items, *outputs, *USER])
-
-            async def say(history, choice=None):
-                call = asked("/v1/messages", messages=history, tools=plain, tool_choice=choice)
-                return await chats.answered(call, text[:end], reason=reason)
-
-            blocks = (await say(USER, names))["content"]
-            assert all(isinstance(own["input"], dict) for own in blocks if own["type"] == "tool_use")
-            uses = [{"type": "tool_result", "tool_use_id": own["id"], "content": "wrong"} for own in blocks if "input" in own]
-            user = [{"role": "user", "content": [*uses, {"type": "text", "text": "Again."}]}]
-            await say([*USER, {"role": "assistant", "content": blocks}, *user])
+            results = [{"type": "function_call_output", "call_id": call, "output": "wrong"} for call in calls]
+            await turn("/v1/responses", end, input=[*USER, *items, *results, *USER], **typed)
+            blocks = (await turn("/v1/messages", end, messages=USER, tool_choice=kind, **plain))["content"]
+            uses = [own for own in blocks if own["type"] == "tool_use"]
+            assert all(isinstance(own["input"], dict) for own in uses)
+            results = [{"type": "tool_result", "tool_use_id": own["id"], "content": "wrong"} for own in uses]
+            user = {"role": "user", "content": [*results, {"type": "text", "text": "Again."}]}
+            await turn("/v1/messages", end, messages=[*USER, {"role": "assistant", "content": blocks}, user], **plain)
 
     run(folders[model], scenario)
 
@@ -465,5 +458,22 @@ def test_the_tools_of_tokenize(folders):
         status, _, body = await answer(reader)
         assert status == 200
         assert chats.tokenizer.decode(json.loads(body)["tokens"]) == f"{json.dumps([NOW])}\nuser: Weather?\n"
+
+    run(folders["hermes"], scenario)
+
+
+def test_what_tokenizer_info_says(folders):
+    """lm-eval takes the chat template and the special tokens from it, wherever the model's files have them."""
+
+    async def scenario(chats):
+        reader, _ = await chats.ask(message(b"", "/tokenizer_info", "GET"))
+        status, headers, body = await answer(reader)
+        assert (status, headers["content-type"]) == (200, "application/json")
+        found = json.loads(body)
+        assert found["chat_template"] == TEMPLATES["hermes"]
+        assert found["eos_token"] == chats.tokenizer.info["eos_token"]
+        assert isinstance(found["eos_token"], str)
+        reader, _ = await chats.ask(message({"prompt": found["eos_token"], "add_special_tokens": False}, "/tokenize"))
+        assert json.loads((await answer(reader))[2])["tokens"] == [chats.tokenizer.eos_token_id]
 
     run(folders["hermes"], scenario)

@@ -184,7 +184,7 @@ STYLES = {
 
 @pytest.mark.parametrize("text", ['{"city": "Os', "{'city': 'Oslo'}", "[1]", '"a"', "3", "[" * 99999, "Oslo"])
 def test_arguments_that_are_no_object_stay_texts(text: str) -> None:
-    """An answer that was cut off, or whose call is wrong, must not end the conversation: every style of template shows its text."""
+    """An answer that was cut off, or whose call is wrong, must not end the conversation: each style shows its text."""
     expected = {"text": text, "tojson": json.dumps(text), "items()": f"arguments={text}", "items": f"arguments={text}"}
     given = [call(function={"name": "f", "arguments": text})]
     for style, template in STYLES.items():
