@@ -33,15 +33,10 @@ _CHOICE_BYTES = 50  # of a body that take as long to read as the request of one 
 _CHATS = "is for chats"
 _REFUSED: Refused = {
     **REFUSED,
-    "max_completion_tokens": ("is named max_tokens here", ()),
-    "top_logprobs": ("is named logprobs here", ()),
-    "tools": (_CHATS, ([],)),
-    "tool_choice": (_CHATS, ("none", "auto")),
-    "parallel_tool_calls": (_CHATS, (True, False)),
-    "reasoning_effort": (_CHATS, ()),
-    "chat_template_kwargs": (_CHATS, ({},)),
-    "continue_final_message": (_CHATS, (False,)),
-    "add_generation_prompt": (_CHATS, (True, False)),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "is named max_tokens here"),
+    "top_logprobs": "is named logprobs here",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"), _CHATS),
+    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), _CHATS),
 }
 
 
@@ -50,7 +45,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
     prompt: Any
     echo: bool | None = None
-    logprobs: Int | None = None
+    logprobs: Int | bool | None = None  # `false` is null
     best_of: Int | None = None
     add_special_tokens: bool | None = None
 
@@ -133,7 +128,9 @@ def _check(request: CompletionRequest, num_prompts: int) -> None:
     check_copies(request, num_prompts * count)
     if request.best_of not in (None, count):
         raise bad_field("best_of", "is not supported", expected=f"null or n, which is {count}", found=request.best_of)
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+    if request.logprobs is False:
+        request.logprobs = None
+    if request.logprobs is True or (request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS):
         expected = f"an integer from 0 to {MAX_LOGPROBS}"
         raise bad_field("logprobs", "not an acceptable value", expected=expected, found=request.logprobs)
     if request.max_tokens is not None and request.max_tokens < (0 if request.echo else 1):

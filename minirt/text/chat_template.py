@@ -10,7 +10,7 @@ from typing import Any
 
 from minirt.errors import InputError, TokenizerError, printable, shortened
 from minirt.files import present, read_json, read_text
-from minirt.text.messages import MessageForm, checked_messages
+from minirt.text.messages import MessageForm, checked_messages, without_texts
 from minirt.text.rendering import Renderer, RenderingError
 from minirt.text.template_probe import Probe, end_of_turn, message_form
 
@@ -92,7 +92,14 @@ class ChatTemplate:
         if taken := names.keys() & variables.keys():
             what = "a variable of the chat template has a fixed meaning"
             raise InputError(what, where="chat_template_kwargs", found=min(taken))
-        text = template.render(names | dict(variables))
+        names |= variables
+        try:
+            text = template.render(names)
+        except TokenizerError:
+            objects = without_texts(plain)  # an answer that was cut off, for a template that takes no text as arguments
+            if form.text_arguments or objects == plain:
+                raise
+            text = template.render(names | {"messages": objects})
         if mark:
             text = self._up_to(mark, text)
         if not text:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,9 @@ def checked_messages(messages: object, form: MessageForm = _COMMON) -> list[dict
     """A conversation as a chat template reads it, from messages in OpenAI's form.
 
     The content of a message is a text. A list of parts of type "text" is joined with newlines. The arguments of tool calls, which
-    are JSON texts, become objects. Reasoning has one name, whatever its name was. Null values and empty lists of tool calls are
-    left out. `form` says what is different for one template.
+    are JSON texts, become objects. Those that are no JSON objects stay texts: an answer may have been cut off, or its call may be
+    wrong. Reasoning has one name, whatever its name was. Null values and empty lists of tool calls are left out. `form` says what
+    is different for one template.
 
     Raises:
         InputError: names the message and the field that is wrong.
@@ -75,7 +76,8 @@ def _message(message: object, where: str, form: MessageForm) -> dict[str, Any]:
             _text(value, f"{where}.{key}")
     if "role" not in given:
         raise InputError("has no role", where=where, found=shortened(repr(message), 80))
-    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, "tool_calls" in given)}
+    may_be_missing = "tool_calls" in given or given["role"] == "assistant"  # an answer may be reasoning alone
+    own: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), where, may_be_missing)}
     own |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
     if reasoning := [given[key] for key in _REASONING if key in given]:
         own[form.reasoning] = reasoning[0]
@@ -139,15 +141,38 @@ def _tool_call(call: object, where: str, form: MessageForm) -> dict[str, Any]:
 
 
 def _arguments(given: object, where: str, form: MessageForm) -> dict[str, Any] | str:
-    """The arguments of a call, which are an object or its JSON text; an empty text means no arguments."""
-    try:
-        value = json.loads(given or "{}") if isinstance(given, str) else given
-        text = given if isinstance(given, str) and given else json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError("not JSON", where=where, found=shortened(repr(given), 80)) from error
+    """The arguments of a call: an object, or its JSON text. A text that is no JSON object stays as it is; null is {}."""
+    if isinstance(given, str) and given:
+        return given if form.text_arguments else _object(given)  # the client's text: with the spaces that the model wrote
+    value = given or {}
     if not isinstance(value, dict):
         raise InputError("not a JSON object", where=where, found=shortened(repr(value), 80))
-    return text if form.text_arguments else value  # the client's text, if it sent one: with the spaces that the model wrote
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError("not JSON", where=where, found=shortened(repr(given), 80)) from error
+    return text if form.text_arguments else value
+
+
+def _object(text: str) -> dict[str, Any] | str:
+    """The JSON object that a text is; the text if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def without_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of `checked_messages` for a template that needs objects as arguments: a text becomes {"arguments": text}."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            return call
+        return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}}
+
+    return [own | {"tool_calls": list(map(changed, own["tool_calls"]))} if "tool_calls" in own else own for own in messages]
 
 
 def _each(values: object, where: str, read: Callable[[object, str], Any]) -> list[Any]:

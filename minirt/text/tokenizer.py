@@ -46,6 +46,7 @@ class Tokenizer:
         self._chat_template = ChatTemplate(folder, config)
         texts = _joined(older_path, older, config_path, config)
         self._special = {name: text for name, text in texts.items() if text}
+        self._config = config
         _check_added_tokens(config.get("added_tokens_decoder"), self._backend, config_path, "added_tokens_decoder")
         older_added = {str(key): {"content": text} for text, key in _optional(folder / "added_tokens.json").items()}
         _check_added_tokens(older_added, self._backend, folder, "added_tokens.json")
@@ -85,6 +86,11 @@ class Tokenizer:
             hint = "convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             raise TokenizerError("is missing, and other formats are not supported", where=path, found=found, hint=hint)
         return None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """tokenizer_config.json with the special tokens as texts, and with the chat template, whichever files have them."""
+        return self._config | self._special | {"chat_template": self._chat_template.source}
 
     @property
     def has_chat_template(self) -> bool:
