@@ -27,10 +27,12 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "rotary_emb_interleaved": _OFF, "use_dynamic_ntk": _OFF, "use_rope": _ON, "use_rotary": _ON, "use_rotary_emb": _ON,
         "position_embedding_type": ("rope", "rotary"), "alibi": _OFF, "use_alibi": _OFF, "learned_pos_emb": _OFF,
         "use_learned_position_embeddings": _OFF, "sinusoidal_embeddings": _OFF,
+        "d_rel": _OFF,
     },
     "other scores of attention": {
         "query_pre_attn_scalar": _NOTHING, "attention_multiplier": _NOTHING, "attn_logit_softcapping": _OFF,
-        "attn_logit_softcap": _OFF, "attention_logit_cap": _OFF, "attention_in_multiplier": _ONE, "attention_out_multiplier": _ONE,
+        "attn_logit_softcap": _OFF, "attention_logit_cap": _OFF, "attention_in_multiplier": _ONE,
+        "attention_out_multiplier": _ONE,
         "key_multiplier": _ONE, "qk_scale_factor": _ONE, "attention_value_scale": _ONE, "attn_temperature_tuning": _OFF,
         "llama_4_scaling": _NOTHING, "llama_4_scaling_beta": _OFF, "log_scaling_alpha": _OFF, "use_logn_attn": _OFF,
         "scale_attn_by_inverse_layer_idx": _OFF, "scale_attn_weights": _ON, "lambda_std_dev": _NOTHING, "clip_qkv": _NOTHING,
@@ -64,7 +66,7 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "full_attention_interval": _ONE, "layer_group_size": _ONE, "global_attn_every_n_layers": _ONE,
         "linear_num_key_heads": _OFF, "linear_num_value_heads": _OFF, "linear_num_heads": _OFF, "linear_conv_kernel_dim": _OFF,
         "mamba_d_state": _OFF, "mamba_d_ssm": _OFF, "mamba_n_heads": _OFF, "mamba_num_heads": _OFF, "ssm_state_size": _OFF,
-        "conv_L_cache": _OFF, "lru_width": _OFF, "short_conv_kernel_size": _OFF, "conv_kernel_size": _OFF,
+        "conv_L_cache": _OFF, "lru_width": _OFF, "cca_time0": _OFF, "short_conv_kernel_size": _OFF, "conv_kernel_size": _OFF,
         "per_layer_config": _NOTHING, "block_configs": _NOTHING, "num_attention_heads_per_layer": _NOTHING,
         "swa_head_dim": _NOTHING, "swa_num_attention_heads": _NOTHING, "swa_num_key_value_heads": _NOTHING,
         "hidden_size_per_layer_input": _OFF, "laurel_rank": _OFF, "altup_num_inputs": _ONE, "hc_mult": _ONE, "hc_count": _ONE,
@@ -74,7 +76,8 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "other norms, or norms at other places": {
         "norm_type": ("rms", "rmsnorm", "rms_norm", "RMSNorm"), "rms_norm": _ON, "use_rms_norm": _ON, "norm_bias": _OFF,
         "apply_layernorm_1p": _OFF, "zero_centered_gamma": _OFF, "use_post_norm": _OFF, "use_sandwich_norm": _OFF,
-        "post_norm": _OFF, "norm_after": _OFF, "do_layer_norm_before": _ON, "apply_residual_connection_post_layernorm": _OFF,
+        "post_norm": _OFF, "post_norm_eps": _NOTHING,
+        "norm_after": _OFF, "do_layer_norm_before": _ON, "apply_residual_connection_post_layernorm": _OFF,
         "parallel_residual": _OFF, "use_parallel_residual": _OFF, "parallel_attn": _OFF, "new_decoder_architecture": _OFF,
         "gated_norm_rank": _OFF, "ngpt_alpha_init": _NOTHING, "_remove_final_layer_norm": _OFF,
     },
@@ -85,7 +88,8 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "scale_depth": _NOTHING, "dim_model_base": _NOTHING, "mlp_multipliers": _ONE, "logits_scaling": _ONE,
         "logit_scale": _ONE, "lm_head_multiplier": _ONE, "output_multiplier": _ONE, "output_multiplier_scale": _ONE,
         "logits_mup_width_multiplier": _ONE, "final_logit_softcapping": _OFF, "final_logit_softcap": _OFF,
-        "output_logit_soft_cap": _OFF, "logits_soft_cap": _OFF,
+        "output_logit_soft_cap": _OFF, "logits_soft_cap": _OFF, "unpadded_vocab_size": _NOTHING, "full_attn_alpha_factor": _ONE,
+        "full_attn_beta_factor": _ONE, "mlp_alpha_factor": _ONE, "mlp_beta_factor": _ONE,
     },
     "biases": {
         "use_bias": _OFF, "bias": _OFF, "add_bias_linear": _OFF, "no_bias": _ON, "lm_head_bias": _OFF, "decoder_bias": _OFF,
@@ -138,6 +142,7 @@ def _stated(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         **dict.fromkeys(("hidden_activation", "activation_function", "mlp_hidden_act"), act),
         **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim", "kv_channels", "attention_head_dim"), (config.head_dim,)),
         "attention_multiplier": (config.head_dim**-0.5,), "dim_model_base": (config.hidden_size,),
+        "unpadded_vocab_size": (config.vocab_size,),
         "rotary_emb_base": (config.rope.theta,),
     }  # fmt: skip
     if moe is not None and moe.shared_intermediate_size:

@@ -100,7 +100,8 @@ def test_what_changes_the_model_is_refused(kind: str, fields: dict[str, Any], wo
         ("qwen2", {"attention_bias": True, "qkv_bias": True}),  # transformers' Qwen2 has the same biases with either value
         ("qwen2", {"attention_bias": False, "mlp_bias": False}),
         ("qwen3", {"use_qk_norm": True, "qk_norm": True, "attention_bias": False}),
-        ("qwen3_moe", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0, "scoring_func": "softmax"}),
+        ("qwen3_moe", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "scoring_func": "softmax"}),
+        ("qwen3_moe", {"n_shared_experts": 0, "unpadded_vocab_size": 131}),
         ("mistral", {"attention_bias": False, "mlp_bias": False, "attention_sinks": False}),
     ],
 )
@@ -122,7 +123,8 @@ def test_no_real_config_of_a_supported_architecture_is_refused() -> None:
 
 # Configuration classes of transformers, and a field that tells them from Llama. As a "llama" file, their defaults are refused.
 OTHERS = {
-    "SmolLM3": "no_rope_layer", "Llama4Text": "attention_chunk_size", "Gemma2": "attn_logit_softcapping", "Gemma3Text": "query_pre",
+    "SmolLM3": "no_rope_layer", "Llama4Text": "attention_chunk_size", "Gemma2": "attn_logit_softcapping",
+    "Gemma3Text": "query_pre_attn_scalar",
     "Gemma3nText": "laurel_rank", "Cohere": "logit_scale", "Cohere2": "logit_scale", "DeepseekV2": "kv_lora_rank",
     "DeepseekV3": "kv_lora_rank", "Glm4Moe": "n_routed_experts", "GptOss": "swiglu_limit", "FalconH1": "mamba_d",
     "GPTNeoX": "use_parallel_residual", "Starcoder2": "use_bias", "Qwen3Next": "linear_num",
