@@ -46,6 +46,7 @@ def decoder_config(
     qk_norm: bool = False,
     moe: MoEConfig | None = None,
     window: "Window | None" = None,
+    handled: Collection[str] = (),
 ) -> ModelConfig:
     """Read a `ModelConfig`. The sizes are required; other absent fields take the defaults of transformers.
 
@@ -55,7 +56,7 @@ def decoder_config(
     `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class in transformers. If
     `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
     hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused. `window`: what
-    absent fields of sliding windows mean.
+    absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself.
     """
     refuse_unserved(fields)
     if moe is None:
@@ -95,7 +96,7 @@ def decoder_config(
         moe=moe,
         sliding_window=_window(fields, layers, window or Window()),
     )
-    refuse_foreign_fields(fields, config)
+    refuse_foreign_fields(fields, config, handled)
     if config.sliding_window is not None and config.sliding_window < config.context_len:
         what = f"sequences of more than {config.sliding_window} tokens are refused, since sliding windows are not supported"
         warnings.warn(f"{fields.place('sliding_window')}: {what}", stacklevel=3)

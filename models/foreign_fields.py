@@ -5,7 +5,7 @@ table was made from the configuration classes of decoders in transformers, and f
 of training, of token ids, and of sizes that a decoder reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from minirt.errors import UnsupportedError
@@ -113,12 +113,15 @@ FOREIGN_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-def refuse_foreign_fields(fields: Fields, config: ModelConfig) -> None:
-    """Raise UnsupportedError for a field of FOREIGN_FIELDS, or of `_stated`, with a value that would change the model."""
+def refuse_foreign_fields(fields: Fields, config: ModelConfig, handled: Collection[str] = ()) -> None:
+    """Raise UnsupportedError for a field of FOREIGN_FIELDS, or of `_stated`, with a value that would change the model.
+
+    `handled`: names of fields that the architecture reads itself.
+    """
     stated = _stated(config)
     tables: dict[str, Mapping[str, tuple[Any, ...]]] = {**FOREIGN_FIELDS, "another value than that of the architecture": stated}
     for what, table in tables.items():
-        for name in fields.raw.keys() & table.keys():
+        for name in (fields.raw.keys() & table.keys()).difference(handled):
             value, neutral = fields.raw[name], stated.get(name, table[name])
             if not _is_neutral(value, neutral):
                 raise UnsupportedError(

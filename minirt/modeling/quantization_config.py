@@ -438,7 +438,7 @@ def _read_auto_round(fields: Fields) -> QuantizationConfig:
 
 
 def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
-    """NVIDIA ModelOpt: in config.json, or nested as "quantization" in hf_quant_config.json. None: only the KV cache has scales."""
+    """NVIDIA ModelOpt: in config.json, or nested as "quantization" in hf_quant_config.json. None: only of the KV cache."""
     nested = fields.raw.get("quantization") is not None
     fields = fields.nested("quantization") if nested else fields
     place = fields.place("quant_algo")
