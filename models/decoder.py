@@ -56,7 +56,8 @@ def decoder_config(
     `max_positions`, `kv_heads` and `head_dim` are the defaults of the architecture's config class in transformers. If
     `kv_heads` or `head_dim` is None, an absent field takes the same value as null: num_attention_heads, or
     hidden_size // num_attention_heads. `moe` is what `moe_config` has read; None: fields of experts are refused. `window`: what
-    absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself.
+    absent fields of sliding windows mean. `handled`: fields of `foreign_fields` that the architecture reads itself;
+    "sliding_window" stands for all fields of windows, with `layer_types`.
     """
     refuse_unserved(fields)
     if moe is None:
@@ -94,7 +95,7 @@ def decoder_config(
         dtype=_dtype(fields),
         rope=read_rope(fields, positions),
         moe=moe,
-        sliding_window=_window(fields, layers, window or Window()),
+        sliding_window=None if "sliding_window" in handled else _window(fields, layers, window or Window()),
     )
     refuse_foreign_fields(fields, config, handled)
     if config.sliding_window is not None and config.sliding_window < config.context_len:

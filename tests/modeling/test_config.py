@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from minirt.errors import ConfigError, UnsupportedError
 from minirt.modeling.config import Fields, ModelConfig, RopeConfig, check_token_ids
 from minirt.models import parse_config
+from minirt.models.decoder import decoder_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -680,3 +681,12 @@ def test_any_json_parses_or_is_refused(kind: str, changes: dict[str, Any], rope:
     assert parsed.num_heads % parsed.num_kv_heads == 0
     assert parsed.head_dim % 2 == 0
     assert math.isfinite(parsed.rms_norm_eps * parsed.rope.theta * parsed.rope.factor * parsed.rope.attention_factor)
+
+
+def test_an_architecture_with_windows_of_its_own() -> None:
+    """Catches a window that limits the length, or a kind of layer that is refused, though the architecture computes it."""
+    raw = raw_config(sliding_window=64, layer_types=["sliding_attention", "linear_attention", "full_attention"])
+    options = {"model_type": "llama", "classes": (), "max_positions": 256, "handled": ("sliding_window",)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decoder_config(Fields(raw), **options).sliding_window is None
