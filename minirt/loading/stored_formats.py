@@ -125,7 +125,8 @@ def _notes(
     if "16-bit" in kinds:
         yield "config.json states 16-bit activations; steps of several tokens round them to FP8"
     if kv:
-        yield f"{len(kv)} scales of FP8 attention are not used: FP8 pages have a scale for each token and head"
+        what = "attention" if any(name.endswith((".q_scale", ".prob_scale")) for name in kv) else "the KV cache"
+        yield f"{len(kv)} scales of {what} are not used: FP8 pages have a scale for each token and head"
     if any(isinstance(scheme, Int4Scheme) and scheme.ordered for scheme in schemes):
         yield "config.json states desc_act; loading checks that each g_idx has the columns in their own order"
     if biases:

@@ -213,7 +213,7 @@ def test_notes_and_unused_scales(quantized):
     with load(written.folder) as generator:
         notes = "\n".join(generator.plan.notes)
         assert "21 input scales are not used" in notes
-        assert "6 scales of FP8 attention are not used" in notes
+        assert "6 scales of the KV cache are not used" in notes
         assert generator.unused_tensors == ()
     stated = json.loads((quantized("compressed-tensors channel").folder / "config.json").read_text())
     stated["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
@@ -240,7 +240,7 @@ def test_a_scale_of_the_kv_cache_may_have_a_value_for_each_head(quantized):
     written.tensors[f"{K}.k_scale"] = torch.tensor([0.5, 2.0])
     save(written)
     with load(written.folder) as generator:
-        assert "6 scales of FP8 attention are not used" in "\n".join(generator.plan.notes)
+        assert "6 scales of the KV cache are not used" in "\n".join(generator.plan.notes)
     written.tensors[f"{K}.k_scale"] = torch.ones(6)  # one for each query head
     save(written)
     with pytest.raises(CheckpointError, match=r"wrong shape of a scale; expected one value.* 2 KV heads; found \[6\]"):
@@ -266,7 +266,8 @@ def test_scales_of_attention_under_any_name(names, quantized):
     save(written)
     with quietly(written.folder) as generator:
         assert torch.equal(generator.logits(TOKENS), expected)
-        assert f"{len(names)} scales of FP8 attention are not used" in "".join(generator.plan.notes)
+        what = "attention" if any("q_scale" in name or "prob" in name for name in names) else "the KV cache"
+        assert f"{len(names)} scales of {what} are not used" in "".join(generator.plan.notes)
         assert generator.unused_tensors == ()
     written.tensors[f"{ATTENTION}.{names[0]}"] = torch.tensor(-0.03)
     save(written)
