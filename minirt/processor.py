@@ -59,6 +59,7 @@ class Processor:
     Args:
         backend: the engine's limits.
         name: the model's name, for messages.
+        vocab_size: of the model; a tokenizer may have more ids.
         peak_memory: for `Completion.peak_memory_bytes`.
     """
 
@@ -69,9 +70,11 @@ class Processor:
         tokenizer: Tokenizer | None,
         generation_config: dict | None,
         eos_token_ids: Sequence[int],
+        vocab_size: int,
         peak_memory: Callable[[], int] = lambda: 0,
     ) -> None:
         self._backend, self._name, self._tokenizer, self._peak_memory = backend, name, tokenizer, peak_memory
+        self._vocab_size = vocab_size
         self._generation_config, self._eos_token_ids = generation_config, tuple(eos_token_ids)
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
@@ -189,7 +192,19 @@ class Processor:
     def _encode(self, prompt: Prompt, sampling: EffectiveSampling) -> list[int]:
         """Token ids of a prompt: all, or as many of the last ones as `sampling` keeps."""
         tokens, kept = self.encode(prompt, self.limit(sampling)), sampling.truncate_prompt_tokens
-        return tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
+        tokens = tokens if kept is None else tokens[-(self._backend.max_len - 1 if kept < 0 else kept) :]
+        if self._tokenizer is not None and self._tokenizer.vocab_size > self._vocab_size:
+            self._check_known(tokens)
+        return tokens
+
+    def _check_known(self, tokens: list[int]) -> None:
+        """Refuse a token that the tokenizer has and the model has no embedding for. The engine refuses ids that neither has."""
+        for place, token in enumerate(tokens):
+            if type(token) is int and self._vocab_size <= token < self.text().vocab_size:
+                found = f'{token}, "{shortened(self.text().decode([token], skip_special_tokens=False))}"'
+                hint = "the tokenizer has more tokens than the model was trained with: leave this one out"
+                where, expected = f"prompt token {place}", f"ids from 0 to {self._vocab_size - 1}"
+                raise InputError("the model has no such token", where=where, expected=expected, found=found, hint=hint)
 
     def _after_reasoning(self, tokens: list[int], sampling: EffectiveSampling) -> EffectiveSampling:
         """`sampling`, without `reasoning_end` if the prompt ends with it and white space: its grammar begins at once."""

@@ -673,9 +673,16 @@ def test_a_model_without_tokenizer_serves_token_ids(folder, generator, hf_folder
 
 
 def test_a_tokenizer_of_another_model(hf_folder):
+    """Catches ids beyond the embedding. Prompts without them work: tests/loading/test_load.py."""
     folder = add_tokenizer(hf_folder("Llama", vocab_size=101))
-    with pytest.raises(TokenizerError, match=r"at most 101.*211"):
-        load(folder)
+    with pytest.warns(UserWarning, match="the tokenizer has ids up to 210, but vocab_size of config.json is 101"):
+        generator = load(folder)
+    with generator:
+        for call in (generator.generate, lambda text: next(iter(generator.stream(text)))):
+            with pytest.raises(InputError, match=r"prompt token \d+: the model has no such token; expected ids from 0 to 100"):
+                call("the quick brown fox")
+        with pytest.raises(InputError, match="the model has no such token"):
+            generator.chat([{"role": "user", "content": "the fox"}])
 
 
 def test_text_that_gives_no_tokens(copy):
