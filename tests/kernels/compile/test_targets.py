@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# Families of compile_all.py that one test compiles, with the number of their kernels. Each test takes 20 to 45 s of one core.
+# Families of compile_all.py that one test compiles, with the number of their kernels. A test is to take at most 45 s of one core.
 FIRST = {("linear", "attention"): 11, ("int4", "experts"): 13}
 FP8 = FIRST | {("linear-fp8", "linear-blocks"): 6, ("experts-fp8", "experts-blocks"): 12}
 HOPPER = {
